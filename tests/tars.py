@@ -1,0 +1,49 @@
+"""Webdataset sources for tests: every sample's identity is written into its pixels and its caption."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+from PIL import Image
+
+
+def png(color: tuple[int, int, int], px: int = 8) -> bytes:
+    """A PNG of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (px, px), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    """A tar of (name, content) members, in order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_source(
+    folder: Path, first_id: int, count: int, per_shard: int, *, px: int = 8, sizes: bool = True, caption: str = "sample"
+) -> str:
+    """Shards whose captions are `caption ID` with IDs from `first_id` on; returns a --train-data component."""
+    table = {}
+    for begin in range(0, count, per_shard):
+        ids = range(first_id + begin, first_id + min(begin + per_shard, count))
+        members = []
+        for number in ids:
+            members += [
+                (f"{number:08d}.png", png((number % 256, number // 256 % 256, number // 65536), px)),
+                (f"{number:08d}.txt", f"{caption} {number}".encode()),
+            ]
+        shard = write_tar(folder / f"{begin // per_shard:05d}.tar", members)
+        table[shard.name] = len(ids)
+    if sizes:
+        (folder / "sizes.json").write_text(json.dumps(table))
+    last = (count - 1) // per_shard
+    return f"{folder}/{{00000..{last:05d}}}.tar" if last else f"{folder}/00000.tar"
