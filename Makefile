@@ -1,0 +1,46 @@
+# Everything a person or CI does with the project. `make` lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check format clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: ## make a fresh .venv with the package, its demo, tests and tools (about 5.5 GB)
+	rm -rf $(VENV)
+	$(MAKE) --no-print-directory $(STAMP)
+
+# torch, torchvision and open_clip_torch must be resolved in one go: torchvision's wheels need the torch of their release.
+$(STAMP): setup.py
+	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev]'
+	@touch $@
+
+demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
+	$(BIN)/python -m pytest -m 'not gpu' --timeout 1800
+
+check: $(STAMP) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and everything the demo and tests wrote
+	rm -rf $(VENV) build data/emoji demo demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
