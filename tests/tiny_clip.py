@@ -1,0 +1,131 @@
+"""Small things that several test modules share: dual encoders of some thousand parameters, runs, retrieval sets."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+from PIL import Image
+from transformers import BertConfig, BertTokenizer
+
+WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
+WORDS += ["a", "the", "with", "and"]
+IMAGE_SIZE_PX = 32
+
+
+def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
+    """A folder as `from_pretrained` reads it: BERT's config and a WordPiece tokenizer, no weights."""
+    folder.mkdir(parents=True)
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, *"abcdefghijklmnopqrstuvwxyz"]
+    vocab += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    vocab = list(dict.fromkeys(vocab))
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    BertConfig(
+        vocab_size=len(vocab),
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        max_position_embeddings=32,
+    ).save_pretrained(folder)
+    return folder
+
+
+NATIVE_VISION = {"image_size": IMAGE_SIZE_PX, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+TIMM_VISION = {
+    "image_size": 160,
+    "timm_model_name": "test_vit.r160_in1k",
+    "timm_model_pretrained": False,
+    "timm_pool": "token",
+    "timm_proj": "linear",
+}
+CLIP_TEXT = {"context_length": 16, "width": 32, "heads": 2, "layers": 2}
+
+
+def bert_text(folder: Path | str) -> dict:
+    return {
+        "hf_model_name": str(folder),
+        "hf_tokenizer_name": str(folder),
+        "hf_model_pretrained": False,
+        "hf_proj_type": "linear",
+        "hf_pooler_type": "cls_last_hidden_state_pooler",
+        "context_length": 12,
+    }
+
+
+def register(folder: Path, name: str, vision_cfg: dict, text_cfg: dict, **extra: object) -> str:
+    """Writes a model config and registers it with open_clip."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"embed_dim": 24, "vision_cfg": vision_cfg, "text_cfg": text_cfg, **extra}
+    (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
+    open_clip.add_model_config(folder / f"{name}.json")
+    return name
+
+
+def random_model(name: str, *, seed: int = 0, **forced: object) -> torch.nn.Module:
+    """Weights far from their initial ones, so that a tensor left behind shows in the embeddings."""
+    torch.manual_seed(seed)
+    model = open_clip.create_model(name, pretrained_text=False, **forced)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def write_run(folder: Path, weights: torch.nn.Module, params: dict[str, object], *, prefix: str = "") -> Path:
+    """What open_clip's main leaves of a run: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
+    (folder / "checkpoints").mkdir(parents=True)
+    lines = "".join(f"{key}: {value}\n" for key, value in sorted(params.items()))
+    (folder / "params.txt").write_text(lines, encoding="utf-8")
+    optimizer = torch.optim.AdamW(weights.parameters())
+    checkpoint = {
+        "epoch": 1,
+        "name": folder.name,
+        "state_dict": {prefix + key: value for key, value in weights.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(checkpoint, folder / "checkpoints" / "epoch_1.pt")
+    return folder / "checkpoints" / "epoch_1.pt"
+
+
+def add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def picture(rng: np.random.Generator, format: str = "PNG") -> bytes:
+    """A blurred random picture, not square."""
+    pixels = rng.integers(0, 256, size=(5, 6, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((48, 40)).save(buffer, format=format)
+    return buffer.getvalue()
+
+
+def captions(rng: np.random.Generator, count: int) -> list[str]:
+    return [" ".join(rng.choice(WORDS, size=6)) for _ in range(count)]
+
+
+def write_retrieval_set(
+    folder: Path, counts: list[int], *, shards: int = 2, seed: int = 0, extensions: tuple[str, ...] = ("png", "jpg")
+) -> list[list[str]]:
+    """CLIP_benchmark's layout with `counts[i]` captions for picture i; returns the captions."""
+    rng = np.random.default_rng(seed)
+    (folder / "test").mkdir(parents=True)
+    (folder / "dataset_type.txt").write_text("retrieval\n")
+    (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
+    texts = [captions(rng, count) for count in counts]
+    for shard, members in enumerate(np.array_split(np.arange(len(counts)), shards)):
+        with tarfile.open(folder / "test" / f"{shard}.tar", "w") as tar:
+            for i in members.tolist():
+                extension = extensions[i % len(extensions)]
+                image = picture(rng, "JPEG" if extension.startswith("jp") else extension.upper())
+                add_file(tar, f"{i:05d}.{extension}", image)
+                add_file(tar, f"{i:05d}.txt", "\n".join(texts[i]).encode())
+    return texts
