@@ -1,0 +1,56 @@
+"""SVG drawings to square PNG pictures on white."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from PIL import Image
+
+from open_clip_zerovl.errors import UserError
+
+
+def rasterise(svg: str, px: int) -> bytes:
+    """Draw an SVG document as a px x px RGB picture on white, whole and centred, as PNG bytes.
+
+    Drawings that are not square (flags) keep their proportions and get white margins.
+
+    Raises:
+        UserError: `resvg-py` is not installed, or the document has neither a viewBox nor a size.
+    """
+    try:
+        import resvg_py  # an extra's dependency: only the demo's data needs it
+    except ImportError as error:
+        raise UserError("Drawing SVG pictures needs the package resvg-py: `pip install resvg-py`.") from error
+    png = resvg_py.svg_to_bytes(
+        svg_string=_square(svg), width=px, height=px, background="#ffffff", skip_system_fonts=True
+    )
+    picture = io.BytesIO()
+    # Through PIL, because resvg writes an alpha channel, which here is opaque everywhere.
+    Image.open(io.BytesIO(bytes(png))).convert("RGB").save(picture, "PNG", optimize=True)
+    return picture.getvalue()
+
+
+def is_blank(png: bytes) -> bool:
+    """Does the picture show nothing, all pixels being (nearly) the same?"""
+    extrema = Image.open(io.BytesIO(png)).convert("RGB").getextrema()
+    return all(isinstance(band, tuple) and band[1] - band[0] < 8 for band in extrema)
+
+
+def _square(svg: str) -> str:
+    """The document with its viewBox grown to a square around the drawing, and without a size of its own."""
+    found = re.search(r"<svg\b[^>]*>", svg)
+    if found is None:
+        raise UserError(f"This is no SVG document: {svg[:80]!r}.")
+    attributes = dict(re.findall(r'\b(viewBox|width|height)="([^"]*)"', found[0]))
+    if "viewBox" in attributes:
+        left, top, width, height = (float(x) for x in re.split(r"[\s,]+", attributes["viewBox"].strip()))
+    elif attributes.keys() >= {"width", "height"}:
+        left, top, width, height = 0.0, 0.0, *(float(attributes[k].removesuffix("px")) for k in ("width", "height"))
+    else:
+        raise UserError(f"The SVG drawing has neither a viewBox nor a size: {found[0][:80]!r}.")
+    side = max(width, height)
+    view_box = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"
+    tag = re.sub(r'\s(?:viewBox|width|height|preserveAspectRatio)="[^"]*"', "", found[0])
+    tag = f'<svg viewBox="{view_box}"{tag[len("<svg") :]}'
+    return svg[: found.start()] + tag + svg[found.end() :]

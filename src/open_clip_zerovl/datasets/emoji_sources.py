@@ -1,0 +1,252 @@
+"""The demo's four sources: what each emoji set is made of, read from its packages.
+
+A *concept* is an emoji's code point sequence without the variation selector FE0F, as upper-case hexadecimal numbers
+joined by hyphens (`1F468-200D-1F467`); skin tones are left out. Concepts are those of `emoji-datasource`. Each source
+draws a concept in its own style and captions it in its own style, both from the set's own or Unicode's metadata:
+
+    noto      short names, and the category          emoji-datasource
+    twemoji   keyword list                           Unicode CLDR annotations, English
+    openmoji  "group: subgroup: annotation"          OpenMoji's own table
+    fluent    the words of the drawing's file name   Fluent Emoji (flat)
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
+
+#: Every package the demo's data is made of. 48 MB in all; changing a version changes the data's fingerprint.
+PACKAGES = {
+    "noto": NpmPackage("@iconify-json/noto", "1.2.9"),
+    "noto-flags": NpmPackage("@svgmoji/noto", "3.2.0"),
+    "twemoji": NpmPackage("@iconify-json/twemoji", "1.2.5"),
+    "openmoji": NpmPackage("openmoji", "17.0.0"),
+    "fluent": NpmPackage("@iconify-json/fluent-emoji-flat", "1.2.6"),
+    "names": NpmPackage("emoji-datasource", "16.0.0"),
+    # Not a later release: in CLDR 48 the keyword list of every country flag is just "flag".
+    "keywords": NpmPackage("cldr-annotations-modern", "45.0.0"),
+    "keywords-derived": NpmPackage("cldr-annotations-derived-modern", "45.0.0"),
+}
+
+SOURCES = ("noto", "twemoji", "openmoji", "fluent")
+
+
+@dataclass(frozen=True)
+class Licence:
+    """Terms of a set's drawings: name, SPDX id, whom to credit, and which fetched packages hold the drawings."""
+
+    title: str
+    spdx: str
+    credit: str
+    packages: tuple[str, ...]
+
+
+LICENCES = {
+    "noto": Licence(
+        "Apache License 2.0 (most of the country flags are in the public domain)",
+        "Apache-2.0",
+        "Noto Emoji, Google",
+        ("noto", "noto-flags"),
+    ),
+    "twemoji": Licence(
+        "Creative Commons Attribution 4.0 International",
+        "CC-BY-4.0",
+        "Twemoji, Twitter, Inc. and other contributors",
+        ("twemoji",),
+    ),
+    "openmoji": Licence(
+        "Creative Commons Attribution-ShareAlike 4.0 International",
+        "CC-BY-SA-4.0",
+        "OpenMoji, the open-source emoji and icon project",
+        ("openmoji",),
+    ),
+    "fluent": Licence("MIT License", "MIT", "Fluent Emoji, Microsoft Corporation", ("fluent",)),
+}
+
+
+@dataclass(frozen=True)
+class Emoji:
+    """One concept as one source has it: its drawing (an SVG document), its caption (one line), its group."""
+
+    concept: str
+    svg: str
+    caption: str
+    group: str
+
+
+def concept_of(code_points: str) -> str:
+    """`'0023-fe0f-20e3'` becomes `'23-20E3'`: upper case, no leading zeros, no variation selector."""
+    return "-".join(f"{int(x, 16):X}" for x in code_points.split("-") if int(x, 16) != 0xFE0F)
+
+
+def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Emoji]]:
+    """Read the four sources from the fetched packages.
+
+    Args:
+        tarballs: a tarball's path for each key of `PACKAGES`.
+
+    Returns:
+        For each source its emoji by concept, in the order of `emoji-datasource`. A concept is left out of a source
+        that lacks its drawing or its caption.
+    """
+    names = {
+        concept_of(row["unified"]): row
+        for row in _json(tarballs["names"], "emoji.json")
+        if row["category"] != "Component"  # skin tones by themselves
+    }
+    flags = _svgmoji_drawings(tarballs["noto-flags"])
+    drawings = {
+        # The newer package leaves the country flags out; the older one fills them (and nothing else) in.
+        "noto": flags | {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["noto"]).items()},
+        "twemoji": {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["twemoji"]).items()},
+        "openmoji": _openmoji_drawings(tarballs["openmoji"]),
+    }
+    fluent = _iconify_drawings(tarballs["fluent"])
+    drawings["fluent"] = {concept: svg for concept, (_, svg) in fluent.items()}
+    captions = {
+        "noto": {concept: _noto_caption(row) for concept, row in names.items()},
+        "twemoji": _cldr_keywords(tarballs["keywords"], tarballs["keywords-derived"]),
+        "openmoji": _openmoji_captions(tarballs["openmoji"]),
+        "fluent": {concept: _words(name) for concept, (name, _) in fluent.items()},
+    }
+    return {
+        source: {
+            concept: Emoji(concept, drawings[source][concept], captions[source][concept], row["category"])
+            for concept, row in names.items()
+            if concept in drawings[source] and captions[source].get(concept)
+        }
+        for source in SOURCES
+    }
+
+
+def licence_text(source: str, tarballs: Mapping[str, Path]) -> str:
+    """The text of a source's LICENSE file: the terms of its drawings, and what its packages ship as licence texts."""
+    licence = LICENCES[source]
+    parts = [
+        f"The pictures in this folder: {licence.credit}.\n"
+        f"Licence: {licence.title} (SPDX: {licence.spdx}).\n"
+        "Changes: rasterised on a white square, nothing else.\n"
+        f"Drawings from the npm package(s) {', '.join(str(PACKAGES[key]) for key in licence.packages)}.\n"
+    ]
+    for key in licence.packages:
+        texts = read_npm_package(tarballs[key], lambda name: name.lower() in {"license", "license.txt", "license.md"})
+        if not texts:
+            parts.append(f"The package {PACKAGES[key]} names this licence in its metadata and ships no text of it.\n")
+        for name, text in sorted(texts.items()):
+            parts.append(
+                f"The package {PACKAGES[key]} ships this text as its {name} (a packager's own terms, where it differs "
+                f"from the licence above):\n\n{text.decode().strip()}\n"
+            )
+    return f"\n{'-' * 72}\n\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------- captions
+
+
+def _words(name: str) -> str:
+    return " ".join(re.split(r"[-_\s]+", name.strip()))
+
+
+def _noto_caption(row: Mapping[str, Any]) -> str:
+    return f"{', '.join(_words(name) for name in row['short_names'])} ({row['category']})"
+
+
+def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
+    """Keyword lists by concept. CLDR keeps ZWJ sequences, flags and keycaps apart, as *derived* annotations."""
+    captions = {}
+    for path, name in ((annotations, "annotations"), (derived, "annotationsDerived")):
+        for characters, entry in _json(path, f"{name}/en/annotations.json")[name]["annotations"].items():
+            if entry.get("default"):
+                concept = concept_of("-".join(f"{ord(c):X}" for c in characters))
+                captions[concept] = ", ".join(entry["default"])
+    return captions
+
+
+def _openmoji_captions(tarball: Path) -> dict[str, str]:
+    table = read_npm_package(tarball, lambda name: name == "data/openmoji.csv")["data/openmoji.csv"].decode()
+    return {
+        concept_of(row["hexcode"]): f"{_words(row['group'])}: {_words(row['subgroups'])}: {row['annotation'].strip()}"
+        for row in csv.DictReader(io.StringIO(table))
+        if not row["skintone"]
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- drawings
+
+
+def _json(tarball: Path, name: str) -> Any:
+    return json.loads(read_npm_package(tarball, lambda path: path == name)[name])
+
+
+def _openmoji_drawings(tarball: Path) -> dict[str, str]:
+    files = read_npm_package(tarball, lambda name: name.startswith("color/svg/") and name.endswith(".svg"))
+    return {concept_of(Path(name).stem): svg.decode() for name, svg in files.items()}
+
+
+def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
+    """Name and SVG by concept: Iconify has a set's drawings by name, and a table from code points to names."""
+    files = read_npm_package(tarball, lambda name: name in {"icons.json", "chars.json"})
+    icons, names = json.loads(files["icons.json"]), json.loads(files["chars.json"])
+    drawings: dict[str, tuple[str, str]] = {}
+    for code_points, name in sorted(names.items()):
+        drawings.setdefault(concept_of(code_points), (name, _iconify_svg(icons, name)))
+    return drawings
+
+
+def _iconify_svg(icons: Mapping[str, Any], name: str) -> str:
+    """An icon's SVG. An alias is its parent, mirrored or turned by quarter turns; turns and mirrorings add up."""
+    mirrored_x = mirrored_y = False
+    quarter_turns = 0
+    while name not in icons["icons"]:
+        alias = icons["aliases"][name]
+        mirrored_x ^= alias.get("hFlip", False)
+        mirrored_y ^= alias.get("vFlip", False)
+        quarter_turns += alias.get("rotate", 0)
+        name = alias["parent"]
+    icon = icons["icons"][name]
+    left, top = icon.get("left", 0), icon.get("top", 0)
+    width = icon.get("width", icons.get("width", 16))
+    height = icon.get("height", icons.get("height", 16))
+    x, y = left + width / 2, top + height / 2  # the fixed point of turns and mirrorings
+    turn = f"rotate({90 * (quarter_turns % 4)} {x} {y})"
+    mirror = f"translate({x} {y}) scale({-1 if mirrored_x else 1} {-1 if mirrored_y else 1}) translate({-x} {-y})"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{left} {top} {width} {height}"><g transform="{turn} {mirror}">{icon["body"]}</g></svg>'
+    )
+
+
+def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
+    """SVG by concept from a sprite: one document whose children are the drawings, each named by its code points."""
+    name = "sprites/all.svg"
+    sprite = read_npm_package(tarball, lambda path: path == name)[name].decode()
+    drawings = {}
+    for opening, svg in _children(sprite):
+        identifier = re.search(r'\bid="([0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)*)"', opening)
+        if identifier:
+            drawings[concept_of(identifier[1])] = svg
+    return drawings
+
+
+def _children(sprite: str) -> Iterator[tuple[str, str]]:
+    """The `<svg>` elements right below the outermost one: opening tag, and the whole element as its own document."""
+    depth = start = 0
+    opening = ""
+    for tag in re.finditer(r"<svg\b[^>]*>|</svg>", sprite):
+        if tag[0] == "</svg>":
+            depth -= 1
+            if depth == 1:
+                inherited = "" if "xmlns:xlink" in opening else ' xmlns:xlink="http://www.w3.org/1999/xlink"'
+                yield opening, f"<svg{inherited}{sprite[start + len('<svg') : tag.end()]}"
+        elif not tag[0].endswith("/>"):
+            if depth == 1:
+                start, opening = tag.start(), tag[0]
+            depth += 1
