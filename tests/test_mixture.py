@@ -11,7 +11,7 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.mixture import Mixture, MixtureLoader, sample_seed, seeded
+from open_clip_zerovl.mixture import Mixture, MixtureLoader, follow, local_order, sample_seed, seeded
 from open_clip_zerovl.sampling import Batching
 from open_clip_zerovl.sources import parse_sources
 from tars import png, write_source, write_tar
@@ -128,6 +128,19 @@ def test_persistent_workers_follow_the_epoch(train_data):
     assert torch.equal(
         orders[1], torch.cat([ids for _, ids in epoch_of(train_data, Batching(4, workers=2), 1, workers=2)[0]])
     )
+
+
+def test_local_order_is_a_permutation_within_its_window():
+    rng = np.random.default_rng(0)
+    for count, window in ((1, 5), (100, 100), (5000, 100)):
+        order = local_order(count, window, rng)
+        assert sorted(order) == list(range(count))
+        if count > window:
+            assert abs(order - np.arange(count)).max() <= window  # bounded look-back and look-ahead
+            assert abs(np.corrcoef(order[:-1] % window, order[1:] % window)[0, 1]) < 0.05  # neighbours are torn apart
+    ahead: list[int] = []
+    order = local_order(2000, 50, rng)
+    assert list(follow(order, (ahead.append(i) or i for i in range(2000)))) == order.tolist()
 
 
 def test_fewer_shards_than_readers(tmp_path):

@@ -1,6 +1,6 @@
 """The data engine: webdataset shards of several sources in, micro-batches of (images, texts) out (section 3.1).
 
-    schedule (sampling.py) --> this reader's pieces of each source --> tar samples --> shuffle buffer
+    schedule (sampling.py) --> this reader's pieces of each source --> tar samples --> shuffle window
         --> decode, transform, tokenize, collate --> (images (B, C, H, W), texts (B, L))
 
 Each (rank, worker) reads its own stretch of every source and emits the micro-batches that the schedule gives to it, so that
@@ -42,8 +42,8 @@ from open_clip_zerovl.sampling import (
 from open_clip_zerovl.sources import Source
 
 IMAGE_MEMBERS = ("jpg", "png", "jpeg", "webp")
-SHUFFLE_BUFFER_SAMPLES = 5000  # over all sources of a worker; open_clip's figure
-_STREAM_BUFFER, _STREAM_SAMPLE = 3, 4  # as in sampling.py: independent random streams of one seed
+SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
+_STREAM_ORDER, _STREAM_SAMPLE = 3, 4  # as in sampling.py: independent random streams of one seed
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Mixture(IterableDataset):
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         epoch_samples: int | None = None,
-        shuffle_buffer_samples: int = SHUFFLE_BUFFER_SAMPLES,
+        shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
         with_origin: bool = False,
     ) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Mixture(IterableDataset):
         self.transform = transform
         self.tokenizer = tokenizer
         self.epoch_samples = epoch_samples
-        self.shuffle_buffer_samples = shuffle_buffer_samples
+        self.shuffle_window_samples = shuffle_window_samples
         self.with_origin = with_origin
         self.epoch = SharedEpoch()
 
@@ -166,9 +166,10 @@ class Mixture(IterableDataset):
         reader = self.rank * self.batching.workers + worker
         pieces = epoch_pieces(source.sizes, int(schedule.taken[index]), seed=self.seed, epoch=epoch, source=index)
         mine = cut(pieces, quotas, reader)
-        buffer = int(self.shuffle_buffer_samples * schedule.taken[index] / schedule.taken.sum())
-        rng = random.Random(f"{self.seed} {epoch} {_STREAM_BUFFER} {index} {reader}")
-        return _shuffle(read_pieces(source, index, mine), max(buffer, self.batching.micro_batch), rng)
+        window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
+        rng = np.random.default_rng([self.seed, epoch, _STREAM_ORDER, index, reader])
+        order = local_order(sum(map(len, mine)), max(window, self.batching.micro_batch), rng)
+        return follow(order, read_pieces(source, index, mine))
 
     def _collate(self, samples: Sequence[RawSample]) -> tuple[torch.Tensor, ...]:
         images = torch.stack([self._image(sample) for sample in samples])
@@ -303,18 +304,30 @@ def _raw(sample: dict[str, Any], source: Source, index: int, position: int, shar
     return RawSample(image, caption, index, position, key, shard)
 
 
-def _shuffle(samples: Iterator[RawSample], buffer_size: int, rng: random.Random) -> Iterator[RawSample]:
-    """Every sample once, each drawn at random from the `buffer_size` that are waiting."""
-    buffer: list[RawSample] = []
-    for sample in samples:
-        if len(buffer) < buffer_size:
-            buffer.append(sample)
-            continue
-        index = rng.randrange(buffer_size)
-        buffer[index], sample = sample, buffer[index]
-        yield sample
-    rng.shuffle(buffer)
-    yield from buffer
+def local_order(count: int, window: int, rng: np.random.Generator) -> np.ndarray:
+    """A shuffled order of `count` items that a reader of a stream can follow with `window` of them in memory.
+
+    Item i comes at most `window` places from where it lies, so that a reader that starts in the middle has to look back no
+    further; where all items fit into the window it is a plain random permutation.
+
+    Returns:
+        (count,) the item to take at each place.
+    """
+    if count <= window:
+        return rng.permutation(count)
+    return np.argsort(np.arange(count) + rng.random(count) * window, kind="stable")
+
+
+def follow(order: np.ndarray, stream: Iterator[RawSample]) -> Iterator[RawSample]:
+    """The items of a stream in another order, reading no further ahead than the order asks for."""
+    waiting: dict[int, RawSample] = {}
+    arrived = 0
+    for wanted in order.tolist():
+        while arrived <= wanted:
+            waiting[arrived] = next(stream)
+            arrived += 1
+        yield waiting.pop(wanted)
+    next(stream, None)  # lets the reader find out whether its last shard ends where it should
 
 
 def sample_seed(seed: int, source: int, position: int) -> int:
