@@ -158,6 +158,8 @@ class Mixture(IterableDataset):
         for row in counts[worker :: self.batching.workers, self.rank]:
             samples = [next(streams[source]) for source in np.flatnonzero(row) for _ in range(int(row[source]))]
             yield self._collate(samples)
+        for stream in streams:
+            next(stream, None)  # lets each reader find out whether its last shard ends where it should
 
     def _shuffled_stream(
         self, schedule: Schedule, index: int, quotas: Sequence[int], worker: int
