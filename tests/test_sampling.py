@@ -50,7 +50,7 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
     assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
     assert (counts.sum(axis=2) == batching.micro_batch).all()
     assert (counts.sum(axis=(0, 1)) == schedule.taken).all()
-    if strategy == "debiased":
+    if strategy != "random":
         assert (np.array(sizes) - schedule.taken < n).all()  # the remainder is less than one effective batch a source
         per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
         assert ((per_step > 0).sum(axis=1) == 1).all()  # pure over ranks and micro-batches
@@ -62,7 +62,7 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
     rng = np.random.default_rng(seed)
     for source, size in enumerate(sizes):
         shards = shards_of(rng, size)
-        pieces = epoch_pieces(shards, int(schedule.taken[source]), seed=seed, epoch=epoch, source=source)
+        pieces = epoch_pieces(shards, schedule, source)
         readers = quotas[:, :, source].ravel().tolist()
         seen: list[int] = []
         for reader, quota in enumerate(readers):
@@ -80,7 +80,7 @@ def test_the_remainder_is_the_first_of_the_next_epoch():
     left_out = None
     for epoch in range(4):
         schedule = source_schedule(sizes, n, strategy="debiased", seed=1, epoch=epoch)
-        pieces = epoch_pieces([30, 40], int(schedule.taken[0]), seed=1, epoch=epoch, source=0)
+        pieces = epoch_pieces([30, 40], schedule, 0)
         seen = {[0, 30][piece.shard] + index for piece in pieces for index in range(piece.start, piece.stop)}
         if left_out is not None:
             assert left_out <= seen
@@ -96,7 +96,7 @@ def test_a_weight_means_passes(weight, passes):
     for epoch in range(2):
         schedule = source_schedule([size], n, strategy="debiased", seed=0, epoch=epoch, weights=[weight])
         seen = np.zeros(size, dtype=int)
-        for piece in epoch_pieces([20, 44], int(schedule.taken[0]), seed=0, epoch=epoch, source=0):
+        for piece in epoch_pieces([20, 44], schedule, 0):
             seen[[0, 20][piece.shard] + np.arange(piece.start, piece.stop)] += 1
         assert set(seen) <= set(passes)
         total += seen
@@ -134,7 +134,7 @@ def test_at_the_size_of_a_cluster():
     assert (emitted.max(axis=1) - emitted.min(axis=1) <= batching.micro_batch).all()
     shards = [10_000] * 1006
     readers = quotas[:, :, 3].ravel().tolist()
-    pieces = epoch_pieces(shards, int(schedule.taken[3]), seed=0, epoch=3, source=3)
+    pieces = epoch_pieces(shards, schedule, 3)
     for reader in (0, 1, 4095, 8191):
         mine = cut(pieces, readers, reader)
         assert sum(map(len, mine)) == readers[reader]
@@ -161,4 +161,33 @@ def test_impossible_schedules_are_refused(arguments, words):
 
 def test_cut_refuses_quotas_that_do_not_add_up():
     with pytest.raises(ValueError, match="add up"):
-        cut(epoch_pieces([10], 10, seed=0, epoch=0, source=0), [4, 4], 0)
+        cut(epoch_pieces([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0), [4, 4], 0)
+
+
+def test_sequential_takes_one_source_after_the_other():
+    schedule = source_schedule([64, 32, 48], 16, strategy="sequential", seed=0, epoch=1, source_order=[2, 0, 1])
+    assert schedule.source_of_step.tolist() == [2] * 3 + [0] * 4 + [1] * 2
+    with pytest.raises(UserError, match="must name each of the 3 sources once"):
+        source_schedule([64, 32, 48], 16, strategy="sequential", seed=0, epoch=1, source_order=[2, 0])
+
+
+def test_iid_draw_is_proportional_in_the_mean_and_covers_without_gaps():
+    """The released code's draw: counts vary by epoch, and each epoch goes on where the last one stopped."""
+    sizes, n = [640, 1280], 16
+    taken, next_begin = [], np.zeros(2, dtype=int)
+    for epoch in range(50):
+        schedule = source_schedule(sizes, n, strategy="debiased", draw="iid", seed=3, epoch=epoch)
+        assert schedule.steps == 120 and (schedule.begin == next_begin).all()
+        next_begin = schedule.begin + schedule.taken
+        taken.append(schedule.taken[0])
+    assert abs(np.mean(taken) - 640) < 4 * np.sqrt(120 * 2 / 9 / 50) * n
+    assert np.std(taken) > 0  # negative control: the exact draw never varies
+
+
+def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
+    schedule = source_schedule([300], 30, strategy="debiased", seed=0, epoch=0, weights=[100])
+    pieces = epoch_pieces([100, 200], schedule, 0, resampled=True)
+    assert sum(map(len, pieces)) == 30_000
+    drawn = np.array([piece.shard for piece in pieces])
+    assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len({piece.position for piece in pieces}) == len(pieces)
+    assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in pieces)

@@ -65,6 +65,52 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How sources make batches: the strategy and its details, as `source_schedule` and `epoch_pieces` take them.
+
+    Attributes:
+        source_order: names of the sources in sequential order.
+    """
+
+    strategy: str = "debiased"
+    draw: str = "exact"
+    source_order: tuple[str, ...] | None = None
+    epoch_samples: int | None = None
+    resampled: bool = False
+
+
+def schedule_of(
+    sources: Sequence[Source], effective_batch: int, sampling: Sampling, *, seed: int, epoch: int
+) -> Schedule:
+    """`source_schedule` of named sources.
+
+    Raises:
+        UserError: what `source_schedule` refuses, and a source order that names an unknown source or leaves one out.
+    """
+    names = [source.name for source in sources]
+    order = None
+    if sampling.source_order is not None:
+        if sorted(sampling.source_order) != sorted(names):
+            raise UserError(
+                f"the source order {', '.join(sampling.source_order)} must name each source once; the sources are "
+                f"{', '.join(names)}"
+            )
+        order = [names.index(name) for name in sampling.source_order]
+    return source_schedule(
+        [source.num_samples for source in sources],
+        effective_batch,
+        strategy=sampling.strategy,
+        seed=seed,
+        epoch=epoch,
+        weights=[source.weight for source in sources],
+        epoch_samples=sampling.epoch_samples,
+        draw=sampling.draw,
+        source_order=order,
+        names=names,
+    )
+
+
 class SharedEpoch:
     """An epoch number that worker processes of a persistent loader see change."""
 
@@ -85,11 +131,10 @@ class Mixture(IterableDataset):
         sources: what to mix.
         batching: B, K, W and loader workers V (V is 1 when the loader has no worker processes).
         rank: of this process.
-        strategy: see `sampling.STRATEGIES`.
+        sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
         tokenizer: list of captions -> LongTensor (B, L).
-        epoch_samples: see `source_schedule`.
         with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
 
     Yields:
@@ -102,11 +147,10 @@ class Mixture(IterableDataset):
         batching: Batching,
         *,
         rank: int = 0,
-        strategy: str = "debiased",
+        sampling: Sampling = Sampling(),  # frozen
         seed: int = 0,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
-        epoch_samples: int | None = None,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
         with_origin: bool = False,
     ) -> None:
@@ -114,27 +158,17 @@ class Mixture(IterableDataset):
         self.sources = tuple(sources)
         self.batching = batching
         self.rank = rank
-        self.strategy = strategy
+        self.sampling = sampling
         self.seed = seed
         self.transform = transform
         self.tokenizer = tokenizer
-        self.epoch_samples = epoch_samples
         self.shuffle_window_samples = shuffle_window_samples
         self.with_origin = with_origin
         self.epoch = SharedEpoch()
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
-        return source_schedule(
-            [source.num_samples for source in self.sources],
-            self.batching.effective_batch,
-            strategy=self.strategy,
-            seed=self.seed,
-            epoch=epoch,
-            weights=[source.weight for source in self.sources],
-            epoch_samples=self.epoch_samples,
-            names=[source.name for source in self.sources],
-        )
+        return schedule_of(self.sources, self.batching.effective_batch, self.sampling, seed=self.seed, epoch=epoch)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -166,7 +200,7 @@ class Mixture(IterableDataset):
     ) -> Iterator[RawSample]:
         source, epoch = self.sources[index], schedule.epoch
         reader = self.rank * self.batching.workers + worker
-        pieces = epoch_pieces(source.sizes, int(schedule.taken[index]), seed=self.seed, epoch=epoch, source=index)
+        pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
         mine = cut(pieces, quotas, reader)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
         rng = np.random.default_rng([self.seed, epoch, _STREAM_ORDER, index, reader])

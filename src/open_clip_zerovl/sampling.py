@@ -9,12 +9,16 @@ be reached by arithmetic.
 Three layers:
 
 1. `source_schedule`: how many samples each source gives to an epoch, and which source(s) each step draws from.
-   - random:   every micro-batch mixes the sources as one shuffled deck would (without replacement);
-   - debiased: every step, over all ranks and micro-batches, draws from one source; sources come in proportion to size.
+   - random:     every micro-batch mixes the sources as one shuffled deck would (without replacement);
+   - debiased:   every step, over all ranks and micro-batches, draws from one source; sources come in shuffled order and in
+                 exact proportion to their size (draw="exact"), or each step draws its source anew (draw="iid", as the
+                 paper's released code does);
+   - sequential: as debiased, one source after the other (A.4).
 2. `owed`: what each (rank, worker) must deliver, counted from the schedule.
 3. `cut`: which stretch of a source's shards each (rank, worker) reads to deliver it.
 
-An epoch takes the next `taken[s]` samples of source s's endless cycle over its shards, starting at `epoch * taken[s]`.
+An epoch takes the next `taken[s]` samples of source s's endless cycle over its shards, starting at `begin[s]`, which is what
+all epochs before took.
 With weight 1 that is every sample at most once an epoch, and the remainder that does not fill an effective batch is the
 first of the next epoch; weight w is w passes, a fraction is a share that rotates (invariant 3).
 """
@@ -28,7 +32,8 @@ import numpy as np
 
 from open_clip_zerovl.errors import UserError
 
-STRATEGIES = ("random", "debiased")
+STRATEGIES = ("random", "sequential", "debiased")
+DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
 
 # Purposes of the independent random streams of a schedule; numbers are part of what a seed means, never reuse one.
@@ -57,6 +62,7 @@ class Schedule:
         strategy: one of STRATEGIES.
         seed, epoch: what it was made from.
         effective_batch: N.
+        begin: (S,) samples of each source that the epochs before used.
         taken: (S,) samples of each source used in this epoch; their sum is T*N.
         source_of_step: (T,) index of the source of each step, MIXED (-1) where a step mixes all sources.
     """
@@ -65,6 +71,7 @@ class Schedule:
     seed: int
     epoch: int
     effective_batch: int
+    begin: np.ndarray
     taken: np.ndarray
     source_of_step: np.ndarray
 
@@ -82,6 +89,8 @@ def source_schedule(
     epoch: int,
     weights: Sequence[float] | None = None,
     epoch_samples: int | None = None,
+    draw: str = "exact",
+    source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
     """The schedule of one epoch: steps, their sources, and how much of each source is taken.
@@ -89,43 +98,72 @@ def source_schedule(
     Args:
         sizes: (S,) samples in each source.
         effective_batch: N, over all ranks and micro-batches.
-        strategy: "random" or "debiased".
+        strategy: of STRATEGIES.
         weights: (S,) passes over each source in an epoch, default 1.
         epoch_samples: length of an epoch in samples (`--train-num-samples`); the weights then only give proportions.
+        draw: of DRAWS, for debiased sampling.
+        source_order: (S,) the order of the sources in sequential sampling, default as given.
         names: of the sources, for messages.
 
     Raises:
-        UserError: unknown strategy; an epoch without a single step; with debiased sampling, a source that does not fill one
-            effective batch in an epoch (it would silently never be seen).
+        UserError: unknown strategy or draw; an epoch without a single step; with sequential or exactly debiased sampling, a
+            source that does not fill one effective batch in an epoch (it would silently never be seen).
     """
     if strategy not in STRATEGIES:
         raise UserError(f"unknown sampling strategy {strategy!r}; use one of {', '.join(STRATEGIES)}")
+    if draw not in DRAWS:
+        raise UserError(f"unknown draw {draw!r} of debiased sampling; use one of {', '.join(DRAWS)}")
     names = list(names) if names is not None else [f"#{index}" for index in range(len(sizes))]
     share = np.asarray(sizes, dtype=np.float64) * np.asarray(weights if weights is not None else np.ones(len(sizes)))
     if epoch_samples is not None:
         share *= epoch_samples / share.sum()
-    rng = np.random.default_rng([seed, epoch, _STREAM_STEPS])
-    if strategy == "debiased":
-        # 1e-9 keeps a share such as 0.1 * 640 = 64.00000000000001 from being rounded to the wrong side of a whole batch.
-        steps = np.floor(share / effective_batch + 1e-9).astype(np.int64)
-        if epoch_samples is not None:
-            steps = _apportion(share, int(epoch_samples // effective_batch))
-        for name, wanted, count in zip(names, share, steps, strict=True):
-            if count == 0:
-                raise UserError(
-                    f"source {name!r} gives {int(wanted)} samples an epoch, less than one effective batch of "
-                    f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, or leave it out"
-                )
-        order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
-        return Schedule(strategy, seed, epoch, effective_batch, steps * effective_batch, order)
+    # 1e-9 keeps a share such as 0.1 * 640 = 64.00000000000001 from being rounded to the wrong side of a whole batch.
     total_steps = int(share.sum() / effective_batch + 1e-9)
     if total_steps == 0:
         raise UserError(
             f"an epoch of {int(share.sum())} samples has zero steps of the effective batch of {effective_batch}; "
             "lower --batch-size or --dga-steps"
         )
-    taken = _apportion(share, total_steps * effective_batch)
-    return Schedule(strategy, seed, epoch, effective_batch, taken, np.full(total_steps, MIXED, dtype=np.int16))
+    if strategy == "random":
+        taken = _apportion(share, total_steps * effective_batch)
+        mixed = np.full(total_steps, MIXED, dtype=np.int16)
+        return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, mixed)
+    if strategy == "debiased" and draw == "iid":
+        order, begin = _iid_order(share, total_steps, seed, epoch)
+        taken = np.bincount(order, minlength=len(share)) * effective_batch
+        return Schedule(strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order)
+    steps = np.floor(share / effective_batch + 1e-9).astype(np.int64)
+    if epoch_samples is not None:
+        steps = _apportion(share, total_steps)
+    for name, wanted, count in zip(names, share, steps, strict=True):
+        if count == 0:
+            raise UserError(
+                f"source {name!r} gives {int(wanted)} samples an epoch, less than one effective batch of "
+                f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, or leave it out"
+            )
+    taken = steps * effective_batch
+    if strategy == "sequential":
+        sequence = np.asarray(source_order if source_order is not None else range(len(share)), dtype=np.int16)
+        if sorted(sequence.tolist()) != list(range(len(share))):
+            raise UserError(f"the source order {sequence.tolist()} must name each of the {len(share)} sources once")
+        order = np.repeat(sequence, steps[sequence])
+    else:
+        rng = np.random.default_rng([seed, epoch, _STREAM_STEPS])
+        order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
+    return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
+
+
+def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps that each had in earlier epochs."""
+
+    def draw(of_epoch: int) -> np.ndarray:
+        rng = np.random.default_rng([seed, of_epoch, _STREAM_STEPS])
+        return rng.choice(len(share), size=steps, p=share / share.sum()).astype(np.int16)
+
+    begin = np.zeros(len(share), dtype=np.int64)
+    for earlier in range(epoch):
+        begin += np.bincount(draw(earlier), minlength=len(share))
+    return draw(epoch), begin
 
 
 def micro_batch_counts(schedule: Schedule, batching: Batching) -> np.ndarray:
@@ -136,7 +174,7 @@ def micro_batch_counts(schedule: Schedule, batching: Batching) -> np.ndarray:
     """
     steps, sources = schedule.steps, len(schedule.taken)
     shape = (steps * batching.dga_steps, batching.world_size, sources)
-    if schedule.strategy == "debiased":
+    if schedule.strategy != "random":
         counts = np.zeros((steps, sources), dtype=np.int32)
         counts[np.arange(steps), schedule.source_of_step] = batching.micro_batch
         return np.broadcast_to(np.repeat(counts, batching.dga_steps, axis=0)[:, None], shape)
@@ -173,17 +211,21 @@ class Piece:
         return self.stop - self.start
 
 
-def epoch_pieces(sizes: Sequence[int], taken: int, *, seed: int, epoch: int, source: int) -> list[Piece]:
+def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> list[Piece]:
     """The pieces of shards that make up one source's epoch, shuffled pass by pass.
 
     Args:
         sizes: samples in each shard of the source.
-        taken: samples that this epoch takes (`Schedule.taken[source]`).
+        source: index of the source in the schedule.
+        resampled: draw shards with replacement instead (`--dataset-resampled`), each as likely as it is large.
     """
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
-    rng = np.random.default_rng([seed, epoch, _STREAM_PIECES, source])
-    begin, end = epoch * taken, (epoch + 1) * taken
+    rng = np.random.default_rng([schedule.seed, schedule.epoch, _STREAM_PIECES, source])
+    begin = int(schedule.begin[source])
+    end = begin + int(schedule.taken[source])
+    if resampled:
+        return _resampled_pieces(starts, end - begin, rng, schedule.epoch)
     pieces: list[Piece] = []
     for lap in range(begin // total, -(-end // total)):
         low, high = max(begin - lap * total, 0), min(end - lap * total, total)
@@ -195,6 +237,21 @@ def epoch_pieces(sizes: Sequence[int], taken: int, *, seed: int, epoch: int, sou
                 offset = int(starts[shard])
                 in_lap.append(Piece(shard, start - offset, stop - offset, lap * total + start))
         pieces.extend(in_lap[index] for index in rng.permutation(len(in_lap)))
+    return pieces
+
+
+def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> list[Piece]:
+    total, missing = int(starts[-1]), taken
+    pieces: list[Piece] = []
+    while missing > 0:
+        shard = int(np.searchsorted(starts, rng.integers(total), side="right")) - 1
+        size = int(starts[shard + 1] - starts[shard])
+        length = min(size, missing)
+        start = int(rng.integers(size - length + 1))
+        # A lap of its own for every draw: the position stays the sample's (modulo total) and no augmentation repeats.
+        lap = (epoch << 24) + len(pieces)
+        pieces.append(Piece(shard, start, start + length, lap * total + int(starts[shard]) + start))
+        missing -= length
     return pieces
 
 
