@@ -1,0 +1,138 @@
+"""The `get_data` seam: the mixture in place of open_clip's shard pipeline, and retrieval sets beside its evaluation data."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_clip_train.data import get_data as get_stock_data
+from open_clip_train.distributed import is_master, world_info_from_env
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, schedule_of
+from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.sampling import Batching, Schedule
+from open_clip_zerovl.sources import Source, parse_sources
+from training.params import RecipeConfig
+
+# open_clip's main calls evaluate() only when the data holds one of its own keys; this one it does not read by itself.
+PLACEHOLDER_KEY = "val"
+
+
+@dataclass
+class TrainData:
+    """What open_clip's main and loops expect of `data["train"]`."""
+
+    dataloader: Any
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataloader.set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class RetrievalData:
+    """Retrieval sets by name, with the checkpoint's own evaluation transform."""
+
+    sets: dict[str, RetrievalSet]
+    transform: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the command line points at, opened and checked before open_clip's main makes a run folder."""
+
+    sources: tuple[Source, ...] = ()
+    retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
+
+
+def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
+    """Open sources and retrieval sets, and make sure that the mixture has at least one step.
+
+    Raises:
+        UserError: anything unusable about them.
+    """
+    sources: tuple[Source, ...] = ()
+    if config.sampling is not None:
+        sources = parse_sources(args.train_data, args.train_data_upsampling_factors)
+        effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
+        schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
+    paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
+    return Inputs(sources, {name: open_retrieval_set(path) for name, path in paths.items()})
+
+
+def get_data(
+    config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None
+) -> dict:
+    """open_clip's `get_data` with our training data and retrieval sets.
+
+    Raises:
+        UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
+    """
+    transform_train, transform_eval = preprocess_fns
+    if config.sampling is None:
+        data = get_stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+    else:
+        stock = argparse.Namespace(**{**vars(args), "train_data": None})
+        data = get_stock_data(stock, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+        data["train"] = _mixture_data(config, inputs.sources, args, transform_train, tokenizer)
+    if "train" in data:
+        loader = data["train"].dataloader
+        micro_batches = loader.num_batches
+        if config.sampling is None and config.dga_steps > 1:
+            loader.num_batches //= config.dga_steps  # open_clip's loops and schedules count optimizer steps
+        if loader.num_batches // args.accum_freq == 0:
+            raise UserError(
+                f"an epoch has zero optimizer steps: {micro_batches} micro-batches of --batch-size {args.batch_size} on "
+                f"{args.world_size} rank(s), with --dga-steps {config.dga_steps} and --accum-freq {args.accum_freq}; lower "
+                "them, or give more --train-data"
+            )
+    if inputs.retrieval:
+        data["retrieval"] = RetrievalData(inputs.retrieval, transform_eval)
+        data.setdefault(PLACEHOLDER_KEY, data["retrieval"])
+    return data
+
+
+def _mixture_data(
+    config: RecipeConfig, sources: tuple[Source, ...], args: argparse.Namespace, transform, tokenizer
+) -> TrainData:
+    assert config.sampling is not None
+    mixture = Mixture(
+        sources,
+        Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
+        rank=args.rank,
+        sampling=_sampling(config, args),
+        seed=args.seed,
+        transform=transform,
+        tokenizer=tokenizer,
+    )
+    loader = MixtureLoader(mixture, workers=args.workers, pin_memory=args.device.startswith("cuda"))
+    if is_master(args):
+        log_schedule(sources, mixture.schedule(0))
+    return TrainData(loader)
+
+
+def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:
+    assert config.sampling is not None
+    return Sampling(
+        strategy=config.sampling,
+        draw=config.debiased_draw,
+        source_order=tuple(config.source_order.split("::")) if config.source_order else None,
+        epoch_samples=args.train_num_samples,
+        resampled=args.dataset_resampled,
+    )
+
+
+def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
+    """Log what an epoch takes from each source."""
+    logging.info(
+        f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
+        f"from {len(sources)} sources:"
+    )
+    for source, taken in zip(sources, schedule.taken.tolist(), strict=True):
+        logging.info(
+            f"  {source.name}: {taken} of {source.num_samples} samples in {len(source.shards)} shards"
+            + (f", weight {source.weight:g}" if source.weight != 1 else "")
+        )

@@ -1,0 +1,70 @@
+"""The `evaluate` seam: open_clip's own evaluation, and retrieval on `--retrieval-data` logged the same way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from typing import Any
+
+import torch
+from open_clip import get_input_dtype
+from open_clip_train.distributed import is_master
+from open_clip_train.precision import get_autocast
+from open_clip_train.train import evaluate as evaluate_stock
+from open_clip_train.train import unwrap_model
+
+from open_clip_zerovl.retrieval import evaluate_retrieval
+from training.data import RetrievalData
+from training.params import RecipeConfig
+
+
+def evaluate(
+    config: RecipeConfig, model, data: dict, epoch: int, args: argparse.Namespace, tb_writer=None, tokenizer=None
+) -> dict[str, Any]:
+    """open_clip's metrics of this epoch plus `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
+
+    Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
+    """
+    stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData)}
+    metrics = evaluate_stock(model, stock_data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+    retrieval = data.get("retrieval")
+    due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
+    if retrieval is None or not due or not is_master(args):
+        return metrics
+    ours: dict[str, Any] = {"epoch": epoch}
+    for name, dataset in retrieval.sets.items():
+        recalls = evaluate_retrieval(
+            unwrap_model(model),
+            retrieval.transform,
+            tokenizer,
+            dataset,
+            batch_size=args.batch_size,
+            num_workers=args.workers,
+            device=torch.device(args.device),
+            autocast=get_autocast(args.precision, device_type=torch.device(args.device).type),
+            input_dtype=get_input_dtype(args.precision),
+        )
+        ours.update({f"{name}_{key}": value for key, value in recalls.items()})
+        logging.info(
+            f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in recalls.items())
+        )
+    _log(ours, epoch, args, data, tb_writer)
+    return {**metrics, **ours}
+
+
+def _log(metrics: dict[str, Any], epoch: int, args: argparse.Namespace, data: dict, tb_writer) -> None:
+    """Write metrics where open_clip writes its own: results.jsonl, tensorboard and wandb under val/."""
+    log_data = {"val/" + name: value for name, value in metrics.items()}
+    if args.save_logs:
+        if tb_writer is not None:
+            for name, value in log_data.items():
+                tb_writer.add_scalar(name, value, epoch)
+        with open(os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+    if args.wandb:
+        import wandb
+
+        step = data["train"].dataloader.num_batches // args.accum_freq * epoch if "train" in data else None
+        wandb.log({**log_data, "epoch": epoch}, step=step)

@@ -1,0 +1,149 @@
+"""`python -m training.main`: open_clip_train's program with the recipe's flags.
+
+Everything a person can get wrong is checked before open_clip's main starts, because that main makes a run folder first (and
+then refuses to reuse its name) and ends several mistakes with exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import open_clip_train.main as host
+import torch
+from open_clip_train.distributed import world_info_from_env
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
+from training import data, evaluate, resume, schedule, train
+from training.params import RecipeConfig, parse, uses_own_step
+from training.seams import check_host, replaced
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run training (or evaluation) and return the exit status: 0, or 2 after one sentence on standard error."""
+    _, rank, world_size = world_info_from_env()
+    try:
+        check_host()
+        args, config = parse(sys.argv[1:] if argv is None else argv)
+        run = Run(args, config)
+        run.check(rank)
+        run.start()
+    except UserError as error:
+        where = f"[rank {rank}] " if world_size > 1 else ""
+        print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+class Run:
+    """One run of open_clip's main with our pieces in its seams."""
+
+    def __init__(self, args: argparse.Namespace, config: RecipeConfig) -> None:
+        self.args, self.config = args, config
+        self.model_name = args.model
+        self.inputs = data.Inputs()
+        self.model: torch.nn.Module | None = None
+        self.trained = False
+
+    def check(self, rank: int) -> None:
+        """Check everything that can be checked without a model.
+
+        Raises:
+            UserError: the first thing that is wrong.
+        """
+        args, config = self.args, self.config
+        # The first rank makes the run folder, so only it can tell an old one from its own.
+        if rank == 0 and args.name is not None and args.resume != "latest" and os.path.exists(self._log_path()):
+            raise UserError(
+                f"a run called {args.name!r} exists in {args.logs}; choose another --name, or continue it with "
+                "--resume latest"
+            )
+        check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
+        if config.text_model is not None:
+            self.model_name = with_text_model(args.model, config.text_model)
+        if (
+            not args.train_data
+            and args.dataset_type != "synthetic"
+            and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
+        ):
+            raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+        self.inputs = data.open_inputs(config, args)
+
+    def start(self) -> None:
+        """Run open_clip's main; a run that ends before its first step leaves no folder that would block its name.
+
+        Raises:
+            UserError: what stopped it.
+        """
+        fresh = self.args.name is not None and not os.path.exists(self._folder())
+        try:
+            with replaced(self._seams()):
+                status = host.main([])  # parse_args is a seam: the arguments are parsed already
+        except UserError:
+            if fresh and not self.trained and getattr(self.args, "rank", 0) == 0:
+                logging.shutdown()
+                shutil.rmtree(self._folder(), ignore_errors=True)
+            raise
+        finally:
+            # open_clip sets every logger to INFO, and dynamo then prints its compile statistics when the process ends.
+            for name in list(logging.root.manager.loggerDict):
+                if name.startswith("torch."):
+                    logging.getLogger(name).setLevel(logging.WARNING)
+        if status not in (None, 0):
+            raise UserError(f"open_clip's main gave up with status {status}; its message is above")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _folder(self) -> str:
+        return os.path.join(self.args.logs, self.args.name)
+
+    def _log_path(self) -> str:
+        return os.path.join(self._folder(), "out-0" if self.args.log_local else "out.log")
+
+    def _seams(self) -> dict[str, Callable[..., Any]]:
+        args, config = self.args, self.config
+        seams: dict[str, Callable[..., Any]] = {
+            "parse_args": lambda argv: args,
+            "create_model_and_transforms": self._create_model,
+            "get_data": partial(data.get_data, config, self.inputs),
+            "pt_load": self._load_checkpoint,
+            "train_one_epoch": self._train_one_epoch(train.Trainer(config) if uses_own_step(config, args) else None),
+        }
+        if self.model_name != args.model:
+            stock_tokenizer = host.get_tokenizer
+            seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(self.model_name, **options)
+        if uses_own_step(config, args):
+            seams["create_loss"] = partial(train.create_loss, config)
+        if config.lr_min is not None:
+            seams["cosine_lr"] = partial(schedule.cosine_lr, lr_min=config.lr_min)
+        if config.retrieval_data:
+            seams["evaluate"] = partial(evaluate.evaluate, config)
+        return seams
+
+    def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
+        self.model, *transforms = create_model_and_transforms(self.model_name, pretrained, **options)
+        return self.model, *transforms
+
+    def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
+        assert self.model is not None  # main loads a checkpoint after it has made the model
+        return resume.load_checkpoint(self.model, self.args, file_path, map_location)
+
+    def _train_one_epoch(self, trainer: train.Trainer | None) -> Callable[..., None]:
+        stock = host.train_one_epoch
+
+        def one_epoch(*arguments: Any, **options: Any) -> None:
+            self.trained = True
+            (trainer or stock)(*arguments, **options)
+
+        return one_epoch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

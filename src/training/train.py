@@ -1,0 +1,181 @@
+"""The `train_one_epoch` seam: groups of K micro-batches -> decoupled gradient accumulation -> one optimizer step.
+
+Schedules, epochs and logs count optimizer steps and effective samples; the log line and metric names are open_clip's, so
+that what reads open_clip's logs reads these.
+
+    B  micro-batch per rank    K  micro-batches of a step    W  ranks    N = B*K*W  effective batch
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from open_clip import create_loss as create_stock_loss
+from open_clip import get_input_dtype
+from open_clip_train.distributed import is_master
+from open_clip_train.precision import get_autocast
+from open_clip_train.train import AverageMeter, unwrap_model
+
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from training.params import RecipeConfig
+
+MAX_LOGIT_SCALE = math.log(100)  # open_clip clamps the temperature at 1/100
+
+
+def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
+    """The loss of our step: ContrastiveLoss, or open_clip's SigLIP loss with `--siglip`."""
+    if args.siglip:
+        return create_stock_loss(args)
+    return ContrastiveLoss(
+        chunk_size=config.loss_chunk,
+        rank=args.rank,
+        world_size=args.world_size,
+        gather_grad="detached-gather" not in config.ablate,
+    )
+
+
+@dataclass
+class Trainer:
+    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs."""
+
+    config: RecipeConfig
+    dga: DecoupledGradientAccumulation | None = field(default=None, init=False)
+
+    def __call__(
+        self, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
+    ) -> None:
+        device = torch.device(args.device)
+        input_dtype = get_input_dtype(args.precision)
+        if self.dga is None:
+            self.dga = DecoupledGradientAccumulation(
+                model,
+                loss,
+                autocast=get_autocast(args.precision, device_type=device.type),
+                scaler=scaler,
+                retain=self.config.dga_retain,
+                check=self.config.dga_check,
+                replay_rng="no-replay" not in self.config.ablate,
+            )
+
+        def prepare(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return images.to(dtype=input_dtype), texts
+
+        model.train()
+        data["train"].set_epoch(epoch)
+        loader = data["train"].dataloader
+        log = StepLog(args, epoch, loader.num_batches, loader.num_samples, self.config.dga_steps, tb_writer)
+        for index, micro_batches in enumerate(_groups(loader, self.config.dga_steps, loader.num_batches)):
+            step = loader.num_batches * epoch + index
+            if not args.skip_scheduler:
+                scheduler(step)
+            log.data_ready()
+            optimizer.zero_grad()
+            losses = self.dga.backward(micro_batches, prepare=prepare)
+            _optimizer_step(model, optimizer, scaler, args.grad_clip_norm)
+            log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
+
+
+def _groups(loader: Iterable, size: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The loader's micro-batches, `size` at a time, for `steps` optimizer steps."""
+    micro_batches = iter(loader)
+    for index in range(steps):
+        group = [(batch[0], batch[1]) for batch in itertools.islice(micro_batches, size)]
+        if len(group) < size:
+            raise UserError(
+                f"the training data ended in step {index} of {steps}: {len(group)} of {size} micro-batches came; "
+                "check --train-num-samples against what the shards hold"
+            )
+        yield group
+    # Let the loader see its end: a persistent loader whose iterator is dropped half-way would refill for nothing.
+    for _ in micro_batches:
+        pass
+
+
+def _optimizer_step(model, optimizer: torch.optim.Optimizer, scaler, grad_clip_norm: float | None) -> None:
+    if grad_clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm, norm_type=2.0)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    with torch.no_grad():
+        unwrap_model(model).logit_scale.clamp_(0, MAX_LOGIT_SCALE)
+
+
+class StepLog:
+    """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
+
+    def __init__(
+        self, args: argparse.Namespace, epoch: int, steps: int, epoch_samples: int, dga_steps: int, tb_writer=None
+    ) -> None:
+        self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
+        self.epoch_samples = epoch_samples
+        self.samples_per_gpu = args.batch_size * dga_steps
+        self.batch_time, self.data_time = AverageMeter(), AverageMeter()
+        self.losses: dict[str, AverageMeter] = {}
+        self.end = time.time()
+
+    def data_ready(self) -> None:
+        """All micro-batches of the step have come from the loader."""
+        self.data_time.update(time.time() - self.end)
+
+    def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
+        """The optimizer has stepped; log it when it is due."""
+        self.batch_time.update(time.time() - self.end)
+        self.end = time.time()
+        due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
+        if not due or not is_master(self.args):
+            return
+        values = {key: float(value) for key, value in outputs.items()}  # the one synchronisation with the device
+        scale = values.pop("logit_scale")
+        values.pop("logit_bias", None)
+        for key, value in values.items():
+            self.losses.setdefault(key, AverageMeter()).update(value, self.samples_per_gpu)
+        per_gpu = self.samples_per_gpu / self.batch_time.val
+        rate = per_gpu * self.args.world_size
+        seen = (index + 1) * self.samples_per_gpu * self.args.world_size
+        digits = math.ceil(math.log(self.epoch_samples + 1, 10))
+        logging.info(
+            f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
+            f"Data (t): {self.data_time.avg:.3f} "
+            f"Batch (t): {self.batch_time.avg:.3f}, {rate:#g}/s, {per_gpu:#g}/s/gpu "
+            f"LR: {lr:5f} Logit Scale: {scale:.3f} "
+            + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
+        )
+        self._report(
+            step,
+            {
+                "data_time": self.data_time.val,
+                "batch_time": self.batch_time.val,
+                "samples_per_second": rate,
+                "samples_per_second_per_gpu": per_gpu,
+                "scale": scale,
+                "lr": lr,
+                **values,
+            },
+        )
+        self.batch_time.reset()
+        self.data_time.reset()
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = {"train/" + name: value for name, value in metrics.items()}
+        if self.tb_writer is not None:
+            for name, value in metrics.items():
+                self.tb_writer.add_scalar(name, value, step)
+        if self.args.wandb:
+            import wandb
+
+            wandb.log({**metrics, "step": step}, step=step)
