@@ -1,0 +1,141 @@
+"""What decoupled gradient accumulation is measured against: tiny real towers, and the same gradient from one graph.
+
+Shapes: `B` micro-batch, `K` micro-batches, `D` embedding width 16. Error of a parameter's gradient g against g_ref:
+|g - g_ref| / max(|g_ref|, 1e-6 * norm of all gradients), the largest over parameters (BERT's key biases have a true
+gradient of zero, hence the floor).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig
+
+# From ARCHITECTURE, invariant 1.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
+CONTEXT = 12
+VOCABULARY = 64
+
+
+@cache
+def bert_folder() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="tiny-bert-"))
+    BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=CONTEXT,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def vit(patch_dropout: float = 0.25) -> dict[str, Any]:
+    return {
+        "layers": 2,
+        "width": 32,
+        "head_width": 16,
+        "patch_size": 8,
+        "image_size": 32,
+        "patch_dropout": patch_dropout,
+    }
+
+
+def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: int = 0, **vision: Any) -> nn.Module:
+    """open_clip's ViT with token drop 0.25 and a Hugging Face BERT with dropout 0.1, in training mode."""
+    torch.manual_seed(seed)
+    model = open_clip.CustomTextCLIP(
+        embed_dim=16,
+        vision_cfg=vit() | vision,
+        text_cfg={
+            "hf_model_name": bert_folder(),
+            "hf_model_pretrained": False,
+            "hf_proj_type": "linear",
+            "hf_pooler_type": "cls_last_hidden_state_pooler",
+        },
+        init_logit_scale=math.log(20.0),
+        init_logit_bias=-10.0 if bias else None,
+        output_dict=True,
+    )
+    return model.to(dtype).train()
+
+
+def batches(sizes: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(size, 3, 32, 32, generator=generator, dtype=dtype),
+            torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every trainable parameter's gradient, by the name it has inside of wrappers; removes them from the model."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, f"{name} got no gradient"
+            found[name.replace("module.", "").replace("_orig_mod.", "")] = parameter.grad.detach().clone()
+            parameter.grad = None
+        else:
+            assert parameter.grad is None, f"{name} is frozen and got a gradient"
+    return found
+
+
+def one_graph(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    autocast: Callable[[], Any] = nullcontext,
+    rng_states: Sequence[Tensor | None] | None = None,
+    **loss_inputs: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the whole batch in one graph: all forwards, one loss, one backward.
+
+    The forwards draw their masks one after the other, as decoupled accumulation's first pass does; `rng_states[k]` sets
+    the generator before micro-batch k (to play the ranks of a distributed run one after another).
+    """
+    outputs = []
+    for k, (images, texts) in enumerate(micro_batches):
+        if rng_states is not None and rng_states[k] is not None:
+            torch.set_rng_state(rng_states[k])
+        if prepare is not None:
+            images, texts = prepare(images, texts)
+        with autocast():
+            outputs.append(model(images, texts))
+    features = {name: torch.cat([output[name] for output in outputs]) for name in ("image_features", "text_features")}
+    features = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in features.items()}
+    scalars = {name: outputs[-1][name] for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
+    value = loss(**features, **scalars, **loss_inputs, output_dict=True)["contrastive_loss"]
+    value.backward()
+    return value.detach(), gradients(model)
+
+
+def error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest parameter error, as the module's head defines it."""
+    return max(errors(found, reference).values())
+
+
+def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == reference.keys()
+    total = math.sqrt(sum(g.double().square().sum().item() for g in reference.values()))
+    return {
+        name: ((found[name].double() - g.double()).norm() / max(g.double().norm().item(), 1e-6 * total)).item()
+        for name, g in reference.items()
+    }
