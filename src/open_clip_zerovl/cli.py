@@ -1,6 +1,6 @@
 """`zerovl <command>`: the one place in the library that reads a command line.
 
-Each command is a thin wrapper around a library function, imported when it is called, so that `zerovl --help` is instant.
+Each command is a thin wrapper around a library function, imported when it is called.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ class TrainData:
 
     dataloader: Any
 
-    def set_epoch(self, epoch: int) -> None:
-        self.dataloader.set_epoch(epoch)
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Choose the epoch, and the optimizer step of it, that the next iteration begins with."""
+        self.dataloader.set_epoch(*((epoch, start_step) if start_step else (epoch,)))
 
 
 @dataclass(frozen=True)

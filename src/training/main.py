@@ -12,7 +12,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import open_clip_train.main as host
@@ -21,13 +23,17 @@ from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
-from training import data, evaluate, resume, schedule, train
+from training import checkpointing, data, evaluate, resume, schedule, train
 from training.params import RecipeConfig, parse, uses_own_step
 from training.seams import check_host, replaced
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run training (or evaluation) and return the exit status: 0, or 2 after one sentence on standard error."""
+    """Run training (or evaluation) and return the exit status.
+
+    0; 2 after one sentence on standard error; 85 when the run was asked to stop (SIGTERM, SIGUSR1), has saved a step
+    checkpoint and left a marker for the launcher (torchrun turns it into 1).
+    """
     _, rank, world_size = world_info_from_env()
     try:
         check_host()
@@ -39,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"[rank {rank}] " if world_size > 1 else ""
         print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
         return 2
+    except checkpointing.Preempted as end:
+        if rank == 0:
+            marker = checkpointing.mark_requeue(run.args)
+            print(f"training.main: {end}; left {marker} for the launcher.", file=sys.stderr, flush=True)
+        return checkpointing.PREEMPTED_STATUS
     return 0
 
 
@@ -51,6 +62,8 @@ class Run:
         self.inputs = data.Inputs()
         self.model: torch.nn.Module | None = None
         self.trained = False
+        self.preemption = checkpointing.Preemption()
+        self.trainer = train.Trainer(config, self.preemption) if uses_own_step(config, args) else None
 
     def check(self, rank: int) -> None:
         """Check everything that can be checked without a model.
@@ -75,6 +88,8 @@ class Run:
         ):
             raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
         self.inputs = data.open_inputs(config, args)
+        if rank == 0 and args.name is not None:
+            Path(self._folder(), checkpointing.REQUEUE_MARKER).unlink(missing_ok=True)
 
     def start(self) -> None:
         """Run open_clip's main; a run that ends before its first step leaves no folder that would block its name.
@@ -83,8 +98,10 @@ class Run:
             UserError: what stopped it.
         """
         fresh = self.args.name is not None and not os.path.exists(self._folder())
+        # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.
+        stoppable = self.trainer is not None and self.config.sampling is not None
         try:
-            with replaced(self._seams()):
+            with replaced(self._seams()), self.preemption if stoppable else nullcontext():
                 status = host.main([])  # parse_args is a seam: the arguments are parsed already
         except UserError:
             if fresh and not self.trained and getattr(self.args, "rank", 0) == 0:
@@ -114,12 +131,13 @@ class Run:
             "create_model_and_transforms": self._create_model,
             "get_data": partial(data.get_data, config, self.inputs),
             "pt_load": self._load_checkpoint,
-            "train_one_epoch": self._train_one_epoch(train.Trainer(config) if uses_own_step(config, args) else None),
+            "get_latest_checkpoint": checkpointing.newest_whole,
+            "train_one_epoch": self._train_one_epoch(),
         }
         if self.model_name != args.model:
             stock_tokenizer = host.get_tokenizer
             seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(self.model_name, **options)
-        if uses_own_step(config, args):
+        if self.trainer is not None:
             seams["create_loss"] = partial(train.create_loss, config)
         if config.lr_min is not None:
             seams["cosine_lr"] = partial(schedule.cosine_lr, lr_min=config.lr_min)
@@ -133,14 +151,23 @@ class Run:
 
     def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         assert self.model is not None  # main loads a checkpoint after it has made the model
-        return resume.load_checkpoint(self.model, self.args, file_path, map_location)
+        checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
+        position, _ = checkpointing.read_position(checkpoint)
+        if position is not None and position.step:
+            if self.trainer is None or self.config.sampling is None:
+                raise UserError(
+                    f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
+                    "sampling flags it was trained with"
+                )
+            self.trainer.resumed = position
+        return checkpoint
 
-    def _train_one_epoch(self, trainer: train.Trainer | None) -> Callable[..., None]:
-        stock = host.train_one_epoch
+    def _train_one_epoch(self) -> Callable[..., None]:
+        step = self.trainer if self.trainer is not None else host.train_one_epoch
 
         def one_epoch(*arguments: Any, **options: Any) -> None:
             self.trained = True
-            (trainer or stock)(*arguments, **options)
+            step(*arguments, **options)
 
         return one_epoch
 

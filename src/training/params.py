@@ -33,6 +33,8 @@ class RecipeConfig:
         loss_chunk: rows of the logit matrix alive at once.
         ablate: of ABLATIONS, what to do wrong on purpose (Tables 4 and 6).
         lr_min: floor of the cosine schedule.
+        save_every_steps: optimizer steps between two step checkpoints.
+        keep_checkpoints: step checkpoints kept.
         retrieval_data: `name=folder::name=folder`, evaluated while training.
         retrieval_frequency: epochs between two retrieval evaluations (the last epoch always has one).
         text_model: folder or hub name of the HF text tower, in place of the model config's own.
@@ -47,6 +49,8 @@ class RecipeConfig:
     loss_chunk: int | None = None
     ablate: tuple[str, ...] = ()
     lr_min: float | None = None
+    save_every_steps: int | None = None
+    keep_checkpoints: int = 2
     retrieval_data: str | None = None
     retrieval_frequency: int = 1
     text_model: str | None = None
@@ -140,6 +144,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--lr-min", type=float, metavar="LR", help="floor of the cosine learning rate (the paper's: 1e-5)"
     )
     group.add_argument(
+        "--save-every-steps",
+        type=int,
+        metavar="STEPS",
+        help="write a checkpoint every so many optimizer steps; --resume latest goes on from the newest, exactly",
+    )
+    group.add_argument(
+        "--keep-checkpoints", type=int, default=2, metavar="N", help="step checkpoints kept (default %(default)s)"
+    )
+    group.add_argument(
         "--retrieval-data",
         metavar="NAME=DIR::...",
         help="retrieval sets in CLIP_benchmark's webdataset layout; recall@1/5/10 and RSUM are logged while training",
@@ -217,6 +230,13 @@ def _refusals(config: RecipeConfig, args: argparse.Namespace):
         "for the ablation with --ablate detached-gather",
     )
     yield (
+        args.ddp_static_graph,
+        "--ddp-static-graph",
+        own_step,
+        step,
+        "a static graph counts on one backward pass a step, and the recipe's step takes one a micro-batch",
+    )
+    yield (
         "coca" in args.model.lower(),
         f"--model {args.model}",
         config.step_flags,
@@ -236,6 +256,20 @@ def _refusals(config: RecipeConfig, args: argparse.Namespace):
         bool(config.loss_chunk or config.ablate),
         "--loss-chunk or --ablate",
         "they belong to the softmax loss",
+    )
+    yield (
+        not mixture or not own_step,
+        "open_clip's own data or step",
+        config.save_every_steps is not None,
+        "--save-every-steps",
+        "exact resume needs the mixture; name the sources: --train-data NAME=SHARDS",
+    )
+    yield (
+        args.save_most_recent,
+        "--save-most-recent",
+        config.save_every_steps is not None,
+        "--save-every-steps",
+        "open_clip would resume from epoch_latest.pt and not from the newer step checkpoint; leave it out",
     )
     yield args.trace, "--trace", config.active, "the recipe's flags", "a traced model cannot be trained"
     yield (
@@ -294,6 +328,13 @@ def _check(config: RecipeConfig, args: argparse.Namespace) -> None:
             isinstance(config.dga_retain, str) or 0 <= config.dga_retain <= max(1, config.dga_steps),
             f"auto, or 0 to --dga-steps {config.dga_steps}",
         ),
+        (
+            "--save-every-steps",
+            config.save_every_steps,
+            config.save_every_steps is None or config.save_every_steps >= 1,
+            "at least 1 step",
+        ),
+        ("--keep-checkpoints", config.keep_checkpoints, config.keep_checkpoints >= 1, "at least 1"),
         ("--loss-chunk", config.loss_chunk, config.loss_chunk is None or config.loss_chunk >= 1, "at least 1 row"),
         ("--batch-size", args.batch_size, args.batch_size >= 1, "at least 1"),
         ("--accum-freq", args.accum_freq, args.accum_freq >= 1, "at least 1"),

@@ -17,6 +17,7 @@ import open_clip_train.main as host
 import torch
 
 from open_clip_zerovl.errors import UserError
+from training.checkpointing import save_atomically, save_stock
 
 SUPPORTED = "3.3."  # open_clip_torch releases whose main() was read; 4.x renames the seams
 
@@ -68,7 +69,8 @@ class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 @contextmanager
 def replaced(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, `open_clip_train.main` finds `replacements` under their names, and a DDP that also runs on CPU.
+    """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
+    `torch.save` that is atomic.
 
     Raises:
         UserError: see `check_host`.
@@ -83,9 +85,11 @@ def replaced(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     try:
         for name, replacement in replacements.items():
             setattr(host, name, replacement)
-        torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel  # type: ignore[misc]
+        torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel
+        torch.save = save_atomically
         yield
     finally:
-        torch.nn.parallel.DistributedDataParallel = stock_ddp  # type: ignore[misc]
+        torch.save = save_stock
+        torch.nn.parallel.DistributedDataParallel = stock_ddp
         for name, original in kept.items():
             setattr(host, name, original)

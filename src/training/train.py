@@ -27,6 +27,7 @@ from open_clip_train.train import AverageMeter, unwrap_model
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
+from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
 from training.params import RecipeConfig
 
 MAX_LOGIT_SCALE = math.log(100)  # open_clip clamps the temperature at 1/100
@@ -46,14 +47,26 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
 
 @dataclass
 class Trainer:
-    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs."""
+    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs.
+
+    Attributes:
+        preemption: asked after every step whether the run is to stop.
+        resumed: where the checkpoint that this run began from was taken.
+    """
 
     config: RecipeConfig
+    preemption: Preemption
+    resumed: Position | None = None
     dga: DecoupledGradientAccumulation | None = field(default=None, init=False)
 
     def __call__(
         self, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
     ) -> None:
+        """Train one epoch, or what a step checkpoint left of it.
+
+        Raises:
+            Preempted: the run was asked to stop, and a step checkpoint is written.
+        """
         device = torch.device(args.device)
         input_dtype = get_input_dtype(args.precision)
         if self.dga is None:
@@ -71,11 +84,21 @@ class Trainer:
             return images.to(dtype=input_dtype), texts
 
         model.train()
-        data["train"].set_epoch(epoch)
         loader = data["train"].dataloader
-        log = StepLog(args, epoch, loader.num_batches, loader.num_samples, self.config.dga_steps, tb_writer)
-        for index, micro_batches in enumerate(_groups(loader, self.config.dga_steps, loader.num_batches)):
-            step = loader.num_batches * epoch + index
+        steps = loader.num_batches
+        here = self._position(args, epoch, 0)
+        start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
+        if start:
+            data["train"].set_epoch(epoch, start)
+        else:
+            data["train"].set_epoch(epoch)
+        checkpoints = StepCheckpoints(
+            args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints, extra=dict
+        )
+        log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
+        for index, micro_batches in enumerate(_groups(loader, self.config.dga_steps, start, steps), start=start):
+            step = steps * epoch + index
+            seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
             log.data_ready()
@@ -83,12 +106,21 @@ class Trainer:
             losses = self.dga.backward(micro_batches, prepare=prepare)
             _optimizer_step(model, optimizer, scaler, args.grad_clip_norm)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
+            stop = self.preemption.agreed(args.distributed)
+            if stop or checkpoints.due(step + 1):
+                checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1))
+            if stop:
+                raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
+
+    def _position(self, args: argparse.Namespace, epoch: int, step: int) -> Position:
+        effective_batch = args.batch_size * self.config.dga_steps * args.world_size
+        return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers))
 
 
-def _groups(loader: Iterable, size: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The loader's micro-batches, `size` at a time, for `steps` optimizer steps."""
+def _groups(loader: Iterable, size: int, start: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The loader's micro-batches, `size` at a time, for the optimizer steps from `start` on."""
     micro_batches = iter(loader)
-    for index in range(steps):
+    for index in range(start, steps):
         group = [(batch[0], batch[1]) for batch in itertools.islice(micro_batches, size)]
         if len(group) < size:
             raise UserError(

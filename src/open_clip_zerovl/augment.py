@@ -1,0 +1,225 @@
+"""Augmentation of captions and images (sections 2.2 and A.9), and the paper's evaluation transform.
+
+Captions: a fifth of the *words* (as whitespace separates them, not word pieces) is masked (50 %), replaced by a random
+word (10 %) or deleted (40 %). Images: random crop of 60-100 % of the area, AutoAugment's ImageNet policy on the crop.
+
+Everything is drawn from generators that the data pipeline seeds per sample, so that a resumed run repeats it: words from
+a seed that is passed in, images from torch's default generator, as torchvision's transforms do (`mixture.seeded`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from open_clip.transform import MaybeConvertMode
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import (
+    AutoAugment,
+    AutoAugmentPolicy,
+    CenterCrop,
+    Compose,
+    InterpolationMode,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models import IMAGENET_MEAN, IMAGENET_STD
+
+# What happens to a word that is processed (section 2.2); the rest of 1 is deletion.
+MASK_SHARE = 0.5
+REPLACE_SHARE = 0.1
+
+_STREAM_WORDS = 0x776F726473
+
+AUTO_AUGMENT_POLICIES = {"imagenet": AutoAugmentPolicy.IMAGENET}
+INTERPOLATIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+
+# Marks of the beginning of a word in the vocabularies of byte-level BPE (RoBERTa) and of SentencePiece (XLM-R).
+_WORD_MARKS = "\u0120\u2581"
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class WordAugment:
+    """Masks, replaces or deletes words of a caption, before it is tokenized.
+
+    Each word is processed with probability `share`, on its own. A caption never becomes empty: of one whose words would
+    all be deleted, one word, drawn at random, stays as it was. Words of a caption that nothing happens to keep their
+    spelling; runs of white space become one space, as all of open_clip's tokenizers read them.
+
+    The object holds strings only, so that it travels to loader workers.
+
+    Args:
+        tokenizer: open_clip's tokenizer of the model, around a Hugging Face tokenizer with a mask token.
+        share: of words that are processed, 0..1; the paper's is 0.2.
+
+    Raises:
+        UserError: a share out of range; a tokenizer without a mask token, one whose cleaning of the caption destroys the
+            mask token's text, or whose vocabulary has no whole words to replace others by.
+    """
+
+    def __init__(self, tokenizer: Any, share: float = 0.2) -> None:
+        if not 0 <= share <= 1:
+            raise UserError(f"the share of words to augment must lie between 0 and 1, but is {share}.")
+        self.share = float(share)
+        self.mask, self.vocabulary = _mask_and_words(tokenizer)
+
+    def __call__(self, caption: str, seed: int | random.Random) -> str:
+        """The augmented caption, a function of caption and seed alone.
+
+        Args:
+            seed: of this sample in this epoch (`mixture.sample_seed`), or a generator, which is moved on.
+        """
+        # Not the very stream that `mixture.seeded` gives to the image's transform for the same seed.
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed ^ _STREAM_WORDS)
+        draw, share = rng.random, self.share
+        masked, replaced = share * MASK_SHARE, share * (MASK_SHARE + REPLACE_SHARE)
+        words = caption.split()
+        kept = []
+        for word in words:
+            u = draw()  # one number decides both whether and what: [masked | replaced | deleted | left alone]
+            if u >= share:
+                kept.append(word)
+            elif u < masked:
+                kept.append(self.mask)
+            elif u < replaced:
+                kept.append(self.vocabulary[int(draw() * len(self.vocabulary))])
+        if not kept and words:
+            kept.append(words[int(draw() * len(words))])
+        return " ".join(kept)
+
+
+def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
+    """The mask token's text and the words that the tokenizer knows whole, in the order of their ids."""
+    inner = getattr(tokenizer, "tokenizer", None)  # open_clip's HFTokenizer wraps the Hugging Face one
+    mask = getattr(inner, "mask_token", None)
+    if inner is None or mask is None:
+        raise UserError(
+            f"word augmentation needs a mask token, and this model's tokenizer ({type(inner or tokenizer).__name__}) has "
+            "none; use a model with a BERT text tower, or leave the text augmentation out."
+        )
+    in_order = sorted(inner.get_vocab().items(), key=lambda entry: entry[1])
+    special = set(inner.all_special_tokens)
+    words = [token.lstrip(_WORD_MARKS) for token, _ in in_order if token not in special]
+    words = list(dict.fromkeys(word for word in words if len(word) > 1 and word.isalpha()))
+    # Known whole is a word that is one token after a space; what only continues words is not.
+    pieces = inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"] if words else []
+    whole = tuple(
+        word for word, ids in zip(words, pieces, strict=True) if len(ids) == 1 and ids[0] not in inner.all_special_ids
+    )
+    if not whole:
+        raise UserError(f"the vocabulary of {type(inner).__name__} has no whole words to replace others by.")
+    tokens = tokenizer([f"{whole[0]} {mask} {whole[-1]}"])[0].tolist()
+    if tokens.count(inner.mask_token_id) != 1:
+        raise UserError(
+            f"this model's tokenizer does not read the text {mask!r} as its mask token (its cleaning of captions changes "
+            "it, as clean='lower' and 'canonicalize' do); leave the text augmentation out."
+        )
+    return mask, whole
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
+    """open_clip's training transform with AutoAugment right after its random crop, on the cropped RGB image.
+
+    Args:
+        transform: what `create_model_and_transforms` returns second, with or without `--aug-cfg`.
+        policy: of AUTO_AUGMENT_POLICIES.
+
+    Raises:
+        UserError: an unknown policy, a transform without a random resized crop, or one that has AutoAugment already.
+    """
+    augment = _auto_augment(policy)
+    steps = list(getattr(transform, "transforms", ()))
+    if any(isinstance(step, AutoAugment) for step in steps):
+        raise UserError("the training transform has AutoAugment already; insert it once.")
+    crops = [
+        index
+        for index, step in enumerate(steps)
+        if isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation)
+    ]
+    if len(crops) != 1:
+        raise UserError(
+            "AutoAugment goes after the random resized crop of the training transform, and this one has "
+            f"{len(crops) or 'none'} ({', '.join(type(step).__name__ for step in steps) or type(transform).__name__}); "
+            "use open_clip's own training transform."
+        )
+    after = crops[0] + 1
+    if after < len(steps) and isinstance(steps[after], MaybeConvertMode):
+        after += 1  # the policy's operations want RGB
+    return Compose([*steps[:after], augment, *steps[after:]])
+
+
+def image_transform_train(
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    *,
+    area: tuple[float, float] = (0.6, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    auto_augment: str | None = None,
+    interpolation: str = "bilinear",
+) -> Compose:
+    """The paper's training transform (A.9): random resized crop, AutoAugment, normalisation; PIL image -> (3, S, S).
+
+    Args:
+        size_px: side S of the square that comes out.
+        area: range of the crop's share of the image's area.
+        ratio: range of the crop's width by its height.
+        auto_augment: a policy of AUTO_AUGMENT_POLICIES.
+        interpolation: bilinear (the released code) or bicubic (open_clip).
+
+    Raises:
+        UserError: an unknown policy or interpolation.
+    """
+    crop = RandomResizedCrop(size_px, scale=area, ratio=ratio, interpolation=_interpolation(interpolation))
+    augment = [_auto_augment(auto_augment)] if auto_augment is not None else []
+    return Compose([crop, MaybeConvertMode(), *augment, ToTensor(), Normalize(mean, std)])
+
+
+def paper_eval_transform(
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    *,
+    interpolation: str = "bilinear",
+) -> Compose:
+    """The paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
+
+    The side before the crop is `size_px * 256 / 224`, rounded. open_clip's `preprocess_cfg` cannot express this one, so
+    that a checkpoint's own transform, which CLIP_benchmark applies too, is another.
+
+    Raises:
+        UserError: an unknown interpolation.
+    """
+    side = round(size_px * 256 / 224)
+    resize = Resize((side, side), interpolation=_interpolation(interpolation))
+    return Compose([MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)])
+
+
+def _auto_augment(policy: str) -> AutoAugment:
+    if policy not in AUTO_AUGMENT_POLICIES:
+        raise UserError(f"there is no AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
+    return AutoAugment(AUTO_AUGMENT_POLICIES[policy])
+
+
+def _interpolation(name: str) -> InterpolationMode:
+    if name not in INTERPOLATIONS:
+        raise UserError(f"there is no interpolation {name!r}; give one of {', '.join(INTERPOLATIONS)}.")
+    return INTERPOLATIONS[name]

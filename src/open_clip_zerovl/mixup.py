@@ -1,0 +1,244 @@
+"""Coin-flip mixup (section 3.2, A.3): in each effective batch either the images are mixed, or the texts.
+
+Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `D` embedding width.
+
+One coin gamma ~ U[0, 1) and one lambda ~ Beta(alpha, alpha) per effective batch, the same on all ranks:
+
+    gamma > 0.5     I~_j = lambda I_j + (1 - lambda) I_p(j)     pixels, before the image tower
+    gamma <= 0.5    t~_j = lambda t_j + (1 - lambda) t_p(j)     text features, after the projection, before L2 normalisation
+
+with p the reversal within a rank's micro-batch, as in the released code (the paper's N-j, but for its indexing: any
+fixed pairing will do, and this one needs no communication). Each row then has two positives, lambda of its own pair and
+1 - lambda of its partner's; `losses.ContrastiveLoss` takes both (A.3; it halves the paper's sum of the two directions,
+as CLIP does).
+
+The texts are mixed in a forward hook on the model's text tower, so that DDP, torch.compile and decoupled gradient
+accumulation all see one model with one forward pass. Both mixings are deterministic, hence the same in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import reversed_partner
+
+_STREAM_MIXUP = 5  # as in sampling.py and mixture.py: independent random streams of one seed
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What one effective batch has drawn.
+
+    Attributes:
+        mixes_images: the coin: images are mixed if True, else texts.
+        weight: lambda, in 0..1: how much of itself each mixed row keeps.
+    """
+
+    mixes_images: bool
+    weight: float
+
+    def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix the images (B, C, H, W) of a micro-batch, if the coin says so; texts (B, L) pass through.
+
+        To be called with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (its `prepare`).
+
+        Raises:
+            UserError: images that are to be mixed and are not floating-point numbers.
+        """
+        if self.mixes_images:
+            images = mix_rows(images, self.weight)
+        return images, texts
+
+    def loss_inputs(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """What `ContrastiveLoss` needs to know: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
+
+        Args:
+            sizes: of this rank's micro-batches, in order.
+        """
+        return {"mixup_lambda": self.weight, "partner": reversed_partner(sizes)}
+
+
+def mix_rows(rows: Tensor, weight: float | Tensor) -> Tensor:
+    """weight * rows + (1 - weight) * rows in reverse order, for rows (B, ...); in fp32 at least, back in rows' dtype.
+
+    Args:
+        weight: lambda, a number or a tensor of shape ().
+
+    Raises:
+        UserError: rows that are not floating-point numbers.
+    """
+    if not rows.is_floating_point():
+        raise UserError(f"mixup needs floating-point rows, but they are {rows.dtype}; convert them first.")
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if isinstance(weight, Tensor):
+        weight = weight.to(wide.dtype)
+    return torch.lerp(wide.flip(0), wide, weight).to(rows.dtype)
+
+
+class CoinFlipMixup:
+    """Draws a `Mix` per effective batch, and mixes the texts of the model that it is attached to.
+
+        mixup = CoinFlipMixup(alpha=0.1, seed=0)
+        mixup.attach(model)                                  # once, before DDP and torch.compile
+        ...
+        with mixup.step() as mix:                            # an effective batch, forward and backward
+            dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))
+
+    The n-th draw is a pure function of (seed, n). So ranks agree without communication, the process's own generators are
+    neither read nor moved, and a resumed run repeats coins and lambdas bit for bit: load the state that was saved with
+    the checkpoint, or `seek` the optimizer step.
+
+    Args:
+        alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
+        seed: the same on all ranks.
+
+    Raises:
+        UserError: an alpha that is not positive, a negative seed.
+    """
+
+    def __init__(self, alpha: float = 0.1, *, seed: int = 0) -> None:
+        if not alpha > 0:
+            raise UserError(f"mixup's alpha must be positive, but is {alpha}.")
+        if seed < 0:
+            raise UserError(f"mixup's seed must not be negative, but is {seed}.")
+        self.alpha = float(alpha)
+        self.seed = int(seed)
+        self._draws = 0
+        self._text: _TextMixing | None = None
+        self._handle: Any = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the text tower of `model`; until `step` says so the hook does nothing, evaluation included.
+
+        Call it before torch.compile's first forward pass: a compiled graph does not notice a hook that comes later.
+
+        Raises:
+            UserError: a model whose text features cannot be reached: open_clip's plain CLIP class (which has no text
+                module), towers that return tokens besides (CoCa); or a second model.
+        """
+        model = _inner(model)
+        tower = getattr(model, "text", None)
+        if not isinstance(tower, nn.Module):
+            raise UserError(
+                f"coin-flip mixup mixes text features in a hook on the model's text module, and {type(model).__name__} has "
+                "none; build the model with force_custom_text=True (--force-custom-text), which keeps its weights' meaning."
+            )
+        if getattr(tower, "output_tokens", False):
+            raise UserError(
+                f"coin-flip mixup does not know how to mix the tokens that the text tower of {type(model).__name__} "
+                "returns besides its features (CoCa's captioning needs them); use a model without them."
+            )
+        if self._text is not None:
+            if self._text.tower is tower:
+                return
+            raise UserError("this CoinFlipMixup is attached to another model; detach it first, or make another one.")
+        self._text = _TextMixing(tower)
+        self._handle = tower.register_forward_hook(self._text)
+
+    def detach(self) -> None:
+        """Take the hook off again."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._text, self._handle = None, None
+
+    def draw(self) -> Mix:
+        """The next effective batch's coin and lambda."""
+        generator = np.random.default_rng([self.seed, _STREAM_MIXUP, self._draws])
+        self._draws += 1
+        gamma, weight = generator.random(), generator.beta(self.alpha, self.alpha)
+        return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight))
+
+    @contextmanager
+    def step(self) -> Iterator[Mix]:
+        """Draw, and mix the attached model's texts within the block if the coin says so.
+
+        Raises:
+            UserError: no model is attached.
+        """
+        with self.applied(self.draw()) as mix:
+            yield mix
+
+    @contextmanager
+    def applied(self, mix: Mix) -> Iterator[Mix]:
+        """Within the block every forward pass of the attached model mixes its texts as `mix` says.
+
+        Raises:
+            UserError: no model is attached.
+        """
+        if self._text is None:
+            raise UserError("attach the mixup to a model before its first step: mixup.attach(model).")
+        self._text.weight = None if mix.mixes_images else self._text.on_device(mix.weight)
+        try:
+            yield mix
+        finally:
+            self._text.weight = None
+
+    def seek(self, draws: int) -> None:
+        """Go on as after `draws` draws: a run that resumes at optimizer step n needs nothing but `seek(n)`."""
+        if draws < 0:
+            raise UserError(f"mixup cannot go back to before its first draw, to {draws}.")
+        self._draws = int(draws)
+
+    def state_dict(self) -> dict[str, int | float]:
+        """What to save with a checkpoint; plain numbers."""
+        return {"alpha": self.alpha, "seed": self.seed, "draws": self._draws}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the saved run was.
+
+        Raises:
+            UserError: a state that is incomplete, or was drawn under another alpha or seed.
+        """
+        missing = {"alpha", "seed", "draws"} - state.keys()
+        if missing:
+            raise UserError(f"the saved mixup state lacks {', '.join(sorted(missing))}; it is not of this version.")
+        for name, own in (("alpha", self.alpha), ("seed", self.seed)):
+            if state[name] != own:
+                raise UserError(
+                    f"the run to be resumed drew its mixup with {name} {state[name]}, this one with {own}; give the same, or "
+                    "start a new run from its weights."
+                )
+        self.seek(state["draws"])
+
+
+class _TextMixing:
+    """The forward hook. It holds lambda as a tensor: a number would be a constant of each compiled graph."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        self.tower = tower
+        self.weight: Tensor | None = None  # None: leave the texts alone
+
+    def on_device(self, weight: float) -> Tensor:
+        parameter = next(self.tower.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.tensor(weight, dtype=dtype, device=device)
+
+    def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
+        if self.weight is None:
+            return None
+        if not isinstance(features, Tensor) or features.ndim != 2:
+            raise UserError(
+                "coin-flip mixup wants text features (B, D) from the text tower, but got "
+                + (f"{tuple(features.shape)}." if isinstance(features, Tensor) else f"a {type(features).__name__}.")
+            )
+        return mix_rows(features, self.weight)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside of DDP and torch.compile, in any order."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner

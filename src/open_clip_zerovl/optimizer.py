@@ -1,0 +1,72 @@
+"""What the optimizer may touch, and how much it decays (sections 2.2 and A.9): parameter groups, the temperature held.
+
+open_clip exempts from weight decay what has fewer than two axes or a name of a norm, a bias or the logit scale. It thus
+decays class tokens and position and word embeddings, which are lookup tables rather than weights of a product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from open_clip_zerovl.errors import UserError
+
+# Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
+EMBEDDING_PARAMETERS = frozenset(
+    {
+        "cls_token",  # timm
+        "dist_token",
+        "reg_token",
+        "pos_embed",
+        "class_embedding",  # open_clip's ViT
+        "positional_embedding",  # open_clip's ViT and text transformer
+        "cls_emb",
+    }
+)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, exempt_embeddings: bool = False) -> list[dict[str, Any]]:
+    """The two parameter groups of open_clip's training program: no decay, decay; trainable parameters only.
+
+    Args:
+        model: plain, or in DistributedDataParallel.
+        weight_decay: of the second group; the paper's is 1e-3.
+        exempt_embeddings: also spare EMBEDDING_PARAMETERS and whatever an `nn.Embedding` holds. False gives open_clip's
+            groups, parameter by parameter in its order, so that its optimizer states load.
+
+    Raises:
+        UserError: a negative weight decay, or nothing to train.
+    """
+    if weight_decay < 0:
+        raise UserError(f"the weight decay must not be negative, but is {weight_decay}.")
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    spared: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        embedding = id(parameter) in tables or name.rpartition(".")[2] in EMBEDDING_PARAMETERS
+        spare = _spared_by_open_clip(name, parameter) or (exempt_embeddings and embedding)
+        (spared if spare else decayed).append(parameter)
+    if not spared and not decayed:
+        raise UserError("no parameter of the model is trainable, so there is nothing to optimise.")
+    return [{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+
+
+def constant_temperature(model: nn.Module) -> None:
+    """Hold the temperature at its present value (the released code's 0.02): `logit_scale` gets no gradient.
+
+    To be called before DistributedDataParallel and the optimizer are made.
+
+    Raises:
+        UserError: a model without `logit_scale`.
+    """
+    logit_scale = getattr(model, "logit_scale", None)
+    if not isinstance(logit_scale, nn.Parameter):
+        raise UserError(f"{type(model).__name__} has no logit_scale, so its temperature cannot be held.")
+    logit_scale.requires_grad_(False)
+
+
+def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
