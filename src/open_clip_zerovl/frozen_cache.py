@@ -208,6 +208,13 @@ class FrozenCache:
         self._origin = packed[:, -ORIGIN_COLUMNS:].cpu()
         return images, packed[:, :-ORIGIN_COLUMNS]
 
+    def forget(self) -> None:
+        """Take back an announcement that no forward pass answered; called after each step.
+
+        The replay of decoupled gradient accumulation prepares its inputs but does not run a frozen tower again.
+        """
+        self._origin = None
+
     def _look_up(self, inputs: Tensor) -> Tensor:
         assert self._forward is not None
         origin, self._origin = self._origin, None

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from open_clip_train.data import get_data as get_stock_data
 from open_clip_train.distributed import is_master, world_info_from_env
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, schedule_of
 from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.sampling import Batching, Schedule
@@ -113,6 +115,31 @@ def _mixture_data(
     if is_master(args):
         log_schedule(sources, mixture.schedule(0))
     return TrainData(loader)
+
+
+def frozen_cache(
+    config: RecipeConfig,
+    sources: tuple[Source, ...],
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    width: int,
+    transform,
+    tokenizer,
+) -> FrozenCache:
+    """The cache of the frozen tower's features, attached to the model; invalid once anything they depend on changes.
+
+    Raises:
+        UserError: images that are augmented at random and whose tower's features are to be cached.
+    """
+    (tower,) = config.freeze
+    assert config.cache_frozen is not None
+    if tower == "image":
+        require_deterministic(transform)
+    inputs = transform if tower == "image" else tokenizer
+    mark = fingerprint(model, tower, sources, inputs=inputs, precision=args.precision)
+    cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
+    cache.attach(model)
+    return cache
 
 
 def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:

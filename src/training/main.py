@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
-from training import checkpointing, data, evaluate, resume, schedule, train
+from open_clip_zerovl.models import check_model, with_text_model
+from training import checkpointing, data, evaluate, model, resume, schedule, train
 from training.params import RecipeConfig, parse, uses_own_step
 from training.seams import check_host, replaced
 
@@ -124,12 +125,12 @@ class Run:
     def _log_path(self) -> str:
         return os.path.join(self._folder(), "out-0" if self.args.log_local else "out.log")
 
-    def _seams(self) -> dict[str, Callable[..., Any]]:
+    def _seams(self) -> dict[str, Any]:
         args, config = self.args, self.config
-        seams: dict[str, Callable[..., Any]] = {
+        seams: dict[str, Any] = {
             "parse_args": lambda argv: args,
             "create_model_and_transforms": self._create_model,
-            "get_data": partial(data.get_data, config, self.inputs),
+            "get_data": self._get_data,
             "pt_load": self._load_checkpoint,
             "get_latest_checkpoint": checkpointing.newest_whole,
             "train_one_epoch": self._train_one_epoch(),
@@ -139,15 +140,37 @@ class Run:
             seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(self.model_name, **options)
         if self.trainer is not None:
             seams["create_loss"] = partial(train.create_loss, config)
-        if config.lr_min is not None:
-            seams["cosine_lr"] = partial(schedule.cosine_lr, lr_min=config.lr_min)
+        if config.lr_min is not None or config.warmup_share is not None:
+            seams["cosine_lr"] = partial(
+                schedule.cosine_lr, lr_min=config.lr_min or 0.0, warmup_share=config.warmup_share
+            )
+        if config.no_embedding_decay:
+            seams["optim"] = model.Optimizers(lambda: self.model, args.wd)
         if config.retrieval_data:
             seams["evaluate"] = partial(evaluate.evaluate, config)
         return seams
 
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
-        self.model, *transforms = create_model_and_transforms(self.model_name, pretrained, **options)
-        return self.model, *transforms
+        created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
+        self.model, transform_train, transform_eval, mixup = created
+        if self.trainer is not None:
+            self.trainer.mixup = mixup
+        return self.model, transform_train, transform_eval
+
+    def _get_data(self, args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
+        found = data.get_data(self.config, self.inputs, args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+        if self.config.cache_frozen is not None and self.trainer is not None:
+            assert self.model is not None
+            self.trainer.cache = data.frozen_cache(
+                self.config,
+                self.inputs.sources,
+                args,
+                self.model,
+                open_clip.get_model_config(self.model_name)["embed_dim"],
+                preprocess_fns[0],
+                tokenizer,
+            )
+        return found
 
     def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         assert self.model is not None  # main loads a checkpoint after it has made the model

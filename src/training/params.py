@@ -32,6 +32,16 @@ class RecipeConfig:
         dga_check: when replayed features are compared with the first pass: first, always, never.
         loss_chunk: rows of the logit matrix alive at once.
         ablate: of ABLATIONS, what to do wrong on purpose (Tables 4 and 6).
+        coin_flip_mixup, mixup_alpha: mix images or texts of an effective batch, lambda ~ Beta(alpha, alpha) (section 3.2).
+        text_augment: share of words masked, replaced or deleted (section 2.2).
+        auto_augment: policy applied to images after the crop (A.9).
+        token_drop: share of ViT patch tokens dropped in training (section 4.2).
+        init_from, init_image, init_text: checkpoint of a dual encoder; raw timm and HF weights (section 4.3).
+        freeze: towers that are not trained: image, text.
+        cache_frozen: folder that keeps a frozen tower's features of each sample.
+        temperature_constant: keep the temperature at its initial value.
+        no_embedding_decay: exempt class tokens and embeddings from weight decay.
+        warmup_share: share of all steps that warm up.
         lr_min: floor of the cosine schedule.
         save_every_steps: optimizer steps between two step checkpoints.
         keep_checkpoints: step checkpoints kept.
@@ -48,6 +58,19 @@ class RecipeConfig:
     dga_check: str = "first"
     loss_chunk: int | None = None
     ablate: tuple[str, ...] = ()
+    coin_flip_mixup: bool = False
+    mixup_alpha: float = 0.1
+    text_augment: float | None = None
+    auto_augment: str | None = None
+    token_drop: float | None = None
+    init_from: str | None = None
+    init_image: str | None = None
+    init_text: str | None = None
+    freeze: tuple[str, ...] = ()
+    cache_frozen: str | None = None
+    temperature_constant: bool = False
+    no_embedding_decay: bool = False
+    warmup_share: float | None = None
     lr_min: float | None = None
     save_every_steps: int | None = None
     keep_checkpoints: int = 2
@@ -64,7 +87,7 @@ class RecipeConfig:
     def step_flags(self) -> bool:
         """Whether a flag asks for our optimizer step (DGA and ContrastiveLoss) by itself."""
         stock = RecipeConfig()
-        names = ("dga_steps", "dga_retain", "dga_check", "loss_chunk", "ablate")
+        names = ("dga_steps", "dga_retain", "dga_check", "loss_chunk", "ablate", "coin_flip_mixup")
         return any(getattr(self, name) != getattr(stock, name) for name in names)
 
 
@@ -141,6 +164,60 @@ def build_parser() -> argparse.ArgumentParser:
         "in the second pass (Table 6)",
     )
     group.add_argument(
+        "--coin-flip-mixup",
+        action="store_true",
+        help="mix either the images or the texts of each effective batch, by a coin (section 3.2)",
+    )
+    group.add_argument(
+        "--mixup-alpha", type=float, default=0.1, metavar="A", help="lambda ~ Beta(A, A) (default %(default)s)"
+    )
+    group.add_argument(
+        "--text-augment",
+        type=float,
+        metavar="SHARE",
+        help="share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
+    )
+    group.add_argument(
+        "--auto-augment",
+        choices=("imagenet",),
+        help="AutoAugment policy, after the crop (A.9); crop: --aug-cfg scale=(0.6,1.0)",
+    )
+    group.add_argument(
+        "--token-drop",
+        type=float,
+        metavar="SHARE",
+        help="share of ViT patch tokens dropped in training (section 4.2: 0.25); the paper's name for --force-patch-dropout",
+    )
+    group.add_argument(
+        "--init-from",
+        metavar="CKPT",
+        help="start from a checkpoint's towers, each where all its shapes fit (section 4.3)",
+    )
+    group.add_argument("--init-image", metavar="FILE", help="start the image tower from raw timm weights")
+    group.add_argument("--init-text", metavar="FILE|DIR", help="start the text tower from raw HF weights")
+    group.add_argument(
+        "--freeze",
+        action="append",
+        choices=("image", "text"),
+        default=[],
+        help="do not train this tower and its projection (auxiliary encoder, section 4.3)",
+    )
+    group.add_argument(
+        "--cache-frozen", metavar="DIR", help="keep the frozen tower's features of each sample in DIR and reuse them"
+    )
+    group.add_argument("--temperature-constant", action="store_true", help="keep the temperature at its initial value")
+    group.add_argument(
+        "--no-embedding-decay",
+        action="store_true",
+        help="exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
+    )
+    group.add_argument(
+        "--warmup-share",
+        type=float,
+        metavar="SHARE",
+        help="warm up over this share of all steps (released code: 0.025)",
+    )
+    group.add_argument(
         "--lr-min", type=float, metavar="LR", help="floor of the cosine learning rate (the paper's: 1e-5)"
     )
     group.add_argument(
@@ -187,11 +264,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
     values = {field.name: getattr(ours, field.name) for field in fields(RecipeConfig) if field.name != "sampling"}
     if values["text_model"] and os.path.isdir(values["text_model"]):
         values["text_model"] = os.path.abspath(values["text_model"])  # params.txt is read from other folders, too
-    config = RecipeConfig(sampling=sampling, **{**values, "ablate": tuple(sorted(set(values["ablate"])))})
+    config = RecipeConfig(
+        sampling=sampling, **{**values, "ablate": _once(values["ablate"]), "freeze": _once(values["freeze"])}
+    )
     _check(config, args)
+    if config.token_drop is not None:
+        args.force_patch_dropout = config.token_drop
     if config.active:
         vars(args).update(asdict(config))
     return args, config
+
+
+def _once(values: list[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(values)))
 
 
 def _retain(text: str) -> int | str:
@@ -253,9 +338,81 @@ def _refusals(config: RecipeConfig, args: argparse.Namespace):
     yield (
         args.siglip,
         "--siglip",
-        bool(config.loss_chunk or config.ablate),
-        "--loss-chunk or --ablate",
+        bool(config.loss_chunk or config.ablate or config.coin_flip_mixup),
+        "--loss-chunk, --ablate or --coin-flip-mixup",
         "they belong to the softmax loss",
+    )
+    yield (
+        not config.coin_flip_mixup,
+        "no --coin-flip-mixup",
+        config.mixup_alpha != RecipeConfig.mixup_alpha,
+        "--mixup-alpha",
+        "it is mixup's parameter; give both",
+    )
+    yield (
+        not mixture,
+        "open_clip's own data pipeline",
+        config.text_augment is not None,
+        "--text-augment",
+        "name the sources: --train-data NAME=SHARDS",
+    )
+    yield (
+        args.force_patch_dropout is not None,
+        f"--force-patch-dropout {args.force_patch_dropout}",
+        config.token_drop is not None,
+        "--token-drop",
+        "they are the same; give one",
+    )
+    yield (
+        "image" in config.freeze,
+        "--freeze image",
+        config.token_drop is not None,
+        "--token-drop",
+        "a frozen tower drops nothing",
+    )
+    for tower, locked in (("image", args.lock_image), ("text", args.lock_text)):
+        yield locked, f"--lock-{tower}", tower in config.freeze, f"--freeze {tower}", "give one of them"
+    yield (
+        len(config.freeze) == 2,
+        "--freeze of both towers",
+        not config.init_from and not config.init_image and not config.init_text,
+        "towers from scratch",
+        "nothing but the temperature would be trained",
+    )
+    yield (
+        len(config.freeze) != 1 or not mixture or not own_step,
+        "anything but one frozen tower on named sources",
+        config.cache_frozen is not None,
+        "--cache-frozen",
+        "give --freeze image or --freeze text and name the sources",
+    )
+    yield (
+        config.freeze == ("text",) and config.text_augment is not None,
+        "--text-augment",
+        config.cache_frozen is not None,
+        "--cache-frozen",
+        "augmented captions have other features each epoch",
+    )
+    yield (
+        config.coin_flip_mixup and config.freeze == ("image",),
+        "--coin-flip-mixup",
+        config.cache_frozen is not None,
+        "--cache-frozen of the image tower",
+        "mixed images have other features each step",
+    )
+    yield (
+        "timm" in args.opt,
+        f"--opt {args.opt}",
+        config.no_embedding_decay,
+        "--no-embedding-decay",
+        "timm's optimizers group parameters by their own rule",
+    )
+    yield (
+        args.lr_scheduler != "cosine",
+        f"--lr-scheduler {args.lr_scheduler}",
+        config.warmup_share is not None,
+        "--warmup-share",
+        "give --warmup in steps",
     )
     yield (
         not mixture or not own_step,
@@ -319,6 +476,15 @@ def _check(config: RecipeConfig, args: argparse.Namespace) -> None:
             config.lr_min,
             config.lr_min is None or 0 <= config.lr_min <= (args.lr or 0),
             f"0 to --lr {args.lr}",
+        ),
+        ("--mixup-alpha", config.mixup_alpha, config.mixup_alpha > 0, "a positive number"),
+        *(
+            (flag, value, value is None or 0 < value < 1, "a share between 0 and 1")
+            for flag, value in (
+                ("--text-augment", config.text_augment),
+                ("--token-drop", config.token_drop),
+                ("--warmup-share", config.warmup_share),
+            )
         ),
         ("--retrieval-frequency", config.retrieval_frequency, config.retrieval_frequency >= 1, "at least 1 epoch"),
         ("--dga-steps", config.dga_steps, config.dga_steps >= 1, "at least 1"),

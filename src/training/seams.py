@@ -8,7 +8,7 @@ open_clip version seen: extending a program by its internals is only safe when a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -28,6 +28,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "get_tokenizer": ("model_name", "context_length", "cache_dir"),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
     "create_loss": ("args",),
+    "optim": ("params", "lr", "betas", "eps"),  # of optim.AdamW
     "cosine_lr": ("optimizer", "base_lr", "warmup_length", "steps"),
     "train_one_epoch": (
         "model", "data", "loss", "epoch", "optimizer", "scaler", "scheduler", "dist_model", "args", "tb_writer",
@@ -51,6 +52,8 @@ def check_host() -> None:
         )
     for name, expected in SEAMS.items():
         function = getattr(host, name, None)
+        if name == "optim":
+            function = getattr(function, "AdamW", None)
         found = tuple(inspect.signature(function).parameters) if callable(function) else None
         if found is None or any(parameter not in found for parameter in expected):
             raise UserError(
@@ -68,7 +71,7 @@ class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 
 @contextmanager
-def replaced(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
     `torch.save` that is atomic.
 

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,15 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 from open_clip_train.train import AverageMeter, unwrap_model
 
-from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.dga import DecoupledGradientAccumulation, Prepare
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.frozen_cache import FrozenCache
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.mixup import CoinFlipMixup
 from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
 from training.params import RecipeConfig
 
+MicroBatch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), texts (B, L)
 MAX_LOGIT_SCALE = math.log(100)  # open_clip clamps the temperature at 1/100
 
 
@@ -52,11 +56,15 @@ class Trainer:
     Attributes:
         preemption: asked after every step whether the run is to stop.
         resumed: where the checkpoint that this run began from was taken.
+        mixup: draws a mix per step, if the recipe has it.
+        cache: gives a frozen tower's features, if they are kept.
     """
 
     config: RecipeConfig
     preemption: Preemption
     resumed: Position | None = None
+    mixup: CoinFlipMixup | None = None
+    cache: FrozenCache | None = None
     dga: DecoupledGradientAccumulation | None = field(default=None, init=False)
 
     def __call__(
@@ -80,7 +88,7 @@ class Trainer:
                 replay_rng="no-replay" not in self.config.ablate,
             )
 
-        def prepare(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def to_input_dtype(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return images.to(dtype=input_dtype), texts
 
         model.train()
@@ -96,41 +104,72 @@ class Trainer:
             args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints, extra=dict
         )
         log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
-        for index, micro_batches in enumerate(_groups(loader, self.config.dga_steps, start, steps), start=start):
+        for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
             log.data_ready()
             optimizer.zero_grad()
-            losses = self.dga.backward(micro_batches, prepare=prepare)
+            with self._mixed(step, micro_batches) as (mix_images, loss_inputs):
+                prepare = _chain(self.cache.prepare if self.cache is not None else None, mix_images, to_input_dtype)
+                losses = self.dga.backward(micro_batches, prepare=prepare, **loss_inputs)
+            if self.cache is not None:
+                self.cache.forget()
             _optimizer_step(model, optimizer, scaler, args.grad_clip_norm)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
+            if self.cache is not None and (index + 1 == steps or checkpoints.due(step + 1)):
+                self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
                 checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1))
             if stop:
                 raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
 
+    @contextmanager
+    def _mixed(self, step: int, micro_batches: list[MicroBatch]) -> Iterator[tuple[Prepare | None, dict[str, Any]]]:
+        """The mix of this optimizer step: what it does to images, and what the loss has to know."""
+        if self.mixup is None:
+            yield None, {}
+            return
+        self.mixup.seek(step)  # a resumed run draws what it would have drawn
+        with self.mixup.step() as mix:
+            yield mix.prepare, mix.loss_inputs([len(images) for images, _ in micro_batches])
+
+    def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
+        """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""
+        micro_batches = iter(loader)
+        for index in range(start, steps):
+            group = [self._packed(batch) for batch in itertools.islice(micro_batches, self.config.dga_steps)]
+            if len(group) < self.config.dga_steps:
+                raise UserError(
+                    f"the training data ended in step {index} of {steps}: {len(group)} of {self.config.dga_steps} "
+                    "micro-batches came; check --train-num-samples against what the shards hold"
+                )
+            yield group
+        # Let the loader see its end: a persistent loader whose iterator is dropped half-way would refill for nothing.
+        for _ in micro_batches:
+            pass
+
+    def _packed(self, batch: tuple[torch.Tensor, ...]) -> MicroBatch:
+        images, texts, *origin = batch
+        return (images, self.cache.pack(texts, origin[0])) if self.cache is not None else (images, texts)
+
     def _position(self, args: argparse.Namespace, epoch: int, step: int) -> Position:
         effective_batch = args.batch_size * self.config.dga_steps * args.world_size
         return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers))
 
 
-def _groups(loader: Iterable, size: int, start: int, steps: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The loader's micro-batches, `size` at a time, for the optimizer steps from `start` on."""
-    micro_batches = iter(loader)
-    for index in range(start, steps):
-        group = [(batch[0], batch[1]) for batch in itertools.islice(micro_batches, size)]
-        if len(group) < size:
-            raise UserError(
-                f"the training data ended in step {index} of {steps}: {len(group)} of {size} micro-batches came; "
-                "check --train-num-samples against what the shards hold"
-            )
-        yield group
-    # Let the loader see its end: a persistent loader whose iterator is dropped half-way would refill for nothing.
-    for _ in micro_batches:
-        pass
+def _chain(*parts: Prepare | None) -> Prepare:
+    """One function of (images, texts) from several, left to right."""
+
+    def prepare(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for part in parts:
+            if part is not None:
+                images, texts = part(images, texts)
+        return images, texts
+
+    return prepare
 
 
 def _optimizer_step(model, optimizer: torch.optim.Optimizer, scaler, grad_clip_norm: float | None) -> None:

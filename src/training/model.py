@@ -1,0 +1,68 @@
+"""The `create_model_and_transforms` and `optim` seams: the model as the recipe's flags ask for it, before DDP and compile."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from open_clip_zerovl.augment import with_auto_augment
+from open_clip_zerovl.auxiliary import check_token_drop, freeze, init_from, lock_text_layers
+from open_clip_zerovl.mixup import CoinFlipMixup
+from open_clip_zerovl.models import create_model_and_transforms, load_pretrained_tower
+from open_clip_zerovl.optimizer import constant_temperature, parameter_groups
+from training.params import RecipeConfig
+
+
+def create_model(
+    config: RecipeConfig, args: argparse.Namespace, model_name: str, pretrained: str | None, **options: Any
+) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
+    """open_clip's model and transforms, then: starting weights, checks, frozen towers, temperature, mixup, augmentation.
+
+    Raises:
+        UserError: weights that do not fit, a tower that cannot do what a flag asks.
+    """
+    model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
+    if config.init_from is not None:
+        logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")
+    for tower, path in (("image", config.init_image), ("text", config.init_text)):
+        if path is not None:
+            loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
+            logging.info(f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}")
+    if config.token_drop is not None:
+        check_token_drop(model, config.token_drop)
+    if config.freeze:
+        count = freeze(model, config.freeze)
+        logging.info(f"Frozen: {' and '.join(config.freeze)} ({count / 1e6:.1f} M parameters).")
+    if config.active and hasattr(getattr(model, "text", None), "config"):
+        # open_clip's table lacks the names of BERT's layers, so that --lock-text-unlocked-layers ends in a KeyError.
+        model.lock_text_tower = partial(lock_text_layers, model)
+    if config.temperature_constant:
+        constant_temperature(model)
+    mixup = None
+    if config.coin_flip_mixup:
+        mixup = CoinFlipMixup(config.mixup_alpha, seed=args.seed)
+        mixup.attach(model)
+    if config.auto_augment is not None:
+        transform_train = with_auto_augment(transform_train, config.auto_augment)
+    return model, transform_train, transform_eval, mixup
+
+
+class Optimizers:
+    """What main looks up as `optim`: AdamW on groups that exempt class tokens and embeddings from decay.
+
+    Args:
+        model: gives the model, which does not exist yet when the seam is set.
+    """
+
+    def __init__(self, model: Callable[[], torch.nn.Module | None], weight_decay: float) -> None:
+        self._model, self._weight_decay = model, weight_decay
+
+    def AdamW(self, groups: Any, **options: Any) -> torch.optim.Optimizer:  # torch.optim's name
+        model = self._model()
+        assert model is not None
+        return torch.optim.AdamW(parameter_groups(model, self._weight_decay, exempt_embeddings=True), **options)
