@@ -98,9 +98,7 @@ def run(settings: Settings) -> None:
         {name: features for name, (_, features) in measured.items()},
         pool.queries(),
     )
-    title = (
-        f"Four emoji sets as sources: debiased against random sampling ({settings.epochs} epochs, seed {settings.seed})"
-    )
+    title = f"Batches from one source or mixed: {settings.epochs} epochs of four emoji sets"
     demo_picture(settings.picture, records, examples, title=title)
     print(f"\nPicture: {settings.picture}")
     print("4/4 Export: a folder that stock open_clip loads, proved in a process without this package", flush=True)

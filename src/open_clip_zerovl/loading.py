@@ -223,7 +223,7 @@ def _no_alarm() -> Iterator[None]:
     root = logging.getLogger()  # open_clip logs there
 
     def keep(record: logging.LogRecord) -> bool:
-        return "initialized randomly" not in record.getMessage()
+        return not any(words in record.getMessage() for words in ("initialized randomly", "no CLIP weights found"))
 
     root.addFilter(keep)
     try:

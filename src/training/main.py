@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0; 2 after one sentence on standard error; 85 when the run was asked to stop (SIGTERM, SIGUSR1), has saved a step
     checkpoint and left a marker for the launcher (torchrun turns it into 1).
     """
+    # Loader workers are forked after the tokenizer was used; its threads are not, and would be waited for.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, world_size = world_info_from_env()
     try:
         check_host()
