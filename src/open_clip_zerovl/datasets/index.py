@@ -1,0 +1,320 @@
+"""Shards that are there already: count them into `sizes.json`, and check every one.
+
+`index_shards` reads tar headers only, on a local disk or wherever fsspec reaches (`s3://...`). `check_shards` reads every
+byte once, in order, as a disk likes it best, and looks at the samples as they come by: nothing is decoded unless asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from open_clip_zerovl.datasets.manifest import read_manifest
+from open_clip_zerovl.datasets.shards import SIZES_FILE, write_atomically
+from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, grouped, walk_tar
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar_members import group
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: First and last bytes of a whole picture, by extension.
+_MARKS = {
+    "jpg": (b"\xff\xd8\xff", b"\xff\xd9"),
+    "jpeg": (b"\xff\xd8\xff", b"\xff\xd9"),
+    "png": (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"),
+    "webp": (b"RIFF", b""),
+}
+_EXAMPLES = 5
+_WINDOW_BYTES = 16 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Index
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dict[str, int]:
+    """Count the samples of every `*.tar` of a folder, from the headers, and write `sizes.json` beside them.
+
+    Args:
+        folder: a local one, or a URL that fsspec opens, such as `s3://bucket/cc12m`.
+        threads: shards counted at the same time.
+
+    Returns:
+        Samples by file name, as in `sizes.json`.
+
+    Raises:
+        UserError: no such folder, no shards in it, a shard that is broken, or no package that opens such URLs.
+    """
+    open_shard: Callable[[str], Any]
+    if _REMOTE.match(folder):
+        file_system, root = _file_system(folder)
+        names = sorted(path.rpartition("/")[2] for path in file_system.glob(f"{root}/*.tar"))
+
+        def open_shard(name: str) -> Any:
+            # Headers lie far apart: small blocks, so that pictures are not transferred with them.
+            return file_system.open(f"{root}/{name}", "rb", block_size=1 << 14, cache_type="bytes")
+
+    else:
+        names = sorted(path.name for path in _local(folder).glob("*.tar"))
+
+        def open_shard(name: str) -> Any:
+            return open(Path(folder, name), "rb", buffering=0)
+
+    if not names:
+        raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
+
+    def count(name: str) -> int:
+        try:
+            with open_shard(name) as file:
+                total = file.seek(0, os.SEEK_END)
+
+                def read_at(offset: int, size: int) -> bytes:
+                    file.seek(offset)
+                    return file.read(size)
+
+                return sum(1 for _ in grouped(walk_tar(read_at, total)))
+        except BrokenTar as error:
+            raise UserError(f"{folder.rstrip('/')}/{name} is broken: {error}. Fetch or write it again.") from error
+
+    with ThreadPoolExecutor(threads) as pool:
+        counts = list(tqdm(pool.map(count, names), total=len(names), unit="shard", disable=not progress))
+    sizes = dict(zip(names, counts, strict=True))
+    text = json.dumps(sizes, indent=1) + "\n"
+    if _REMOTE.match(folder):
+        with file_system.open(f"{root}/{SIZES_FILE}", "wb") as file:
+            file.write(text.encode())
+    else:
+        write_atomically(Path(folder, SIZES_FILE), text)
+    if progress:
+        print(f"{folder}: {sum(counts):,} samples in {len(names):,} shards, written to {SIZES_FILE}.")
+    return sizes
+
+
+def _local(folder: str | Path) -> Path:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{folder} is no folder: give the folder that holds the shards.")
+    return path
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UserError(f"{url} needs the package fsspec: `pip install fsspec s3fs`.") from error
+    try:
+        file_system, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a protocol whose package is missing, or that is unknown
+        raise UserError(f"{url} cannot be opened ({error}).") from error
+    return file_system, root.rstrip("/")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ShardCheck:
+    """What `check_shards` found in one shard: samples, bytes, and faults by kind with the first keys that have them."""
+
+    shard: str
+    samples: int = 0
+    size_bytes: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def fault(self, kind: str, key: str = "") -> None:
+        self.faults[kind] += 1
+        if key and len(self.examples.setdefault(kind, [])) < _EXAMPLES:
+            self.examples[kind].append(key)
+
+
+@dataclass(frozen=True)
+class FolderCheck:
+    """What `check_shards` found: the shards, and how long it took."""
+
+    shards: list[ShardCheck]
+    seconds: float
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def faults(self) -> Counter[str]:
+        return sum((shard.faults for shard in self.shards), Counter())
+
+
+def check_shards(
+    folder: str | Path, *, threads: int = 4, hashes: bool = False, decode: bool = False, progress: bool = True
+) -> FolderCheck:
+    """Open every shard of a local folder and look at every sample.
+
+    Found are: shards that are cut off or no tars, samples without picture or caption, captions that are empty or not
+    UTF-8, pictures that do not begin or end as their format does, keys that come twice in a shard, shards that
+    `sizes.json` or the manifest list and that are missing, are not listed, or hold another number of samples.
+
+    Args:
+        threads: shards read at the same time.
+        hashes: also compare each shard's SHA-256 with the manifest's.
+        decode: also decode every picture (slow: bound by the processor, not by the disk).
+
+    Raises:
+        UserError: no such folder, or hashes asked for where no manifest has them.
+    """
+    path = _local(folder)
+    manifest = read_manifest(path) or {}
+    sizes_file = path / SIZES_FILE
+    sizes = json.loads(sizes_file.read_text(encoding="utf-8")) if sizes_file.is_file() else None
+    expected_hashes = {name: entry["sha256"] for name, entry in manifest.get("shards", {}).items()}
+    if hashes and not expected_hashes:
+        raise UserError(f"{folder} has no manifest.json with hashes: check it without --hash.")
+    names = sorted({p.name for p in path.glob("*.tar")} | set(sizes or {}) | set(expected_hashes))
+    if not names:
+        raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
+
+    def check(name: str) -> ShardCheck:
+        found = ShardCheck(name)
+        if not (path / name).is_file():
+            found.fault("shard missing")
+            return found
+        digest = hashlib.sha256() if hashes else None
+        _check_shard(path / name, found, decode, digest)
+        if digest is not None and digest.hexdigest() != expected_hashes.get(name):
+            found.fault("hash differs from the manifest's")
+        if sizes is not None and name not in sizes:
+            found.fault("not in sizes.json")
+        elif sizes is not None and sizes[name] != found.samples:
+            found.fault(f"holds {found.samples} samples, sizes.json says {sizes[name]}")
+        return found
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool, tqdm(total=len(names), unit="shard", disable=not progress) as bar:
+        shards = []
+        for found in pool.map(check, names):
+            shards.append(found)
+            bar.update()
+    return FolderCheck(shards, time.perf_counter() - begin)
+
+
+def check_report(result: FolderCheck) -> str:
+    """The check as text: totals and rate, then every fault by shard."""
+    lines = [
+        f"{result.samples:,} samples in {len(result.shards):,} shards, {result.size_bytes / 1e9:.2f} GB read in "
+        f"{result.seconds:.1f} s ({result.size_bytes / 1e6 / max(result.seconds, 1e-9):,.0f} MB/s)"
+    ]
+    for shard in result.shards:
+        for kind, count in shard.faults.items():
+            keys = shard.examples.get(kind, [])
+            shown = ", ".join(keys) + (", ..." if count > len(keys) else "")
+            lines.append(f"{shard.shard}: {kind}" + (f": {count} ({shown})" if keys else ""))
+    lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
+    return "\n".join(lines)
+
+
+class _Window:
+    """A file read once from its beginning to its end through a small buffer; `window(offset, size)` goes forward only.
+
+    Large enough that threads, which look at members under Python's lock and read without it, seldom wait for each other; a
+    buffer of the size of a shard would cost more in page faults than the looking.
+    """
+
+    def __init__(self, file: Any, digest: Any) -> None:
+        self._file, self._digest = file, digest
+        self._view = memoryview(bytearray(_WINDOW_BYTES))
+        self._start = self._length = 0
+
+    def __call__(self, offset: int, size: int) -> bytes:
+        parts: list[bytes] = []
+        while True:
+            begin = offset - self._start
+            part = self._view[begin : min(begin + size, self._length)]
+            if len(part) == size and not parts:
+                return bytes(part)
+            if len(part):
+                parts.append(bytes(part))
+                offset, size = offset + len(part), size - len(part)
+            if not size or not self.advance():
+                return b"".join(parts)
+
+    def advance(self) -> bool:
+        """Go on to the next bytes; False at the end."""
+        self._start += self._length
+        self._length = self._file.readinto(self._view)
+        if self._digest is not None:
+            self._digest.update(self._view[: self._length])
+        return self._length > 0
+
+
+def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> None:
+    found.size_bytes = path.stat().st_size
+    seen: set[str] = set()
+    with open(path, "rb", buffering=0) as file:
+        window = _Window(file, digest)
+        # Looked at as they come by, before the next header; what is kept of a member is its fault, "" for none.
+        members = ((member.name, _fault(window, member, decode)) for member in walk_tar(window, found.size_bytes))
+        try:
+            for key, faults in group(members):
+                found.samples += 1
+                if key in seen:
+                    found.fault("key comes twice", key)
+                seen.add(key)
+                if "txt" not in faults:
+                    found.fault("no caption", key)
+                if not any(extension in faults for extension in _MARKS):
+                    found.fault("no picture", key)
+                for fault in faults.values():
+                    if fault:
+                        found.fault(fault, key)
+        except BrokenTar as error:
+            found.fault(f"broken: {error}")
+        while window.advance():  # what follows the end mark belongs to the file, and to its hash
+            pass
+
+
+def _fault(window: _Window, member: Member, decode: bool) -> str:
+    extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+    if extension == "txt":
+        try:
+            return "" if window(member.offset, member.size).decode("utf-8").strip() else "caption is empty"
+        except UnicodeDecodeError:
+            return "caption is not UTF-8"
+    if extension not in _MARKS:
+        return ""
+    first, last = _MARKS[extension]
+    if decode:
+        content = window(member.offset, member.size)
+        begin, end = content[: len(first)], content[max(0, len(content) - len(last)) :]
+    else:
+        begin = window(member.offset, min(len(first), member.size))
+        rest = max(len(begin), member.size - len(last))
+        end = window(member.offset + rest, member.size - rest)
+    if begin != first:
+        return f"picture is no {extension}"
+    if not end.endswith(last):
+        return "picture is cut off"
+    if decode:
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                image.load()
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            return f"picture cannot be decoded ({type(error).__name__})"
+    return ""

@@ -1,0 +1,198 @@
+"""What was made of what: one record a shard, written when the shard is whole, and the manifest that sums them up.
+
+    DIR/00000.tar ...           the shards
+    DIR/records/00000.json      rows, pairs, bytes, sha256, and the row numbers that failed by reason
+    DIR/manifest.json           inputs with their hashes, settings, counts, failures by reason, every shard's hash
+    DIR/sizes.json              samples a shard, as open_clip reads it
+
+Records are the truth; manifest and sizes are written anew from them, under a lock, by each process that finishes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.datasets.shards import SIZES_FILE, write_atomically
+from open_clip_zerovl.errors import UserError
+
+MANIFEST_FILE = "manifest.json"
+RECORDS = "records"
+
+#: Raised when the same inputs and settings would give other shards than before.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one shard holds, and what it lacks.
+
+    Attributes:
+        shard: file name; the file exists when `pairs` is not 0.
+        first_row, rows: the rows of the list that it was made from.
+        pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
+        size_bytes, sha256: of the tar.
+        failures: row numbers by reason.
+        transient_reasons: those of the reasons that a later try may overcome.
+    """
+
+    shard: str
+    first_row: int
+    rows: int
+    pairs: int
+    captions: int
+    size_bytes: int
+    sha256: str
+    failures: Mapping[str, list[int]] = field(default_factory=dict)
+    transient_reasons: list[str] = field(default_factory=list)
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_record(folder: Path, record: ShardRecord) -> None:
+    """Write a shard's record: from now on the shard counts as done."""
+    text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+    write_atomically(folder / RECORDS / f"{Path(record.shard).stem}.json", text)
+
+
+def read_record(folder: Path, shard: str) -> ShardRecord | None:
+    """The record of a shard, None while it has none. A tar that has gone, or changed its size, takes its record with it."""
+    file = folder / RECORDS / f"{Path(shard).stem}.json"
+    if not file.is_file():
+        return None
+    record = ShardRecord(**_load(file))
+    tar = folder / shard
+    if record.pairs and not (tar.is_file() and tar.stat().st_size == record.size_bytes):
+        file.unlink()
+        return None
+    return record
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any] | None:
+    """The manifest of a folder, None where there is none."""
+    file = Path(folder) / MANIFEST_FILE
+    return _load(file) if file.is_file() else None
+
+
+def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Claim a folder for one dataset, or check that it was claimed for the same inputs and settings.
+
+    Raises:
+        UserError: the folder holds another dataset, or was made from other inputs or with other settings.
+    """
+    head = {
+        "format": _FORMAT,
+        "dataset": dataset,
+        "split": split,
+        "made_from": json.loads(json.dumps(made_from)),
+        "settings": json.loads(json.dumps(settings)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        known = read_manifest(folder)
+        if known is None:
+            if any(folder.glob("*.tar")):
+                raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
+            head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
+            write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
+            return
+    for name, value in head.items():
+        if known.get(name) != value:
+            raise UserError(
+                f"{folder} was begun with {name} {_short(known.get(name))}, and now it is {_short(value)}: "
+                "give a new folder, or call it as before."
+            )
+
+
+def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
+    """Write `manifest.json` and `sizes.json` from the records, and return the manifest.
+
+    Args:
+        shard_count: how many shards there will be in all, when that is known; `complete` says whether all are done.
+    """
+    with _locked(folder):
+        manifest = _load(folder / MANIFEST_FILE)
+        records = [ShardRecord(**_load(file)) for file in sorted((folder / RECORDS).glob("*.json"))]
+        records.sort(key=lambda record: record.first_row)
+        failures: Counter[str] = Counter()
+        for record in records:
+            failures.update({reason: len(rows) for reason, rows in record.failures.items()})
+        if shard_count is None:
+            shard_count = manifest.get("shard_count")
+        kept = [record for record in records if record.pairs]
+        manifest.update(
+            complete=shard_count is not None and len(records) == shard_count,
+            shard_count=shard_count,
+            rows=sum(record.rows for record in records),
+            pairs=sum(record.pairs for record in records),
+            captions=sum(record.captions for record in records),
+            size_bytes=sum(record.size_bytes for record in records),
+            failures=dict(failures.most_common()),
+            shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
+        )
+        write_atomically(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
+        write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time; the kernel frees the lock of a process that was killed."""
+    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / RECORDS / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def sole_writer(folder: Path, part: str) -> Iterator[None]:
+    """Refuse a second process that would write the same part of the same folder.
+
+    Raises:
+        UserError: there is one already.
+    """
+    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / RECORDS / f".writer-{part}", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"Another process is writing {folder}: wait for it, or share the work with --part i/n."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): remove it and call the command again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+    return content
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -1,0 +1,87 @@
+"""Finished work on disk before its shard is whole: one file a shard, appended to, readable after any kill.
+
+A record is a line of JSON and, for a pair that came, the picture's bytes. Opening a spool reads the records that are
+whole and cuts off what a kill left of the last one, so that no work is done twice and none is half done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row: the stored picture (`extension`, and where its bytes lie), or a `reason` why not."""
+
+    extension: str = ""
+    offset_bytes: int = 0
+    size_bytes: int = 0
+    reason: str = ""
+    transient: bool = False
+
+
+class Spool:
+    """The outcomes of one shard's rows. Not thread-safe: one thread appends."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.outcomes: dict[int, Outcome] = {}
+        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # open as long as the spool: see close
+        self._recover()
+
+    def add(self, row: int, extension: str, content: bytes) -> None:
+        """Keep the picture of a row."""
+        self._append({"row": row, "extension": extension, "size": len(content)}, content)
+
+    def fail(self, row: int, reason: str, *, transient: bool) -> None:
+        """Keep why a row has no picture."""
+        self._append({"row": row, "reason": reason, "transient": transient}, b"")
+
+    def forget_transient(self) -> None:
+        """Take rows that failed for a passing reason as not tried yet; the later record of a row is the one that counts."""
+        self.outcomes = {row: outcome for row, outcome in self.outcomes.items() if not outcome.transient}
+
+    def read(self, row: int) -> bytes:
+        """The picture of a row that came."""
+        outcome = self.outcomes[row]
+        self._file.flush()
+        return os.pread(self._file.fileno(), outcome.size_bytes, outcome.offset_bytes)
+
+    def close(self, *, remove: bool = False) -> None:
+        self._file.close()
+        if remove:
+            self.path.unlink(missing_ok=True)
+
+    def _append(self, head: dict, content: bytes) -> None:
+        line = json.dumps(head).encode() + b"\n"
+        self._keep(head, self._end + len(line))
+        # One write: a kill in the middle of it leaves a last record that is cut, which the next opening removes.
+        self._file.write(line + content)
+        self._file.flush()
+        self._end += len(line) + len(content)
+
+    def _keep(self, head: dict, offset: int) -> None:
+        self.outcomes[int(head["row"])] = Outcome(
+            head.get("extension", ""), offset, head.get("size", 0), head.get("reason", ""), head.get("transient", False)
+        )
+
+    def _recover(self) -> None:
+        total = self._file.seek(0, os.SEEK_END)
+        self._end = 0
+        self._file.seek(0)
+        while line := self._file.readline():
+            try:
+                head = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                head = None
+            if head is None or self._file.tell() + head.get("size", 0) > total:
+                break
+            self._keep(head, self._file.tell())
+            self._end = self._file.seek(head.get("size", 0), os.SEEK_CUR)
+        self._file.truncate(self._end)
+        self._file.seek(0, os.SEEK_END)

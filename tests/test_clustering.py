@@ -1,0 +1,158 @@
+"""One source as many: features, k-means, clusters as sources, from the pictures to the batches."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from open_clip_zerovl import clustering as package
+from open_clip_zerovl.cluster_assignment import load_clustering, size_report, spherical_kmeans
+from open_clip_zerovl.cluster_folders import train_data, write_clusters
+from open_clip_zerovl.clustering import cluster_source
+from open_clip_zerovl.datasets.index import check_shards
+from open_clip_zerovl.datasets.shards import read_shard
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.sources import parse_sources
+from tars import write_source, write_tar
+from tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+
+COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
+
+
+def picture(colour: tuple[int, int, int], number: int) -> bytes:
+    import io
+
+    noise = np.random.default_rng(number).integers(-9, 10, size=(32, 32, 3))
+    content = io.BytesIO()
+    Image.fromarray(np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A training checkpoint of a tiny model; random weights tell three colours apart well."""
+    folder = tmp_path_factory.mktemp("model")
+    name = register(folder, "cluster-tiny", NATIVE_VISION, CLIP_TEXT)
+    return str(write_run(folder / "run", random_model(name), {"model": name}))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> str:
+    """45 pictures of three colours, 9 a shard; the caption tells the colour."""
+    folder = tmp_path_factory.mktemp("source") / "cc"
+    for shard in range(5):
+        members = []
+        for i in range(9 * shard, 9 * shard + 9):
+            members += [(f"k{i}.png", picture(COLOURS[i % 3], i)), (f"k{i}.txt", f"colour {i % 3} number {i}".encode())]
+        write_tar(folder / f"{shard:05d}.tar", members)
+    (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": 9 for shard in range(5)}))
+    return f"cc={folder}"
+
+
+@pytest.fixture(scope="module")
+def clustered(model, source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("clusters")
+    arguments = dict(clusters=3, reshard=True, shard_size=10, preview=4, batch_size=8, device="cpu", progress=False)
+    return out, cluster_source(source, model, out, **arguments), arguments
+
+
+def test_clusters_become_sources_without_a_sample_lost_or_doubled(clustered):
+    out, result, _ = clustered
+    sources = parse_sources(train_data(out))
+    assert [s.name for s in sources] == ["cc-000", "cc-001", "cc-002"]
+    assert sorted(s.num_samples for s in sources) == [15, 15, 15] == sorted(result.counts.tolist())
+    seen = []
+    for entry in sources:
+        captions = [s.files["txt"].decode() for shard in entry.shards for s in read_shard(shard)]
+        assert len({caption.split()[1] for caption in captions}) == 1  # one colour a cluster
+        assert entry.sizes == (10, 5)
+        seen += captions
+        assert not check_shards(out / f"cluster-{entry.name[-3:]}", decode=True, progress=False).faults
+    assert sorted(seen) == sorted(f"colour {i % 3} number {i}" for i in range(45))
+
+
+def test_the_assignment_report_and_previews_are_written(clustered):
+    out, result, _ = clustered
+    loaded = load_clustering(out)
+    assert loaded.source == "cc" and np.array_equal(loaded.labels, result.labels)
+    assert [len(set(loaded.labels_of_shard(k))) for k in range(5)] == [3] * 5
+    assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)
+    for cluster in range(3):
+        with Image.open(out / "preview" / f"{cluster:03d}.png") as sheet:
+            assert sheet.size == (192, 192)
+            # All four pictures have the cluster's colour.
+            found = {int(np.argmax(sheet.getpixel((x, y)))) for x in (48, 144) for y in (48, 144)}
+        first = int(np.flatnonzero(result.labels == cluster)[0])
+        assert found == {first % 3}
+
+
+def test_a_second_call_reads_the_features_it_has(clustered, model, source, monkeypatch):
+    out, result, arguments = clustered
+    monkeypatch.setattr("open_clip_zerovl.cluster_features.load_model", None)  # must not be called
+    again = cluster_source(source, model, out, **{**arguments, "reshard": False})
+    assert np.array_equal(again.labels, result.labels)
+    with pytest.raises(UserError, match="holds the clusters of cc"):
+        cluster_source(source, "another model", out, **arguments)
+
+
+def test_features_do_not_depend_on_batches_or_workers(clustered, model, source, tmp_path):
+    out, _, arguments = clustered
+    other = dict(arguments, reshard=False, preview=0, batch_size=45, workers=2)
+    cluster_source(source, model, tmp_path, **other)
+    first, second = np.load(out / "features-image.npy"), np.load(tmp_path / "features-image.npy")
+    # float16 storage of unit vectors: 2^-11 relative; batches of other sizes round differently in float32
+    assert first.shape == (45, 24) and np.abs(first.astype(np.float32) - second).max() < 1e-3
+    assert np.allclose(np.linalg.norm(first.astype(np.float32), axis=1), 1, atol=2e-3)
+    for kind in ("text", "both"):
+        cluster_source(source, model, tmp_path, **dict(other, features=kind, workers=0))
+        assert np.load(tmp_path / f"features-{kind}.npy").shape == (45, 24 if kind == "text" else 48)
+
+
+def test_kmeans_finds_known_clusters_in_chunks_and_fills_empty_ones():
+    rng = np.random.default_rng(0)
+    centres = np.linalg.qr(rng.normal(size=(8, 8)))[0]
+    truth = rng.integers(0, 8, size=2000)
+    points = centres[truth] + 0.1 * rng.normal(size=(2000, 8))
+    points = (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float16)
+    labels, distances, centroids = spherical_kmeans(points, 8, chunk_samples=300, seed=1)
+    for cluster in range(8):
+        assert len(set(truth[labels == cluster])) == 1
+    assert distances.max() < 0.5 and np.allclose(np.linalg.norm(centroids, axis=1), 1, atol=1e-5)
+    again = spherical_kmeans(points, 8, chunk_samples=300, seed=1)
+    assert np.array_equal(labels, again[0])
+    same = np.repeat(np.eye(4, dtype=np.float32)[:2], 10, axis=0)  # two points, five clusters
+    labels, _, _ = spherical_kmeans(same, 5)
+    assert set(labels) == set(range(5))
+
+
+def test_size_report_tells_even_from_uneven():
+    assert size_report(np.array([10, 10, 10, 10]))["effective_clusters"] == pytest.approx(4)
+    uneven = size_report(np.array([997, 1, 1, 1]))
+    assert uneven["effective_clusters"] < 1.1 and (uneven["smallest"], uneven["largest"]) == (1, 997)
+
+
+def test_refusals(model, source, tmp_path):
+    with pytest.raises(UserError, match="45 samples, fewer than 100 clusters"):
+        cluster_source(source, model, tmp_path / "a", progress=False)
+    with pytest.raises(UserError, match="names 2 sources"):
+        cluster_source(f"{source}::b={source[3:]}", model, tmp_path / "a", progress=False)
+    with pytest.raises(UserError, match="features is 'pixels'"):
+        cluster_source(source, model, tmp_path / "a", features="pixels", progress=False)
+    with pytest.raises(UserError, match="make it with `zerovl cluster`"):
+        load_clustering(tmp_path)
+    shards = write_source(tmp_path / "s", 0, 12, 12)
+    write_tar(tmp_path / "s/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
+    with pytest.raises(UserError, match="the picture of sample 'k' cannot be read"):
+        cluster_source(f"s={shards}", model, tmp_path / "b", clusters=2, device="cpu", progress=False)
+
+
+def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
+    _, result, _ = clustered
+    shards = write_source(tmp_path / "s", 0, 12, 12)
+    other = package.Clustering("s", (shards,), (13,), result.labels[:13], result.distances[:13], result.centroids)
+    with pytest.raises(UserError, match="holds 12 samples and held 13"):
+        write_clusters(other, tmp_path, progress=False)
+    assert not list(tmp_path.glob("cluster-*"))
