@@ -8,13 +8,14 @@ section 3.1) and with mixed batches (random); then both are measured on pairs th
     across   a picture of one source among captions of another: knowing the source is of no use
     mixed    all sources in one pool: guessing the source alone narrows it four-fold
 
-Writes demo/ (runs, exported model, results.json) and demo.png. Hardware: 2 CPU cores, about 6 minutes of training for both
-runs side by side, after the environment and the data are there.
+Writes demo/ (runs, exported model, results.json, report.html) and demo.png. Hardware: 2 CPU cores, about 6 minutes of
+training for both runs side by side, after the environment and the data are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -29,10 +30,12 @@ import torch
 from tqdm import tqdm
 
 from open_clip_zerovl.bias import SourceFeatures, mean_log_p_negatives, pool_metrics, source_probe_accuracy
+from open_clip_zerovl.bias_report import SourceSample, measure_bias
 from open_clip_zerovl.checkpoints import export_local_dir
 from open_clip_zerovl.datasets.emoji import EmojiSample, load_emoji_split, prepare_emoji
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.loading import load_model
+from open_clip_zerovl.pages import demo_page
 from open_clip_zerovl.reports import (
     MIXED_POOL_NOTE,
     POOLS,
@@ -95,12 +98,17 @@ def run(settings: Settings) -> None:
         [np.asarray(sample.image) for sample in pool.samples],
         [sample.caption for sample in pool.samples],
         pool.sources,
-        {name: features for name, (_, features) in measured.items()},
+        {name: (images, texts) for name, (_, (images, texts, _)) in measured.items()},
         pool.queries(),
     )
     title = f"Batches from one source or mixed: {settings.epochs} epochs of four emoji sets"
     demo_picture(settings.picture, records, examples, title=title)
-    print(f"\nPicture: {settings.picture}")
+    bias = measure_bias(
+        {name: features for name, (_, features) in measured.items()}, pool.source_samples(), seed=settings.seed
+    )
+    lead = explain(records).splitlines()[0]  # the page says the rest beside the table
+    report = demo_page(settings.out / "report.html", records, examples, bias=bias, title=title, lead=lead)
+    print(f"\nPicture: {settings.picture}\nReport, with loss curves, examples and embedding maps: {report}")
     print("4/4 Export: a folder that stock open_clip loads, proved in a process without this package", flush=True)
     folder = settings.out / "zerovl-emoji"
     export_local_dir(last_checkpoint(settings, "debiased"), folder, force=True)
@@ -219,6 +227,15 @@ class Pool:
             torch.cat([by_source[source].text_features[rows] for source, rows in self.rows.items()]),
         )
 
+    def source_samples(self) -> list[SourceSample]:
+        """The same pairs as the bias report takes them."""
+        encoded = []
+        for sample in self.samples:
+            buffer = io.BytesIO()
+            sample.image.save(buffer, "PNG")
+            encoded.append(SourceSample(sample.source, buffer.getvalue(), sample.caption, sample.concept))
+        return encoded
+
     def queries(self) -> list[int]:
         """One caption a source for the picture: the middle one of its own, not chosen by how well it does."""
         indices: dict[str, list[int]] = {}
@@ -242,14 +259,15 @@ def embed(model, preprocess, tokenizer, samples: list[EmojiSample]) -> SourceFea
 
 def measure(
     settings: Settings, sampling: str, samples: dict[str, list[EmojiSample]], pool: Pool
-) -> tuple[RunRecord, tuple[torch.Tensor, torch.Tensor]]:
-    """The table's row of one run (three pools, source probe, log p of negatives), and its features of the pool."""
+) -> tuple[RunRecord, tuple[torch.Tensor, torch.Tensor, float]]:
+    """The table's row of one run (three pools, source probe, log p of negatives); its features of the pool and its scale."""
     model, preprocess, tokenizer = load_model(last_checkpoint(settings, sampling))
     by_source = {source: embed(model, preprocess, tokenizer, own) for source, own in samples.items()}
     pools = pool_metrics(by_source)
     images, texts = pool.features(by_source)
     concepts = [sample.concept for sample in pool.samples]
-    log_p = mean_log_p_negatives(images, texts, pool.sources, model.logit_scale.exp().item())["mean"]
+    logit_scale = model.logit_scale.exp().item()
+    log_p = mean_log_p_negatives(images, texts, pool.sources, logit_scale)["mean"]
     record = RunRecord(
         loss_curve=read_training_log(run_folder(settings, sampling) / "out.log"),
         rsum={name: pools[name] for name in ("within", "across", "mixed")},
@@ -259,7 +277,7 @@ def measure(
         log_p_same_source=log_p["same_source"],
         log_p_other_source=log_p["other_source"],
     )
-    return record, (images, texts)
+    return record, (images, texts, logit_scale)
 
 
 def explain(records: dict[str, RunRecord]) -> str:

@@ -1,0 +1,277 @@
+"""Labelled images for the linear probe (section 5.3, A.7): folders of classes, torchvision's datasets, webdataset shards.
+
+What `open_probe_set` reads:
+
+    DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet, CUB-200-2011 ...)
+    DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
+                                or with the class in a field of `key.json`
+    food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
+    inat17:DIR                  iNaturalist 2017 with its train2017.json and val2017.json (torchvision knows no split of it)
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torchvision.datasets as tvd
+from braceexpand import braceexpand
+from PIL import Image, UnidentifiedImageError
+
+from open_clip_zerovl.errors import UserError
+
+ROLES = ("train", "test")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+
+
+@dataclass(frozen=True)
+class ProbeSet:
+    """Images with one class each, read one at a time.
+
+    Attributes:
+        path: where it comes from, for messages.
+        labels: the class of each image, by name (or by number, as text).
+        read: index -> image; may raise OSError.
+        names: what a class is called in pictures, where that is not its label.
+    """
+
+    path: str
+    labels: Sequence[str]
+    read: Callable[[int], Image.Image]
+    names: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """UserError, with the set and the index, for an image that cannot be read."""
+        try:
+            return self.read(index).convert("RGB")
+        except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
+            raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
+
+    def fingerprint(self) -> str:
+        """Of the path and the labels in their order: what a cache of features must not mix up."""
+        return hashlib.sha256(json.dumps([self.path, list(self.labels)]).encode()).hexdigest()
+
+
+def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
+    """The classes of the training set, numbers in numerical order, else by name.
+
+    Raises:
+        UserError: one class only, or a class of the test set that the training set lacks.
+    """
+    classes = sorted(set(train.labels), key=lambda label: (0, int(label), "") if label.isdigit() else (1, 0, label))
+    if len(classes) < 2:
+        raise UserError(f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart")
+    if unknown := sorted(set(test.labels) - set(classes)):
+        raise UserError(
+            f"{test.path} has {len(unknown)} classes that {train.path} lacks, first {unknown[0]!r}; give a training and "
+            "a test set of the same classes"
+        )
+    return classes
+
+
+def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
+    """Index a labelled set; see the module's text for what `spec` may be.
+
+    Args:
+        role: `train` or `test`; it chooses the split of a dataset that brings its own.
+        label: where shards keep the class: `cls`, or `json:FIELD`.
+
+    Raises:
+        UserError: an unknown role, a path that is not there or holds nothing, a dataset that is incomplete, a sample
+            without image or class.
+    """
+    spec = os.fspath(spec)
+    if role not in ROLES:
+        raise UserError(f"a probe set is for {' or '.join(ROLES)}, not {role!r}")
+    kind, colon, root = spec.partition(":")
+    if colon and "/" not in kind:
+        if kind not in _DATASETS:
+            raise UserError(
+                f"there is no dataset {kind!r} in {spec!r}; known: {', '.join(_DATASETS)}, or give a folder"
+            )
+        return _open_dataset(kind, Path(root).expanduser(), role)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        shards = sorted(path.glob("*.tar"))
+        return _read_shards(spec, shards, label) if shards else _read_folder(path)
+    try:
+        shards = [Path(shard) for shard in braceexpand(str(path))]
+    except ValueError as error:
+        raise UserError(f"the braces of {spec!r} do not match; write {{00000..00099}}") from error
+    if missing := [shard for shard in shards if not shard.is_file()]:
+        raise UserError(f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards")
+    return _read_shards(spec, shards, label)
+
+
+def _read_folder(path: Path) -> ProbeSet:
+    try:
+        folder = tvd.ImageFolder(str(path))
+    except FileNotFoundError as error:  # no class folder, or one without a picture
+        raise UserError(
+            f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
+        ) from error
+    labels = [folder.classes[target] for target in folder.targets]
+    return ProbeSet(str(path), labels, lambda index: folder[index][0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets that bring their own split
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
+    what = f"{kind}:{root} ({role})"
+    try:
+        return _DATASETS[kind](what, root, role)
+    except (RuntimeError, OSError, KeyError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.replace(" You can use download=True to download it", "").rstrip(".")
+        raise UserError(
+            f"{kind} is not complete under {root} ({reason}); nothing is downloaded here: fetch and unpack it first, as "
+            "docs/probing.md shows"
+        ) from error
+
+
+def _from_torchvision(what: str, dataset: Any, targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
+    return ProbeSet(what, [classes[target] for target in targets], lambda index: dataset[index][0])
+
+
+def _food101(what: str, root: Path, role: str) -> ProbeSet:
+    dataset = tvd.Food101(str(root), split=role, download=False)
+    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+
+
+def _pets(what: str, root: Path, role: str) -> ProbeSet:
+    dataset = tvd.OxfordIIITPet(str(root), split="trainval" if role == "train" else "test", download=False)
+    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+
+
+def _aircraft(what: str, root: Path, role: str) -> ProbeSet:
+    dataset = tvd.FGVCAircraft(str(root), split="trainval" if role == "train" else "test", download=False)
+    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+
+
+def _places365(what: str, root: Path, role: str) -> ProbeSet:
+    # The 256 px edition, with its validation split: the test split has no labels.
+    split = "train-standard" if role == "train" else "val"
+    dataset = tvd.Places365(str(root), split=split, small=True, download=False)
+    return _from_torchvision(what, dataset, dataset.targets, dataset.classes)
+
+
+def _inat2021(what: str, root: Path, role: str) -> ProbeSet:
+    version = "2021_train" if role == "train" else "2021_valid"
+    dataset = tvd.INaturalist(str(root), version=version, download=False)
+    return _from_torchvision(what, dataset, [category for category, _ in dataset.index], dataset.all_categories)
+
+
+def _inat17(what: str, root: Path, role: str) -> ProbeSet:
+    annotations = root / ("train2017.json" if role == "train" else "val2017.json")
+    content = json.loads(annotations.read_text(encoding="utf-8"))
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    category_of = {row["image_id"]: names[row["category_id"]] for row in content["annotations"]}
+    files = [(root / image["file_name"], category_of[image["id"]]) for image in content["images"]]
+    if not files:
+        raise UserError(f"{annotations} lists no image")
+    if not files[0][0].is_file():
+        raise UserError(
+            f"{files[0][0]}, the first image of {annotations.name}, is not there; unpack the images beside it"
+        )
+    return ProbeSet(what, [name for _, name in files], lambda index: Image.open(files[index][0]))
+
+
+_DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
+    "food101": _food101,
+    "pets": _pets,
+    "aircraft": _aircraft,
+    "places365": _places365,
+    "inat2021": _inat2021,
+    "inat17": _inat17,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
+    """Where each image lies in its tar; only headers and classes are read here."""
+    kind, _, name = label.partition(":")
+    if kind not in ("cls", "json") or (kind == "json") != bool(name):
+        raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
+    labels: list[str] = []
+    places: list[tuple[Path, int, int]] = []  # shard, offset, size
+    for shard in shards:
+        images: dict[str, tuple[Path, int, int]] = {}
+        classes: dict[str, str] = {}
+        try:
+            # Uncompressed only ("r:"): images are read by their position in the file.
+            with tarfile.open(shard, "r:") as tar:
+                for member in tar:
+                    folder, _, file = member.name.rpartition("/")
+                    stem, _, extension = file.partition(".")
+                    key = f"{folder}/{stem}"
+                    if not member.isfile():
+                        continue
+                    if extension.lower() in IMAGE_EXTENSIONS:
+                        images[key] = (shard, member.offset_data, member.size)
+                    elif extension == kind:
+                        handle = tar.extractfile(member)
+                        assert handle is not None  # isfile() holds
+                        classes[key] = _class(handle.read(), name, f"{member.name} of {shard}")
+        except (tarfile.TarError, OSError) as error:
+            raise UserError(f"{shard} is not a readable, uncompressed tar ({error})") from error
+        for key, place in images.items():
+            if key not in classes:
+                raise UserError(
+                    f"{shard}: sample {key.lstrip('/')!r} has no .{kind}; the class is looked for in {label!r}: say "
+                    "where it is (cls, or json:FIELD)"
+                )
+            labels.append(classes[key])
+            places.append(place)
+    if not labels:
+        raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
+
+    def read(index: int) -> Image.Image:
+        shard, offset, size = places[index]
+        with open(shard, "rb") as file:
+            file.seek(offset)
+            return Image.open(io.BytesIO(file.read(size)))
+
+    return ProbeSet(spec, labels, read, _class_names(shards[0].parent) if kind == "cls" else {})
+
+
+def _class(content: bytes, name: str, where: str) -> str:
+    try:
+        if not name:
+            return str(int(content.decode().strip()))
+        value = json.loads(content)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        expected = f"JSON with a field {name!r}" if name else "a class number"
+        raise UserError(f"{where} is not {expected}") from error
+    if not isinstance(value, (str, int)):
+        raise UserError(f"the field {name!r} of {where} is {value!r}; a class is a word or a number")
+    return str(value)
+
+
+def _class_names(folder: Path) -> dict[str, str]:
+    """CLIP_benchmark keeps `classnames.txt`, one a line in the order of the numbers, above its split folders."""
+    for place in (folder, folder.parent):
+        file = place / "classnames.txt"
+        if file.is_file():
+            return {str(i): name for i, name in enumerate(file.read_text(encoding="utf-8").splitlines())}
+    return {}
