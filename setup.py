@@ -28,7 +28,8 @@ setup(
         "webdataset>=0.2.5,<=0.2.86",
         "braceexpand",
         "pandas",
-        "numpy",
+        # open_clip 3.3 and CLIP_benchmark turn one-element arrays into floats, which numpy 2.4 refuses: --imagenet-val would crash.
+        "numpy<2.4",
         "pillow",
         "safetensors",
         "tokenizers",

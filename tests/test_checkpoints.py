@@ -15,8 +15,10 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from open_clip_zerovl.checkpoints import export_local_dir, load_model, read_model_spec, relocation_note
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.errors import UserError
 from tiny_clip import (
     CLIP_TEXT,
@@ -336,3 +338,53 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
     folder = export_local_dir(tmp_path / "run" / "checkpoints" / "epoch_1.pt", tmp_path / "bare")
     (folder / "open_clip_model.safetensors").unlink()
     refused(folder, "holds no weights")  # open_clip would go on with random ones
+
+
+def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path, home):
+    """Recipe from params.txt, sources without their folders, metrics of the checkpoint's own epoch from results.jsonl."""
+    params = {"model": "native-bert", "name": "my-run", "batch_size": 64, "world_size": 2, "dga_steps": 4, "epochs": 3}
+    params |= {"lr": 0.0001, "sampling": "debiased", "coin_flip_mixup": True, "mixup_alpha": 0.1, "precision": "fp32"}
+    params |= {"train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar", "init_from": "/secret/old.pt"}
+    params |= {"train_data_upsampling_factors": "1::2"}
+    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), params)
+    recalls = {f"{way}_R@{k}": 0.05 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    lines = [
+        {"epoch": 1, "imagenet-zeroshot-val-top1": 0.25},
+        {"epoch": 1, **{f"coco_{name}": value for name, value in recalls.items()}, "coco_rsum": 160.0},
+        {"epoch": 2, "imagenet-zeroshot-val-top1": 0.75},  # of another checkpoint
+    ]
+    results = checkpoint.parent / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n")
+    assert "# my-run (native-bert)" in card
+    assert "after epoch 1 of 3" in card
+    assert "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks" in card
+    assert "- sampling of sources: debiased" in card
+    assert "- mixup alpha: 0.1" in card
+    assert "- sbu, weight 1\n- cc3m, weight 2" in card
+    assert "| coco | 5.0 | 25.0 | 50.0 | 5.0 | 25.0 | 50.0 | 160.0 |" in card
+    assert "- imagenet-zeroshot-val-top1: 0.2500" in card
+    assert "0.75" not in card
+    assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
+    assert "started from checkpoint: old.pt" in card
+    results.write_text("{")
+    with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
+        export_local_dir(checkpoint, tmp_path / "other")
+    results.unlink()
+    card = (export_local_dir(checkpoint, tmp_path / "third") / "README.md").read_text()
+    assert "No metrics were recorded" in card
+
+
+def test_the_command_exports_in_half_precision(tmp_path, home, capsys):
+    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
+    assert main(["export", str(checkpoint), str(tmp_path / "half"), "--fp16"]) == 0
+    assert "after moving" in capsys.readouterr().out  # the sentence and the way, where it cannot just move
+    weights = load_file(tmp_path / "half" / "open_clip_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.float16}
+    reference = embeddings(*load_model(checkpoint), home / "image.png")
+    half = embeddings(*load_model(tmp_path / "half"), home / "image.png")
+    for tower in ("image", "text"):  # half precision keeps 11 bits of each weight
+        torch.testing.assert_close(half[tower], reference[tower], rtol=0.02, atol=0.02)
+    assert main(["export", str(checkpoint), str(tmp_path / "half")]) == 2
+    assert "replace it with --force" in capsys.readouterr().err

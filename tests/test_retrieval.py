@@ -24,12 +24,11 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval import (
     encode_retrieval,
     evaluate_retrieval,
-    format_retrieval,
     retrieval_metrics,
     retrieval_metrics_from_scores,
-    run_retrieval,
 )
 from open_clip_zerovl.retrieval_data import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.retrieval_run import format_retrieval, run_retrieval
 from tiny_clip import (
     NATIVE_VISION,
     add_file,

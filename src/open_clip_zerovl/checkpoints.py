@@ -4,6 +4,7 @@
     open_clip_model.safetensors   the weights, under open_clip's own names
     config.json                   of the Hugging Face text tower, where the model has one
     tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
+    README.md                     the model card: how to load it, recipe, sources, metrics measured (`model_card`)
 
 open_clip looks for the tokenizer in the folder itself, but takes `text_cfg.hf_model_name` as it stands. The export
 writes its absolute path there, so a folder that was moved must be exported again or have that one line edited
@@ -39,15 +40,18 @@ from open_clip_zerovl.loading import (
     read_state_dict,
     write_config,
 )
+from open_clip_zerovl.model_card import CARD_FILE, run_card
 
 __all__ = [
     "ModelSpec",
+    "check_destination",
     "export_local_dir",
     "load_model",
     "read_model_spec",
     "read_params",
     "read_state_dict",
     "relocation_note",
+    "write_local_dir",
 ]
 
 log = logging.getLogger(__name__)
@@ -73,7 +77,7 @@ def export_local_dir(
     checkpoint (and token by token with the run's tokenizer), and only then put in place.
 
     Args:
-        checkpoint: open_clip's `epoch_N.pt`.
+        checkpoint: open_clip's `epoch_N.pt`. Beside it, `params.txt` and `results.jsonl` fill the model card.
         out_dir: the folder to make.
         model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
@@ -87,13 +91,37 @@ def export_local_dir(
             a destination that is not free.
     """
     checkpoint = Path(checkpoint)
-    final = Path(os.path.abspath(Path(out_dir).expanduser()))
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
-    _check_destination(final, force)
+    check_destination(_absolute(out_dir), force)
     weights = read_state_dict(checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
-    built, tokenizer = assemble(checkpoint, spec, weights)
+    card = run_card(checkpoint, spec, weights)
+    return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+
+
+def write_local_dir(
+    origin: Path,
+    weights: dict[str, Tensor],
+    spec: ModelSpec,
+    out_dir: str | os.PathLike[str],
+    *,
+    card: str,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """The folder of `export_local_dir` from weights under open_clip's names and the model they belong to.
+
+    Args:
+        origin: the file that the weights came from, for messages.
+        card: the text of the model card.
+
+    Raises:
+        UserError: as `export_local_dir`.
+    """
+    final = _absolute(out_dir)
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    check_destination(final, force)
+    built, tokenizer = assemble(origin, spec, weights)
     if precision is not None:
         dtype = PRECISIONS[precision]
         weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
@@ -114,11 +142,12 @@ def export_local_dir(
         write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
         _prove(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
         if final.exists():
             # The old folder goes only once the new one stands ready beside it, with the temporary folder.
             os.rename(final, Path(workshop) / "replaced")
         os.rename(folder, final)
-    log.info("Exported %s (%s) to %s.", checkpoint, spec.name, final)
+    log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
     if note := relocation_note(final):
         log.info(note)
     return final
@@ -131,11 +160,17 @@ def relocation_note(folder: str | os.PathLike[str]) -> str | None:
         return None
     return (
         f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
-        "again or set model_cfg.text_cfg.hf_model_name there to its new path."
+        "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "
+        "text tower)."
     )
 
 
-def _check_destination(final: Path, force: bool) -> None:
+def _absolute(folder: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(folder).expanduser()))
+
+
+def check_destination(final: Path, force: bool) -> None:
+    """UserError unless a folder may be written there."""
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not final.is_dir() or not (final / CONFIG_FILE).is_file():

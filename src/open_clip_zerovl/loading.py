@@ -184,18 +184,7 @@ def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
         UserError: no such file, a file that does not load so, or one without weights.
     """
     checkpoint = Path(checkpoint)
-    if not checkpoint.is_file():
-        raise UserError(f"checkpoint {checkpoint} does not exist")
-    try:
-        # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{checkpoint} is no plain checkpoint of tensors and was refused, since loading it could run code: "
-            f"{first_line(error)}"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
+    content = _read_content(checkpoint)
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
         raise UserError(f"{checkpoint} holds no 'state_dict' of tensors: give an open_clip training checkpoint")
@@ -206,6 +195,28 @@ def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
             raise UserError(f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix")
         plain[name] = tensor
     return plain
+
+
+def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
+    """The epoch after which open_clip saved a checkpoint, None where it does not say. Errors as `read_state_dict`."""
+    content = _read_content(Path(checkpoint))
+    epoch = content.get("epoch") if isinstance(content, dict) else None
+    return epoch if isinstance(epoch, int) else None
+
+
+def _read_content(checkpoint: Path) -> Any:
+    if not checkpoint.is_file():
+        raise UserError(f"checkpoint {checkpoint} does not exist")
+    try:
+        # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{checkpoint} is no plain checkpoint of tensors and was refused, since loading it could run code: "
+            f"{first_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:
@@ -298,7 +309,7 @@ def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Pat
     if spec.force_image_size is not None and "timm_model_name" in spec.model_cfg["vision_cfg"]:
         hint = (
             f" (the run used --force-image-size {spec.force_image_size} with a timm tower, which stock open_clip cannot "
-            "rebuild at another size than its own)"
+            "rebuild at another size than its own; zerovl convert --image-model writes it as open_clip's own ViT)"
         )
     raise UserError(f"{checkpoint} is a checkpoint of another model than {spec.name}: {'; '.join(found)}{hint}")
 

@@ -16,32 +16,23 @@ float32, so that equal features tie whatever the chunk, the order of rows or the
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints import load_model
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.retrieval_data import (
-    RetrievalSet,
-    check_captions_per_image,
-    open_retrieval_set,
-    parse_retrieval_data,
-    retrieval_batches,
-)
-
-log = logging.getLogger(__name__)
+from open_clip_zerovl.retrieval_data import RetrievalSet, retrieval_batches
 
 RECALL_KS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
+
+#: Memory for a block of scores: large enough for the matrix product, small enough to stay near the processor's caches.
+CHUNK_BYTES = 2**25
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,16 +46,17 @@ def retrieval_metrics(
     text_to_image: Tensor | Sequence[int],
     *,
     ks: Sequence[int] = RECALL_KS,
-    chunk_size: int = 256,
+    chunk_size: int | None = None,
 ) -> dict[str, float]:
-    """Recall@K both ways and RSUM from features, in memory bounded by `chunk_size` rows of scores.
+    """Recall@K both ways and RSUM from features, in memory bounded by a block of rows of scores.
 
     Args:
         image_features: (I, D), L2-normalised (a pair's score is the plain inner product), on the CPU or a CUDA device.
         text_features: (T, D), likewise, on the same device.
         text_to_image: (T,) index in [0, I) of the image that each caption belongs to.
         ks: the K of recall@K, positive. A K beyond the number of candidates gives 1.
-        chunk_size: `C`, rows of scores alive at once; about `12 * C * max(I, T)` bytes. It does not change the result.
+        chunk_size: `C`, rows of scores alive at once; None takes as many as CHUNK_BYTES hold at about 14 bytes a score. A
+            float64 copy of the features comes on top. It does not change the result.
 
     Returns:
         `image_to_text_R@K` and `text_to_image_R@K` for each K, as shares in [0, 1] (the names of open_clip's own
@@ -73,17 +65,7 @@ def retrieval_metrics(
     Raises:
         UserError: shapes that do not fit, an index out of range, an image without caption, a NaN or infinite feature.
     """
-    _check_features(image_features, text_features)
-    links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
-    images, texts = image_features.double(), text_features.double()
-    return _metrics(
-        score_rows=lambda start, stop: (images[start:stop] @ texts.T).float(),
-        score_columns=lambda start, stop: (texts[start:stop] @ images.T).float(),
-        links=links,
-        num_images=len(images),
-        ks=ks,
-        chunk_size=chunk_size,
-    )
+    return recalls(retrieval_ranks(image_features, text_features, text_to_image, chunk_size=chunk_size), ks)
 
 
 def retrieval_metrics_from_scores(
@@ -91,7 +73,7 @@ def retrieval_metrics_from_scores(
     text_to_image: Tensor | Sequence[int],
     *,
     ks: Sequence[int] = RECALL_KS,
-    chunk_size: int = 256,
+    chunk_size: int | None = None,
 ) -> dict[str, float]:
     """As `retrieval_metrics`, from a ready matrix of scores (I, T), higher meaning a better match."""
     if scores.ndim != 2 or not scores.is_floating_point():
@@ -100,87 +82,129 @@ def retrieval_metrics_from_scores(
     if bool(scores.isnan().any()):
         raise UserError("the scores hold NaN, which has no rank: look for the diverged model or broken input first")
     links = _checked_links(text_to_image, scores.shape[0], scores.shape[1], scores.device)
-    return _metrics(
+    ranks = _rank(
         score_rows=lambda start, stop: scores[start:stop],
-        score_columns=lambda start, stop: scores[:, start:stop].T,
+        positive=scores[links, torch.arange(len(links), device=scores.device)],
         links=links,
         num_images=scores.shape[0],
-        ks=ks,
+        chunk_size=chunk_size,
+    )
+    return recalls(ranks, ks)
+
+
+@dataclass(frozen=True)
+class QueryRanks:
+    """Where the best positive of each query stands, counts of shape (Q,) on the CPU.
+
+    `above` other items score more than the best positive and `tied` items exactly as much, itself included, of which
+    `tied_positives` belong to the query. Its rank lies in above + 1 .. above + tied - tied_positives + 1.
+    """
+
+    above: Tensor
+    tied: Tensor
+    tied_positives: Tensor
+
+    def __len__(self) -> int:
+        return len(self.above)
+
+
+def retrieval_ranks(
+    image_features: Tensor,
+    text_features: Tensor,
+    text_to_image: Tensor | Sequence[int],
+    *,
+    chunk_size: int | None = None,
+) -> dict[str, QueryRanks]:
+    """Ranks of the best positive of each query, by direction; arguments and errors as `retrieval_metrics`.
+
+    `recalls` of it are the metrics; the gallery tells hits from misses by it.
+    """
+    _check_features(image_features, text_features)
+    links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
+    images, texts = image_features.double(), text_features.double()
+    positive = torch.cat(
+        [(images[part] * text).sum(dim=1) for part, text in zip(links.split(4096), texts.split(4096), strict=True)]
+    )
+    return _rank(
+        score_rows=lambda start, stop: (images[start:stop] @ texts.T).float(),
+        positive=positive.float(),
+        links=links,
+        num_images=len(images),
         chunk_size=chunk_size,
     )
 
 
-def _metrics(
-    score_rows: Callable[[int, int], Tensor],
-    score_columns: Callable[[int, int], Tensor],
-    links: Tensor,
-    num_images: int,
-    ks: Sequence[int],
-    chunk_size: int,
-) -> dict[str, float]:
-    """Both directions; `score_rows(a, b)` scores images a..b, (b-a, T), `score_columns(a, b)` texts a..b, (b-a, I)."""
+def _rank(
+    score_rows: Callable[[int, int], Tensor], positive: Tensor, links: Tensor, num_images: int, chunk_size: int | None
+) -> dict[str, QueryRanks]:
+    """Both directions from one pass over the scores, a block of rows at a time.
+
+    Args:
+        score_rows: (a, b) -> (b - a, T) scores of images a..b.
+        positive: (T,) score of each caption with its image.
+    """
+    if chunk_size is None:
+        chunk_size = max(1, CHUNK_BYTES // (14 * len(links)))
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1, got {chunk_size}")
+    texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
+    image_of_sorted = links[texts_by_image].contiguous()
+    starts = range(0, num_images, chunk_size)
+    edges = torch.tensor([*starts, num_images], device=links.device)
+    bounds = torch.searchsorted(image_of_sorted, edges).tolist()
+
+    by_image: list[tuple[Tensor, Tensor, Tensor]] = []
+    text_above = torch.zeros(len(links), dtype=torch.long, device=links.device)
+    text_tied = torch.zeros_like(text_above)
+    for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
+        scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
+        rows, columns = image_of_sorted[low:high] - start, texts_by_image[low:high]  # (P,) where the positives stand
+        own = scores[rows, columns]
+
+        best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, own, reduce="amax")  # (C,)
+        above = torch.count_nonzero(scores > best[:, None], dim=1)
+        tied = torch.count_nonzero(scores == best[:, None], dim=1)
+        tied_positives = torch.zeros_like(tied).index_add_(0, rows, (own == best[rows]).to(tied.dtype))
+        by_image.append((above, tied, tied_positives))
+
+        text_above += torch.count_nonzero(scores > positive, dim=0)
+        text_tied += torch.count_nonzero(scores == positive, dim=0)
+        # A caption's own image ties with itself, whatever the last bit of two ways to the same inner product says.
+        text_above[columns] -= (own > positive[columns]).long()
+        text_tied[columns] += (own != positive[columns]).long()
+    image = [torch.cat(part).cpu() for part in zip(*by_image, strict=True)]
+    text = text_above.cpu(), text_tied.cpu(), torch.ones(len(links), dtype=torch.long)
+    return {"image_to_text": QueryRanks(*image), "text_to_image": QueryRanks(*text)}
+
+
+def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> dict[str, float]:
+    """The metrics of `retrieval_metrics` from ready ranks."""
     ks = sorted(set(ks))
     if not ks or ks[0] < 1:
         raise UserError(f"ks must be positive numbers such as (1, 5, 10), got {ks}")
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1, got {chunk_size}")
-
-    texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
-    image_of_sorted = links[texts_by_image].contiguous()
-
-    def caption_positives(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        bounds = torch.tensor([start, stop], device=links.device)
-        low, high = torch.searchsorted(image_of_sorted, bounds).tolist()
-        return image_of_sorted[low:high] - start, texts_by_image[low:high]
-
-    def image_positives(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return torch.arange(stop - start, device=links.device), links[start:stop]
-
-    directions = {
-        "image_to_text": (num_images, score_rows, caption_positives),
-        "text_to_image": (len(links), score_columns, image_positives),
-    }
     metrics: dict[str, float] = {}
-    for direction, (num_queries, score, positives) in directions.items():
-        hits = torch.zeros(len(ks), dtype=torch.float64)
-        for start in range(0, num_queries, chunk_size):
-            stop = min(start + chunk_size, num_queries)
-            hits += _hit_probability(score(start, stop), *positives(start, stop), ks).sum(dim=1).cpu()
-        for k, hit in zip(ks, hits.tolist(), strict=True):
-            metrics[f"{direction}_R@{k}"] = hit / num_queries
+    for direction in DIRECTIONS:
+        for k, hit in zip(ks, _hit_probability(ranks[direction], ks).mean(dim=1).tolist(), strict=True):
+            metrics[f"{direction}_R@{k}"] = hit
     if set(RECALL_KS) <= set(ks):
         metrics["rsum"] = 100 * sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RECALL_KS)
     return metrics
 
 
-def _hit_probability(scores: Tensor, rows: Tensor, columns: Tensor, ks: Sequence[int]) -> Tensor:
-    """Probability that a positive is in the top K of each row, over all orders of tied items.
+def _hit_probability(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
+    """Probability that a positive is in the top K of each query, over all orders of tied items; (len(ks), Q), float64.
 
-    With g items scored above the row's best positive and p positives and t others scored like it, the top K has
-    s = K - g places left for the p + t tied items, and misses all p positives with probability
-    t/(p+t) * (t-1)/(p+t-1) * ... (s factors).
-
-    Args:
-        scores: (C, M) one row a query.
-        rows, columns: (P,) positions of the positives in `scores`; each row has at least one.
-        ks: ascending.
-
-    Returns:
-        (len(ks), C) in float64.
+    With g items scored above the best positive and p positives and t others scored like it, the top K has s = K - g
+    places left for the p + t tied items, and misses all p positives with probability
+    t/(p+t) * (t-1)/(p+t-1) * ... (s factors). `ks` ascend.
     """
-    positive = scores[rows, columns]  # (P,)
-    best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, positive, reduce="amax")  # (C,)
-    above = (scores > best[:, None]).sum(dim=1)
-    tied = (scores == best[:, None]).sum(dim=1)
-    tied_positives = torch.zeros_like(tied).index_add_(0, rows, (positive == best[rows]).to(tied.dtype))
-    tied_others = tied - tied_positives
-
-    hit = torch.zeros(len(ks), len(scores), dtype=torch.float64, device=scores.device)
-    miss = torch.ones(len(scores), dtype=torch.float64, device=scores.device)
+    tied_others = ranks.tied - ranks.tied_positives
+    hit = torch.zeros(len(ks), len(ranks), dtype=torch.float64)
+    miss = torch.ones(len(ranks), dtype=torch.float64)
     # Place by place: `drawn` tied items sit above the current place, once the g better ones are through.
     for place in range(ks[-1]):
-        drawn = place - above
-        factor = (tied_others - drawn).clamp(min=0).double() / (tied - drawn).clamp(min=1)
+        drawn = place - ranks.above
+        factor = (tied_others - drawn).clamp(min=0).double() / (ranks.tied - drawn).clamp(min=1)
         miss = torch.where(drawn >= 0, miss * factor, miss)
         for index, k in enumerate(ks):
             if place == k - 1:
@@ -323,80 +347,3 @@ def evaluate_retrieval(
     )
     features = encode_retrieval(model, batches, tokenizer, device=device, autocast=autocast, input_dtype=input_dtype)
     return retrieval_metrics(*features, ks=ks)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `zerovl retrieval`
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def run_retrieval(
-    model: str,
-    data: str,
-    *,
-    model_name: str | None = None,
-    text_model: str | None = None,
-    split: str = "test",
-    captions_per_image: int | None = 5,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    device: str = "auto",
-    output: str | os.PathLike[str] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Scores a checkpoint on retrieval sets and prints the paper's row for each.
-
-    Args:
-        model: what `load_model` takes: an exported folder, an `epoch_N.pt` of a run, or `NAME/pretrained`.
-        data: `name=folder::name=folder`, see `parse_retrieval_data`.
-        model_name, text_model: for a checkpoint that lies away from its run's `params.txt`; see `load_model`.
-        split: the split's folder in CLIP_benchmark's layout.
-        captions_per_image: the first five by default, as in the papers (COCO's test set has 25,010); None for all.
-        batch_size: images at once.
-        device: `auto` takes CUDA where there is one.
-        output: JSON file to write.
-
-    Returns:
-        For each set, its metrics and the counts `images` and `captions`.
-    """
-    check_captions_per_image(captions_per_image)
-    # The cheap checks come before the model is loaded: a typo should not cost minutes.
-    sets = {name: open_retrieval_set(path, split) for name, path in parse_retrieval_data(data).items()}
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=device)
-    results: dict[str, dict[str, float]] = {}
-    for name, dataset in sets.items():
-        log.info("Evaluating %s: %d images of %s.", name, len(dataset), dataset.path)
-        metrics = evaluate_retrieval(
-            loaded,
-            preprocess,
-            tokenizer,
-            dataset,
-            captions_per_image=captions_per_image,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            device=device,
-        )
-        counts = {"images": len(dataset), "captions": dataset.num_captions(captions_per_image)}
-        results[name] = {**counts, **metrics}
-    print(format_retrieval(results))
-    if output is not None:
-        settings = {"model": str(model), "split": split, "captions_per_image": captions_per_image}
-        target = Path(output)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({**settings, "results": results}, indent=2) + "\n", encoding="utf-8")
-    return results
-
-
-def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The paper's row for each set: recalls in percent, image -> text, text -> image, RSUM."""
-    width = max(len("set"), *(len(name) for name in results)) if results else len("set")
-    recalls = "".join(f"{f'R@{k}':>7}" for k in RECALL_KS)
-    lines = [
-        f"{'':{width}}  {'':>7} {'':>8}  {'image -> text':^21}  {'text -> image':^21}",
-        f"{'set':{width}}  {'images':>7} {'captions':>8}  {recalls}  {recalls}  {'RSUM':>6}",
-    ]
-    for name, row in results.items():
-        both = "  ".join("".join(f"{100 * row[f'{way}_R@{k}']:7.1f}" for k in RECALL_KS) for way in DIRECTIONS)
-        lines.append(f"{name:{width}}  {row['images']:7d} {row['captions']:8d}  {both}  {row['rsum']:6.1f}")
-    return "\n".join(lines)

@@ -1,23 +1,16 @@
-"""Retrieval sets on disk: images, each with its captions.
+"""Retrieval sets as a loader reads them: images, each with its captions.
 
-The layout read here is CLIP_benchmark's webdataset one, so that the same folder serves both programs:
-
-    FOLDER/dataset_type.txt     the word "retrieval"
-    FOLDER/SPLIT/nshards.txt    the number n of shards
-    FOLDER/SPLIT/0.tar ...      n uncompressed tars; a sample is KEY.(webp|png|jpg|jpeg) and KEY.txt, a caption a line
-
-A set is indexed once (keys, captions, where each image's bytes lie) and images are read by position, so loader
-workers share nothing and the order is that of the tars. Another format is one more entry of `RETRIEVAL_FORMATS`: a test
-of what the path is and a function that makes `RetrievalSample`s of it.
+A set is indexed once (keys, captions, where each image's bytes lie) and images are read by position, so loader workers
+share nothing and the order is that of the set. `retrieval_formats` knows the layouts on disk; another one is one more
+entry of `RETRIEVAL_FORMATS`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,24 +21,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval_formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
 
-# In the order in which CLIP_benchmark looks for a sample's image.
-IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
+__all__ = [
+    "RETRIEVAL_FORMATS",
+    "RetrievalFormat",
+    "RetrievalSample",
+    "RetrievalSet",
+    "check_captions_per_image",
+    "open_retrieval_set",
+    "parse_retrieval_data",
+    "retrieval_batches",
+]
+
 # A set's name becomes part of metric names and of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# webdataset's rule: the key is the path up to the first dot of the file's name.
-_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
-
-
-@dataclass(frozen=True)
-class RetrievalSample:
-    """An image, as a range of bytes of a file, and its captions (at least one)."""
-
-    key: str
-    captions: tuple[str, ...]
-    file: Path
-    offset_bytes: int = 0
-    size_bytes: int = -1  # to the end of the file: an image that is a file of its own
 
 
 @dataclass(frozen=True)
@@ -63,6 +53,11 @@ class RetrievalSet:
     def num_captions(self, captions_per_image: int | None = None) -> int:
         """Number of captions, where each image keeps its first `captions_per_image` (None: all)."""
         return sum(len(sample.captions[:captions_per_image]) for sample in self.samples)
+
+    def part(self, rank: int, world_size: int) -> RetrievalSet:
+        """The share of one of `world_size` processes: a run of neighbours, so that the parts in order are the set."""
+        begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
+        return replace(self, samples=self.samples[begin:end])
 
     def read_image(self, index: int) -> Image.Image:
         """The image as RGB. UserError naming file and key if it cannot be read or decoded."""
@@ -145,7 +140,8 @@ def retrieval_batches(
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
     """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
 
-    A name defaults to the folder's. UserError for an empty entry, a name that is no plain word, or one given twice.
+    A name defaults to the folder's, or to that of the file of annotations without its ending. UserError for an empty entry,
+    a name that is no plain word, or one given twice.
     """
     sets: dict[str, Path] = {}
     for entry in spec.split("::"):
@@ -156,7 +152,8 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
         if not path:
             raise UserError(f"retrieval data '{spec}' has an empty entry: write name=folder::name=folder")
         folder = Path(path).expanduser()
-        name = name or folder.absolute().name
+        annotations, _ = split_location(folder)
+        name = name or re.sub(r"\.(json|csv)$", "", annotations.absolute().name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
             raise UserError(f"'{name}' cannot name a retrieval set: use letters, digits, '.', '_' and '-'")
         if name in sets:
@@ -170,103 +167,20 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
 def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> RetrievalSet:
     """Indexes a retrieval set.
 
+    Args:
+        path: a folder or a file of one of `RETRIEVAL_FORMATS`; annotations take their pictures' folder behind an at sign.
+        split: test, val, ...
+
     Raises:
         UserError: a path that is not there or of no known format, a missing or wrong count of shards, a shard that is
-            no tar, a sample without captions or without an image; the sentence names file and key.
+            no tar, annotations of another form, a sample without captions or without an image; the sentence names file
+            and key.
     """
-    path = Path(path).expanduser()
+    path, pictures = split_location(Path(path).expanduser())
     if not path.exists():
         raise UserError(f"retrieval set {path} does not exist")
     for retrieval_format in RETRIEVAL_FORMATS:
         if retrieval_format.recognises(path):
-            return RetrievalSet(path=path, split=split, samples=retrieval_format.read(path, split))
+            return RetrievalSet(path=path, split=split, samples=retrieval_format.read(path, pictures, split))
     known = "; ".join(retrieval_format.description for retrieval_format in RETRIEVAL_FORMATS)
     raise UserError(f"{path} is no retrieval set in a known format; known: {known}")
-
-
-def _read_clip_benchmark(folder: Path, split: str) -> list[RetrievalSample]:
-    kind = _read_text(folder / "dataset_type.txt").strip().lower()
-    if kind != "retrieval":
-        raise UserError(f"{folder / 'dataset_type.txt'} says '{kind}', a retrieval set says 'retrieval'")
-    count_file = folder / split / "nshards.txt"
-    if not count_file.parent.is_dir():
-        splits = sorted(entry.name for entry in folder.iterdir() if (entry / "nshards.txt").is_file())
-        raise UserError(f"{folder} has no split '{split}'; it has {', '.join(splits) or 'none'}")
-    count = _read_text(count_file).strip()
-    if not count.isdecimal() or int(count) == 0:
-        raise UserError(f"{count_file} must hold the number of shards, got '{count}'")
-    samples = [sample for i in range(int(count)) for sample in _read_shard(folder / split / f"{i}.tar")]
-    if not samples:
-        raise UserError(f"the shards of {folder / split} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")
-    return samples
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"{file} is missing; CLIP_benchmark's layout needs it (docs/evaluation.md shows it)") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error})") from error
-
-
-def _read_shard(shard: Path) -> list[RetrievalSample]:
-    if not shard.is_file():
-        raise UserError(f"shard {shard} is missing; nshards.txt beside it counts it")
-    captions: dict[str, tuple[str, ...]] = {}
-    images: dict[str, dict[str, tuple[int, int]]] = {}  # key -> extension -> (offset, size); keeps the tar's order
-    try:
-        # Uncompressed only ("r:"): images are read by their position in the file.
-        with tarfile.open(shard, "r:") as tar:
-            for member in tar:
-                match = _MEMBER.fullmatch(member.name)
-                if match is None or not member.isfile():
-                    continue
-                key, extension = match[1], match[2].lower()
-                if extension == "txt":
-                    text = tar.extractfile(member)
-                    assert text is not None  # a regular file
-                    captions[key] = _captions(text.read(), shard, key)
-                elif extension in IMAGE_EXTENSIONS:
-                    images.setdefault(key, {})[extension] = (member.offset_data, member.size)
-    except (tarfile.TarError, OSError) as error:
-        raise UserError(f"{shard} is not a readable, uncompressed tar ({error})") from error
-
-    if bare := captions.keys() - images.keys():
-        raise UserError(f"{shard}: sample '{min(bare)}' has captions but no image ({', '.join(IMAGE_EXTENSIONS)})")
-    samples = []
-    for key, found in images.items():
-        if key not in captions:
-            raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is missing")
-        offset, size = next(found[extension] for extension in IMAGE_EXTENSIONS if extension in found)
-        samples.append(RetrievalSample(key, captions[key], shard, offset, size))
-    return samples
-
-
-def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
-    try:
-        lines = data.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shard}: {key}.txt is not UTF-8 ({error})") from error
-    captions = tuple(line for line in lines if line.strip())
-    if not captions:
-        raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is empty")
-    return captions
-
-
-@dataclass(frozen=True)
-class RetrievalFormat:
-    """How a kind of retrieval set is told by its path, and read."""
-
-    description: str
-    recognises: Callable[[Path], bool]
-    read: Callable[[Path, str], list[RetrievalSample]]
-
-
-RETRIEVAL_FORMATS: list[RetrievalFormat] = [
-    RetrievalFormat(
-        description="a folder in CLIP_benchmark's webdataset layout (dataset_type.txt, test/nshards.txt, test/0.tar)",
-        recognises=Path.is_dir,
-        read=_read_clip_benchmark,
-    ),
-]

@@ -1,0 +1,262 @@
+"""How retrieval sets lie on disk: three layouts, each read into images with their captions.
+
+**CLIP_benchmark's webdataset layout**, so that one folder serves both programs:
+
+    FOLDER/dataset_type.txt     the word "retrieval"
+    FOLDER/SPLIT/nshards.txt    the number n of shards
+    FOLDER/SPLIT/0.tar ...      n uncompressed tars; a sample is KEY.(webp|png|jpg|jpeg) and KEY.txt, a caption a line
+
+**Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) and **ZeroVL's table** (CSV with the columns
+`image,image_id,caption,caption_id`), both with the pictures as files of a folder: `ANNOTATIONS@PICTURES`, or
+`ANNOTATIONS` alone where the pictures lie beside it or in `images/` beside it. A table is one split, whatever `--split`
+says.
+
+Nothing is decoded here. Where each picture lies is looked up, so that a missing one is named before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.datasets.karpathy import read_karpathy
+from open_clip_zerovl.errors import UserError
+
+# In the order in which CLIP_benchmark looks for a sample's image.
+IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
+# webdataset's rule: the key is the path up to the first dot of the file's name.
+_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+_TABLE_COLUMNS = ("image", "image_id", "caption", "caption_id")
+
+
+@dataclass(frozen=True)
+class RetrievalSample:
+    """An image, as a range of bytes of a file, and its captions (at least one)."""
+
+    key: str
+    captions: tuple[str, ...]
+    file: Path
+    offset_bytes: int = 0
+    size_bytes: int = -1  # to the end of the file: an image that is a file of its own
+
+
+@dataclass(frozen=True)
+class RetrievalFormat:
+    """How a kind of retrieval set is told by its path, and read.
+
+    `read(annotations, pictures, split)` gets the folder of pictures of `ANNOTATIONS@PICTURES`, or None.
+    """
+
+    description: str
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path, Path | None, str], list[RetrievalSample]]
+
+
+def split_location(location: Path) -> tuple[Path, Path | None]:
+    """`/ann/dataset_coco.json@/data/coco` -> annotations and the folder of pictures (None: not given).
+
+    Only behind a .json or .csv an at sign means this; elsewhere it is part of a name.
+    """
+    match = re.fullmatch(r"(.+\.(?:json|csv))@(.+)", str(location), re.IGNORECASE)
+    if match is None:
+        return location, None
+    return Path(match[1]).expanduser(), Path(match[2]).expanduser()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Annotations beside a folder of pictures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_karpathy(file: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
+    images = read_karpathy(file, file.name)
+    chosen = [image for image in images if image.split == split]
+    if not chosen:
+        known = ", ".join(sorted({image.split for image in images})) or "none"
+        raise UserError(f"{file} has no split '{split}'; it has {known} (restval counts as train)")
+    found = _Pictures(file, pictures)
+    samples = [RetrievalSample(str(image.image_id), image.captions, found(image.filename)) for image in chosen]
+    found.check(len(samples))
+    return samples
+
+
+def _read_table(file: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
+    names: dict[str, str] = {}  # image id -> the picture's file, in the order of the table
+    captions: dict[str, list[str]] = {}
+    ids: set[tuple[str, str]] = set()
+    for line, (image, image_id, caption, caption_id) in _table_rows(file):
+        if names.setdefault(image_id, image) != image:
+            raise UserError(f"{file}, line {line}: image_id {image_id} is {image} here and {names[image_id]} before")
+        if (image_id, caption_id) in ids:
+            raise UserError(f"{file}, line {line}: caption_id {caption_id} of image {image_id} appears twice")
+        if not caption.strip():
+            raise UserError(f"{file}, line {line}: caption {caption_id} of image {image_id} is empty")
+        ids.add((image_id, caption_id))
+        captions.setdefault(image_id, []).append(caption)
+    if not names:
+        raise UserError(f"{file} holds no rows below its header")
+    found = _Pictures(file, pictures)
+    samples = [RetrievalSample(key, tuple(captions[key]), found(name)) for key, name in names.items()]
+    found.check(len(samples))
+    return samples
+
+
+def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.DictReader(text)
+            header = reader.fieldnames or []
+            if missing := [column for column in _TABLE_COLUMNS if column not in header]:
+                raise UserError(
+                    f"{file} has no column '{missing[0]}': ZeroVL's table has the columns {', '.join(_TABLE_COLUMNS)}, "
+                    f"this one has {', '.join(header) or 'none'}"
+                )
+            for row in reader:
+                image, image_id, caption, caption_id = (row[column] for column in _TABLE_COLUMNS)
+                if image is None or image_id is None or caption is None or caption_id is None:
+                    raise UserError(f"{file}, line {reader.line_num}: the row has fewer fields than the header")
+                yield reader.line_num, (image, image_id, caption, caption_id)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file} cannot be read as a table ({error})") from error
+
+
+class _Pictures:
+    """Finds pictures by name in a folder, its folders one level down (COCO's train2014, val2014), or by relative path.
+
+    Misses are collected, so that one sentence tells how many there are.
+    """
+
+    def __init__(self, annotations: Path, pictures: Path | None) -> None:
+        self.folders = [annotations.parent, annotations.parent / "images"] if pictures is None else [pictures]
+        if pictures is not None and not pictures.is_dir():
+            raise UserError(f"the folder of pictures {pictures} of {annotations} does not exist")
+        self.annotations = annotations
+        self.places: dict[str, Path] = {}
+        # One listing a folder: 5,000 questions a folder would be slow on a network file system.
+        for folder in filter(Path.is_dir, self.folders):
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.is_dir():
+                    for inner in os.scandir(entry.path):
+                        self.places.setdefault(inner.name, Path(inner.path))
+            self.places.update((entry.name, Path(entry.path)) for entry in os.scandir(folder) if entry.is_file())
+        self.missing: list[str] = []
+
+    def __call__(self, name: str) -> Path:
+        if (place := self.places.get(name)) is not None:
+            return place
+        for folder in self.folders:
+            if "/" in name and (folder / name).is_file():
+                return folder / name
+        self.missing.append(name)
+        return self.folders[0] / name
+
+    def check(self, total: int) -> None:
+        if self.missing:
+            raise UserError(
+                f"{len(self.missing)} of the {total} pictures of {self.annotations} are not in "
+                f"{' or '.join(map(str, self.folders))} (first: {self.missing[0]}): name their folder, "
+                f"{self.annotations.name}@FOLDER; scores over a part of a set compare with nothing"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CLIP_benchmark's tars
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_clip_benchmark(folder: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
+    kind = _read_text(folder / "dataset_type.txt").strip().lower()
+    if kind != "retrieval":
+        raise UserError(f"{folder / 'dataset_type.txt'} says '{kind}', a retrieval set says 'retrieval'")
+    count_file = folder / split / "nshards.txt"
+    if not count_file.parent.is_dir():
+        splits = sorted(entry.name for entry in folder.iterdir() if (entry / "nshards.txt").is_file())
+        raise UserError(f"{folder} has no split '{split}'; it has {', '.join(splits) or 'none'}")
+    count = _read_text(count_file).strip()
+    if not count.isdecimal() or int(count) == 0:
+        raise UserError(f"{count_file} must hold the number of shards, got '{count}'")
+    samples = [sample for i in range(int(count)) for sample in _read_shard(folder / split / f"{i}.tar")]
+    if not samples:
+        raise UserError(f"the shards of {folder / split} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")
+    return samples
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{file} is missing; CLIP_benchmark's layout needs it (docs/evaluation.md shows it)") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error})") from error
+
+
+def _read_shard(shard: Path) -> list[RetrievalSample]:
+    if not shard.is_file():
+        raise UserError(f"shard {shard} is missing; nshards.txt beside it counts it")
+    captions: dict[str, tuple[str, ...]] = {}
+    images: dict[str, dict[str, tuple[int, int]]] = {}  # key -> extension -> (offset, size); keeps the tar's order
+    try:
+        # Uncompressed only ("r:"): images are read by their position in the file.
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                match = _MEMBER.fullmatch(member.name)
+                if match is None or not member.isfile():
+                    continue
+                key, extension = match[1], match[2].lower()
+                if extension == "txt":
+                    text = tar.extractfile(member)
+                    assert text is not None  # a regular file
+                    captions[key] = _captions(text.read(), shard, key)
+                elif extension in IMAGE_EXTENSIONS:
+                    images.setdefault(key, {})[extension] = (member.offset_data, member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"{shard} is not a readable, uncompressed tar ({error})") from error
+
+    if bare := captions.keys() - images.keys():
+        raise UserError(f"{shard}: sample '{min(bare)}' has captions but no image ({', '.join(IMAGE_EXTENSIONS)})")
+    samples = []
+    for key, found in images.items():
+        if key not in captions:
+            raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is missing")
+        offset, size = next(found[extension] for extension in IMAGE_EXTENSIONS if extension in found)
+        samples.append(RetrievalSample(key, captions[key], shard, offset, size))
+    return samples
+
+
+def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shard}: {key}.txt is not UTF-8 ({error})") from error
+    captions = tuple(line for line in lines if line.strip())
+    if not captions:
+        raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is empty")
+    return captions
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table of formats
+# ---------------------------------------------------------------------------------------------------------------------
+
+RETRIEVAL_FORMATS: list[RetrievalFormat] = [
+    RetrievalFormat(
+        description="a folder in CLIP_benchmark's webdataset layout (dataset_type.txt, test/nshards.txt, test/0.tar)",
+        recognises=Path.is_dir,
+        read=_read_clip_benchmark,
+    ),
+    RetrievalFormat(
+        description="Karpathy's .json with a folder of pictures (dataset_coco.json@/data/coco)",
+        recognises=lambda path: path.suffix.lower() == ".json",
+        read=_read_karpathy,
+    ),
+    RetrievalFormat(
+        description="ZeroVL's .csv with a folder of pictures (valid_anno.csv@/data/coco)",
+        recognises=lambda path: path.suffix.lower() == ".csv",
+        read=_read_table,
+    ),
+]
