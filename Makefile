@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format clean
+.PHONY: help install demo test test-all recipes check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,10 +27,16 @@ demo: $(STAMP) ## train on four emoji sources with debiased and random sampling,
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
-	$(BIN)/python -m pytest -m 'not gpu' --timeout 1800
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --timeout 1800
+
+train-%: $(STAMP)
+	$(BIN)/python scripts/recipes.py train-$* $(if $(DATA),--data $(DATA)) $(if $(DRY_RUN),--dry-run) $(ARGS)
+
+recipes: $(STAMP) ## list the paper's runs; start one: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]
+	$(BIN)/python scripts/recipes.py --list
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "clip_benchmark==1.6.2",
             "requests",  # clip_benchmark imports it without declaring it

@@ -7,6 +7,7 @@ import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 
@@ -14,6 +15,17 @@ def png(color: tuple[int, int, int], px: int = 8) -> bytes:
     """A PNG of one colour."""
     buffer = io.BytesIO()
     Image.new("RGB", (px, px), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> bytes:
+    """A JPEG with large shapes and a little noise, about as large in bytes as a photograph of its size."""
+    rng = np.random.default_rng(seed)
+    shapes = rng.integers(0, 256, (height_px // 16 + 2, width_px // 16 + 2, 3), dtype=np.uint8)
+    pixels = np.asarray(Image.fromarray(shapes).resize((width_px, height_px), Image.Resampling.BICUBIC), dtype=np.int16)
+    pixels = (pixels + rng.normal(0, 4, pixels.shape)).clip(0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
 
 

@@ -11,8 +11,9 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, follow, local_order, sample_seed, seeded
+from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, sample_seed, seeded
 from open_clip_zerovl.sampling import Batching
+from open_clip_zerovl.shares import follow, local_order
 from open_clip_zerovl.sources import parse_sources
 from tars import png, write_source, write_tar
 
@@ -44,6 +45,7 @@ def epoch_of(train_data, batching, epoch=0, *, workers=0, strategy="debiased", s
             sampling=Sampling(strategy, **sampling),
             seed=seed,
             transform=transform or transforms.PILToTensor(),
+            on_bad_sample="fail",
             tokenizer=ids_of,
         )
         loader = MixtureLoader(mixture, workers=workers)
@@ -170,8 +172,16 @@ GOOD = [("0.png", png((1, 2, 3))), ("0.txt", b"sample 0"), ("1.png", png((1, 2, 
     [
         ([*GOOD, ("2.png", png((0, 0, 0)))], 3, "sample '2' in .*00000.tar .source 'bad'. has no caption"),
         ([*GOOD, ("2.txt", b"words")], 3, "sample '2' .* has no image"),
-        ([*GOOD, ("2.png", b"not a picture"), ("2.txt", b"x 2")], 3, "image of sample '2' .* cannot be decoded"),
-        ([*GOOD, ("2.png", png((0, 0, 0))), ("2.txt", b"\xff\xfe")], 3, "caption of sample '2' .* is not UTF-8"),
+        (
+            [*GOOD, ("2.png", b"not a picture"), ("2.txt", b"x 2")],
+            3,
+            "sample '2' .* has an image that cannot be decoded",
+        ),
+        (
+            [*GOOD, ("2.png", png((0, 0, 0))), ("2.txt", b"\xff\xfe")],
+            3,
+            "sample '2' .* has a caption that is not UTF-8",
+        ),
         ([*GOOD, ("2.png", png((0, 0, 0))), ("2.txt", b" ")], 3, "sample '2' .* has an empty caption"),
         (GOOD, 4, "was counted with 4 samples and holds 2"),
         (GOOD, 1, "was counted with 1 samples and holds more"),
@@ -195,6 +205,6 @@ def test_a_truncated_or_vanished_shard_ends_with_a_sentence(tmp_path):
         epoch_of(data, Batching(4, workers=2), workers=2)
     sources = parse_sources(data)
     shard.unlink()
-    mixture = Mixture(sources, Batching(4), transform=transforms.PILToTensor(), tokenizer=ids_of)
+    mixture = Mixture(sources, Batching(4), transform=transforms.PILToTensor(), tokenizer=ids_of, on_bad_sample="fail")
     with pytest.raises(UserError, match="00001.tar of source 'cut' cannot be read"):
         list(MixtureLoader(mixture, workers=0))

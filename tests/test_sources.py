@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import fsspec
 import pytest
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.reading import Reading
 from open_clip_zerovl.sources import count_tar_samples, is_named, parse_sources
 from tars import write_source, write_tar
 
@@ -74,7 +76,8 @@ def test_counting_groups_members_as_webdataset_does(tmp_path):
         ("a={tmp}/a", "x", "is not a positive number"),
         ("a={tmp}/a", "vg=2", "unknown source 'vg'; the sources are a"),
         ("a={tmp}/a::b={tmp}/a", "a=2::1", "names some sources and not others"),
-        ("a=s3://bucket/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
+        ("a=s3://bucket/{{0..3}}.tar", None, "shard s3://bucket/0.tar cannot be opened .* 'pipe:aws s3 cp"),
+        ("a=pipe:cat /nowhere/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
         ("a={tmp}/broken", None, "cannot be read as a tar file"),
         ("a={tmp}/badsizes", None, "is not a table of shard sizes"),
         ("a={tmp}/none", None, "holds no samples"),
@@ -91,3 +94,22 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, data, weights, words):
     with pytest.raises(UserError, match=words) as raised:
         parse_sources(data.format(tmp=tmp_path), weights)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "memory", "file"])
+def test_remote_shards_are_sized_and_read(tmp_path, kind):
+    """pipe: through webdataset, memory: (as s3:, gs:, hdfs: ...) through fsspec, file: as the local path it is."""
+    write_source(tmp_path / "a", 0, 7, 4)
+    data = f"{kind}://{tmp_path}/a/{{00000..00001}}.tar"
+    if kind == "pipe":
+        data = f"pipe:cat '{tmp_path}/a/{{00000..00001}}.tar' | cat"
+    elif kind == "memory":
+        store = fsspec.filesystem("memory")
+        for path in (tmp_path / "a").iterdir():
+            store.pipe_file(str(path), path.read_bytes())
+    (source,) = parse_sources(f"a={data}")
+    assert source.sizes == (4, 3)
+    for start in (0, 2):
+        samples = list(Reading(source, 0).samples(0, start, start))
+        assert [sample.caption for sample in samples] == [f"sample {number}" for number in range(start, 4)]
+        assert all(sample.image and sample.fault is None for sample in samples)

@@ -22,12 +22,22 @@ SCRIPT = Path(__file__).parent / "training_script.py"
 COMMON = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--log-every-n-steps", "1", "--warmup", "2"]
 
 
-def launch(program: str, config: Path, arguments: list[str], *, ranks: int = 1, record: Path | None = None, cwd: Path):
+def launch(
+    program: str,
+    config: Path,
+    arguments: list[str],
+    *,
+    ranks: int = 1,
+    record: Path | None = None,
+    cwd: Path,
+    gradient: Path | None = None,
+):
     """Run the training script in `ranks` processes (torchrun) and return the finished process."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), program, str(config), *(["--record", str(record)] if record else []), "--", *arguments]
+    command += [str(SCRIPT), program, str(config), *(["--record", str(record)] if record else [])]
+    command += [*(["--gradient", str(gradient)] if gradient else []), "--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -221,7 +231,8 @@ def test_dga_and_ranks_follow_the_large_batch(workplace):
     for name in ("dga", "ranks"):
         assert curves[name] == pytest.approx(curves["full"], rel=1e-4)
         for key, value in weights["full"].items():
-            if value.is_floating_point() and not key.endswith("key.bias"):  # BERT's key biases have no true gradient
+            # A softmax does not see its keys' bias: that gradient is truly zero, and AdamW makes steps of its rounding.
+            if value.is_floating_point() and not key.endswith(("key.bias", "in_proj_bias")):
                 error = (weights[name][key] - value).norm() / value.norm().clamp_min(1e-6)
                 assert error < 1e-3, (name, key, error)
     assert curves["small"][:12] != pytest.approx(curves["full"], rel=1e-2)

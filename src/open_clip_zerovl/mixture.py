@@ -1,7 +1,8 @@
 """The data engine: webdataset shards of several sources in, micro-batches of (images, texts) out (section 3.1).
 
-    schedule (sampling.py) --> this reader's pieces of each source --> tar samples --> shuffle window
-        --> decode, transform, tokenize, collate --> (images (B, C, H, W), texts (B, L))
+    schedule (sampling.py) --> this reader's pieces of each source --> raw samples (reading.py)
+        --> shuffled, bad ones replaced (shares.py) --> decode, transform, tokenize, collate
+        --> (images (B, C, H, W), texts (B, L))
 
 Each (rank, worker) reads its own stretch of every source and emits the micro-batches that the schedule gives to it, so that
 homogeneity (invariant 2) and exactly-once (invariant 3) hold together for any number of shards, ranks and workers, without
@@ -13,11 +14,9 @@ worker process helps nobody, and an exception lost in one would leave the other 
 
 from __future__ import annotations
 
-import io
-import multiprocessing
+import os
 import random
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +25,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from webdataset.tariterators import group_by_keys, tar_file_expander, url_opener
 
+from open_clip_zerovl.decoding import collate_images, crop_of, decode_image
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.health import Ledger, Report
+from open_clip_zerovl.pieces import PieceReader
+from open_clip_zerovl.reading import RawSample, Reading
 from open_clip_zerovl.sampling import (
     Batching,
-    Piece,
     Schedule,
     cut,
     epoch_pieces,
@@ -39,23 +40,13 @@ from open_clip_zerovl.sampling import (
     owed,
     source_schedule,
 )
+from open_clip_zerovl.shares import Share, local_order
 from open_clip_zerovl.sources import Source
+from open_clip_zerovl.workers import SharedNumbers, explain_worker_error, heed_second_sigterm
 
-IMAGE_MEMBERS = ("jpg", "png", "jpeg", "webp")
+POLICIES = ("replace", "fail")  # for bad samples
 SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
 _STREAM_ORDER, _STREAM_SAMPLE = 3, 4  # as in sampling.py: independent random streams of one seed
-
-
-@dataclass(frozen=True)
-class RawSample:
-    """One sample as it lies in a shard: encoded bytes, and where it came from."""
-
-    image: bytes
-    caption: str
-    source: int
-    position: int  # in the source's endless cycle: unique over epochs and passes
-    key: str
-    shard: str
 
 
 @dataclass(frozen=True)
@@ -111,19 +102,6 @@ def schedule_of(
     )
 
 
-class SharedEpoch:
-    """An epoch number that worker processes of a persistent loader see change."""
-
-    def __init__(self, epoch: int = 0) -> None:
-        self._value = multiprocessing.Value("q", epoch)
-
-    def set(self, epoch: int) -> None:
-        self._value.value = epoch
-
-    def get(self) -> int:
-        return int(self._value.value)
-
-
 class Mixture(IterableDataset):
     """Micro-batches of one rank for one epoch at a time.
 
@@ -135,10 +113,13 @@ class Mixture(IterableDataset):
         seed: the only seed; the process's own generators are neither read nor moved.
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
         tokenizer: list of captions -> LongTensor (B, L).
+        augment_caption: (caption, seed of the sample) -> caption, before the tokenizer.
+        on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
+        reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
         with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
 
     Yields:
-        (images (B, C, H, W), texts (B, L)) or a `Failure`.
+        (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` keeps both to itself.
     """
 
     def __init__(
@@ -151,10 +132,15 @@ class Mixture(IterableDataset):
         seed: int = 0,
         transform: Callable[[Image.Image], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
+        augment_caption: Callable[[str, int], str] | None = None,
+        on_bad_sample: str = "replace",
+        reduce_jpegs: bool = True,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
         with_origin: bool = False,
     ) -> None:
         super().__init__()
+        if on_bad_sample not in POLICIES:
+            raise UserError(f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}")
         self.sources = tuple(sources)
         self.batching = batching
         self.rank = rank
@@ -162,9 +148,14 @@ class Mixture(IterableDataset):
         self.seed = seed
         self.transform = transform
         self.tokenizer = tokenizer
+        self.augment_caption = augment_caption
+        self.on_bad_sample = on_bad_sample
+        self.crop = crop_of(transform) if reduce_jpegs else None
         self.shuffle_window_samples = shuffle_window_samples
         self.with_origin = with_origin
-        self.epoch = SharedEpoch()
+        self.stall_seconds = 0.0  # set by a loader without worker processes, which nobody else can watch
+        self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
+        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
@@ -177,27 +168,43 @@ class Mixture(IterableDataset):
             yield Failure(f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}")
             return
         try:
-            yield from self._micro_batches(self.epoch.get(), worker)
+            epoch, step = self.start.get()
+            yield from self._micro_batches(epoch, step, worker)
         except UserError as error:
             yield Failure(str(error))
 
-    def _micro_batches(self, epoch: int, worker: int) -> Iterator[Any]:
+    def _micro_batches(self, epoch: int, step: int, slot: int) -> Iterator[Any]:
+        """The micro-batches that loader worker `slot` delivers of an epoch that begins at a step.
+
+        A DataLoader asks worker 0 first, wherever the epoch begins: after a jump to micro-batch j0, worker v reads what
+        reader (j0 + v) % V reads in an uninterrupted epoch, from the place on that this reader has reached there.
+        """
+        workers = self.batching.workers
         schedule = self.schedule(epoch)
-        counts = micro_batch_counts(schedule, self.batching)
-        quotas = owed(counts, self.batching.workers)
-        streams = [
-            self._shuffled_stream(schedule, index, quotas[:, :, index].ravel().tolist(), worker)
+        counts = micro_batch_counts(schedule, self.batching)  # (T*K, W, S)
+        first = step * self.batching.dga_steps
+        reader = (first + slot) % workers
+        done = counts[reader:first:workers, self.rank].sum(axis=0, dtype=np.int64)  # (S,) delivered before the jump
+        quotas = owed(counts, workers)
+        notes: list[str] = []
+        shares = [
+            self._share(schedule, index, quotas[:, :, index].ravel().tolist(), reader, int(done[index]), slot, notes)
             for index in range(len(self.sources))
         ]
-        for row in counts[worker :: self.batching.workers, self.rank]:
-            samples = [next(streams[source]) for source in np.flatnonzero(row) for _ in range(int(row[source]))]
-            yield self._collate(samples)
-        for stream in streams:
-            next(stream, None)  # lets each reader find out whether its last shard ends where it should
+        mine = range(first + slot, len(counts), workers)
+        for micro_batch in mine:
+            row = counts[micro_batch, self.rank]
+            batch = self._batch([shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))])
+            if micro_batch == mine[-1]:
+                for share in shares:
+                    share.finish()
+            batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
+            batch[-1].notes, notes[:] = list(notes), []
+            yield batch
 
-    def _shuffled_stream(
-        self, schedule: Schedule, index: int, quotas: Sequence[int], worker: int
-    ) -> Iterator[RawSample]:
+    def _share(
+        self, schedule: Schedule, index: int, quotas: Sequence[int], worker: int, done: int, slot: int, notes: list[str]
+    ) -> Share:
         source, epoch = self.sources[index], schedule.epoch
         reader = self.rank * self.batching.workers + worker
         pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
@@ -205,29 +212,48 @@ class Mixture(IterableDataset):
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
         rng = np.random.default_rng([self.seed, epoch, _STREAM_ORDER, index, reader])
         order = local_order(sum(map(len, mine)), max(window, self.batching.micro_batch), rng)
-        return follow(order, read_pieces(source, index, mine))
+        reading = Reading(
+            source,
+            index,
+            seed=self.seed,
+            fail=self.on_bad_sample == "fail",
+            stall_seconds=self.stall_seconds,
+            opens=lambda shard: self.activity[slot].set(os.getpid(), index, shard),
+            notes=notes.append,
+        )
+        return Share(PieceReader(reading, mine, pieces), order, done)
 
-    def _collate(self, samples: Sequence[RawSample]) -> tuple[torch.Tensor, ...]:
-        images = torch.stack([self._image(sample) for sample in samples])
-        texts = self.tokenizer([sample.caption for sample in samples])
-        if not self.with_origin:
-            return images, texts
-        return images, texts, torch.tensor([(sample.source, sample.position) for sample in samples])
+    def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
+        """The next sample of each share, as (images, texts, (source, position) if asked for, report)."""
+        images, captions, origins, report = [], [], [], Report()
+        with preserved():
+            for share in shares:
+                sample, image, loss = share.take(self._decode)
+                seed = sample_seed(self.seed, sample.source, sample.place)
+                reseed(seed)
+                images.append(self.transform(image))  # at once: decoded images are large
+                caption = sample.caption
+                captions.append(caption if self.augment_caption is None else self.augment_caption(caption, seed))
+                origins.append((sample.source, sample.position))
+                if loss is not None:
+                    report.losses.append(loss)
+        texts = self.tokenizer(captions)
+        origin = (torch.tensor(origins),) if self.with_origin else ()
+        return (collate_images(images), texts, *origin, report)
 
-    def _image(self, sample: RawSample) -> torch.Tensor:
-        try:
-            image = Image.open(io.BytesIO(sample.image)).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(
-                f"the image of sample {sample.key!r} in {sample.shard} (source {self.sources[sample.source].name!r}) "
-                f"cannot be decoded ({error}); remove the sample or write the shard again"
-            ) from error
-        with seeded(sample_seed(self.seed, sample.source, sample.position)):
-            return self.transform(image)
+    def _decode(self, sample: RawSample) -> Image.Image:
+        return decode_image(sample.image, self.crop)
 
 
 class MixtureLoader:
     """A loader of a `Mixture`, with the attributes that open_clip's training loop reads.
+
+    Args:
+        workers: loader processes; 0 reads in this one.
+        stall_timeout_seconds: end the run when no batch comes for so long; 0 waits forever.
+        max_bad_share: of a source's samples that may be replaced before the run ends.
+        gather: hands an object to all ranks and returns all ranks' (`torch.distributed.all_gather_object`, say); called
+            once at the end of every epoch that is read to its end, so that the share is judged over all ranks.
 
     Attributes:
         num_batches: optimizer steps of an epoch (T); iterating yields K micro-batches a step.
@@ -235,12 +261,35 @@ class MixtureLoader:
         batch_size: B.
     """
 
-    def __init__(self, mixture: Mixture, *, workers: int, pin_memory: bool = False, prefetch: int = 2) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        *,
+        workers: int,
+        pin_memory: bool = False,
+        prefetch: int = 2,
+        stall_timeout_seconds: float = 600,
+        max_bad_share: float = 0.10,
+        gather: Callable[[Any], list[Any]] | None = None,
+    ) -> None:
+        if stall_timeout_seconds < 0:
+            raise UserError(
+                f"a loader time-out of {stall_timeout_seconds:g} s is none; give seconds, or 0 to wait forever"
+            )
+        if not 0 <= max_bad_share <= 1:
+            raise UserError(
+                f"the share of bad samples that is allowed must lie between 0 and 1, but is {max_bad_share:g}"
+            )
         self.mixture = mixture
+        self.workers = workers
+        self.stall_timeout_seconds = stall_timeout_seconds
+        self.gather = gather
         first = mixture.schedule(0)
         self.num_batches = first.steps
         self.num_samples = first.steps * first.effective_batch
         self.batch_size = mixture.batching.micro_batch
+        self.ledger = Ledger([source.name for source in mixture.sources], max_bad_share)
+        mixture.stall_seconds = stall_timeout_seconds if workers == 0 else 0
         self._loader: DataLoader = DataLoader(
             mixture,
             batch_size=None,
@@ -248,122 +297,94 @@ class MixtureLoader:
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             prefetch_factor=prefetch if workers > 0 else None,
+            timeout=stall_timeout_seconds if workers > 0 else 0,
+            worker_init_fn=heed_second_sigterm,
         )
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        micro_batches = self.num_batches * self.mixture.batching.dga_steps
-        seen = 0
-        for batch in self._loader:
-            if isinstance(batch, Failure):
-                raise UserError(batch.message)
-            seen += 1
-            yield batch
-        if seen != micro_batches:
-            raise UserError(
-                f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
-            )
+    @property
+    def lost(self) -> dict[str, dict[str, int]]:
+        """source -> reason -> samples that this rank has replaced since it entered the epoch."""
+        return self.ledger.lost
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration yields."""
-        self.mixture.epoch.set(epoch)
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Choose the epoch that the next iteration yields, and the optimizer step that it begins with.
 
+        The batches are those of the whole epoch from that step on, bit for bit; `start_step = num_batches` leaves none.
 
-def read_pieces(source: Source, index: int, pieces: Iterable[Piece]) -> Iterator[RawSample]:
-    """The raw samples of pieces of a source's shards, in order.
+        Raises:
+            UserError: no such step.
+        """
+        if not 0 <= start_step <= self.num_batches:
+            raise UserError(f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}")
+        self.mixture.start.set(epoch, start_step)
 
-    Raises:
-        UserError: a shard that cannot be read, holds another number of samples than was counted, or a sample without an
-            image or a caption.
-    """
-    for piece in pieces:
-        shard, size = source.shards[piece.shard], source.sizes[piece.shard]
-        try:
-            yield from _read_piece(source, index, piece, shard, size)
-        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            reason = error.args[0] if error.args else type(error).__name__
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        epoch, step = self.mixture.start.get()
+        micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
+        self.ledger.open_epoch(self.mixture.schedule(epoch).taken.tolist())
+        seen = 0
+        for item in self._items():
+            if isinstance(item, Failure):
+                raise UserError(item.message)
+            *batch, report = item
+            self.ledger.add(report)
+            seen += 1
+            yield tuple(batch)
+        if seen != micro_batches:
             raise UserError(
-                f"shard {shard} of source {source.name!r} cannot be read ({reason}); fetch or write it again"
-            ) from error
+                f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
+            )
+        mine = (self.ledger.lost, self.ledger.delivered)
+        self.ledger.close_epoch(self.gather(mine) if self.gather is not None else [mine])
 
-
-def _read_piece(source: Source, index: int, piece: Piece, shard: str, size: int) -> Iterator[RawSample]:
-    samples = group_by_keys(tar_file_expander(url_opener([{"url": shard}])))
-    seen = 0
-    for sample in samples:
-        if seen == size:
-            raise UserError(_wrong_size(source, shard, size, "more"))
-        if piece.start <= seen < piece.stop:
-            try:
-                raw = _raw(sample, source, index, piece.position + seen - piece.start, shard)
-            except UserError:
-                if (
-                    seen + 1 < size and next(samples, None) is None
-                ):  # not a bad sample: the shard ends in the middle of it
-                    raise UserError(_wrong_size(source, shard, size, seen)) from None
+    def _items(self) -> Iterator[Any]:
+        count = 0
+        try:
+            for item in self._loader:
+                yield item
+                count += 1
+        except RuntimeError as error:
+            sentence = self.explain(error, count)
+            if sentence is None:
                 raise
-            yield raw
-        seen += 1
-        if seen == piece.stop < size:
-            return  # the rest of the shard belongs to another reader
-    if seen < size:
-        raise UserError(_wrong_size(source, shard, size, seen))
+            self.abandon()
+            raise UserError(sentence) from error
 
+    def abandon(self) -> None:
+        """End the worker processes without torch's own shutdown, after one of them was lost.
 
-def _wrong_size(source: Source, shard: str, size: int, found: int | str) -> str:
-    return (
-        f"shard {shard} of source {source.name!r} was counted with {size} samples and holds {found}; correct its entry in "
-        "sizes.json, or remove the entry to have the shard counted"
-    )
+        A worker that was killed may have held the lock that this shutdown waits for: the run would hang where it is to end.
+        """
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is None or not hasattr(iterator, "_workers"):
+            return
+        iterator._shutdown = True
+        if iterator._worker_pids_set:  # torch raises about each registered worker that dies, wherever the process is then
+            torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        for process in iterator._workers:
+            process.kill()
+            process.join()
 
+    def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
+        """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
 
-def _raw(sample: dict[str, Any], source: Source, index: int, position: int, shard: str) -> RawSample:
-    key = sample["__key__"]
-    image = next((sample[member] for member in IMAGE_MEMBERS if member in sample), None)
-    if image is None or "txt" not in sample:
-        lacking = "image (jpg, png, jpeg or webp)" if image is None else "caption (txt)"
-        raise UserError(
-            f"sample {key!r} in {shard} (source {source.name!r}) has no {lacking}; remove it or write the shard again"
+        A worker that dies also raises in the midst of training, out of a signal handler, and not only here.
+
+        Args:
+            delivered: items that came before it.
+        """
+        return explain_worker_error(
+            error,
+            [activity.get() for activity in self.mixture.activity],
+            self.mixture.sources,
+            rank=self.mixture.rank,
+            next_worker=delivered % max(1, self.workers),
+            timeout_seconds=self.stall_timeout_seconds,
         )
-    try:
-        caption = sample["txt"].decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the caption of sample {key!r} in {shard} (source {source.name!r}) is not UTF-8 ({error}); convert it"
-        ) from error
-    if not caption:
-        raise UserError(f"sample {key!r} in {shard} (source {source.name!r}) has an empty caption; remove the sample")
-    return RawSample(image, caption, index, position, key, shard)
-
-
-def local_order(count: int, window: int, rng: np.random.Generator) -> np.ndarray:
-    """A shuffled order of `count` items that a reader of a stream can follow with `window` of them in memory.
-
-    Item i comes at most `window` places from where it lies, so that a reader that starts in the middle has to look back no
-    further; where all items fit into the window it is a plain random permutation.
-
-    Returns:
-        (count,) the item to take at each place.
-    """
-    if count <= window:
-        return rng.permutation(count)
-    return np.argsort(np.arange(count) + rng.random(count) * window, kind="stable")
-
-
-def follow(order: np.ndarray, stream: Iterator[RawSample]) -> Iterator[RawSample]:
-    """The items of a stream in another order, reading no further ahead than the order asks for."""
-    waiting: dict[int, RawSample] = {}
-    arrived = 0
-    for wanted in order.tolist():
-        while arrived <= wanted:
-            waiting[arrived] = next(stream)
-            arrived += 1
-        yield waiting.pop(wanted)
-    next(stream, None)  # lets the reader find out whether its last shard ends where it should
 
 
 def sample_seed(seed: int, source: int, position: int) -> int:
@@ -372,16 +393,28 @@ def sample_seed(seed: int, source: int, position: int) -> int:
     return int(entropy.generate_state(1, np.uint64)[0])
 
 
+def reseed(seed: int) -> None:
+    """Seed the CPU generators that transforms draw from: torch's, numpy's and `random`'s."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
+
+
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a block under seeded CPU generators (torch, numpy, `random`) and leave the process's own as they were."""
+def preserved() -> Iterator[None]:
+    """Leave the process's own CPU generators as they were, whatever happens in the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a block under seeded CPU generators and leave the process's own as they were."""
+    with preserved():
+        reseed(seed)
+        yield

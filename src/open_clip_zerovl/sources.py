@@ -4,13 +4,15 @@
 
     sbu=/d/sbu/{00000..00086}.tar::vg=/d/vg::/d/cc3m/{00000..00281}.tar
 
-Components are separated by `::`; each is a brace-expanded list of webdataset shards, or a folder that holds `*.tar`; a
-component without a name takes its folder's. Sizes come from the `sizes.json` in *each* shard's own folder (open_clip looks
-into the first shard's folder only), and shards that no `sizes.json` lists are counted from their tar headers.
+Components are separated by `::`; each is a brace-expanded list of webdataset shards, a table of pairs (.csv or .tsv), or a
+folder that holds `*.tar` or one table; a component without a name takes its folder's. Sizes come from the `sizes.json` in
+*each* shard's own folder (open_clip looks into the first shard's folder only), and shards that no `sizes.json` lists are
+counted from their tar headers.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,19 +20,28 @@ import re
 import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import braceexpand
-from webdataset.tariterators import base_plus_ext
+import numpy as np
 
+from open_clip_zerovl.csv_source import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar_index import open_index
+from open_clip_zerovl.tar_members import (
+    REMOTE,
+    ShardError,
+    check_openable,
+    local_path,
+    locate_samples,
+    open_url,
+    stream_samples,
+)
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
-META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-REMOTE = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*:"
-)  # pipe:, s3://, https:// ...: opened by webdataset, cannot be looked at
+CAPTIONS = ("one-per-epoch", "all")  # where an image has several
 
 
 @dataclass(frozen=True)
@@ -39,19 +50,35 @@ class Source:
 
     Attributes:
         name: how it is called in logs, counts and messages.
-        shards: paths or URLs of its webdataset tars, in the order given.
+        shards: paths or URLs of its webdataset tars, in the order given; of a table, its path once for each block of rows.
         sizes: samples in each shard, same order.
         weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
+        table: the scanned table that the source is, instead of tars.
+        captions: of CAPTIONS, for images with several; None shows what is there as it is.
     """
 
     name: str
     shards: tuple[str, ...]
     sizes: tuple[int, ...]
     weight: float = 1.0
+    table: CsvTable | None = None
+    captions: str | None = None
 
     @property
     def num_samples(self) -> int:
-        return sum(self.sizes)
+        return int(self.starts[-1])
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """(shards + 1,) samples before each shard, and all of them."""
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    @property
+    def layout(self) -> str:
+        """What the source is, for logs: "281 shards"."""
+        if self.table is not None:
+            return f"table {os.path.basename(self.table.path)}"
+        return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
 
 
 def is_named(train_data: str | None) -> bool:
@@ -59,18 +86,33 @@ def is_named(train_data: str | None) -> bool:
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
 
 
-def parse_sources(train_data: str, weights: str | None = None) -> tuple[Source, ...]:
+def parse_sources(
+    train_data: str,
+    weights: str | None = None,
+    *,
+    captions: str | None = None,
+    table_format: CsvFormat | None = None,
+    on_bad_sample: str = "replace",
+) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
 
     Args:
         train_data: `name=shards::name=shards`, see the module's text.
         weights: `1::2::0.5`, one factor a source in their order, or `vg=2::sbu=0.5` by name (sources not named keep 1).
+        captions: of CAPTIONS: show one caption of an image an epoch, all of them in turn, or make each a sample of its own.
+            Several captions are lines of a `txt`, or rows of a table with one image. None: a text and a row as they are.
+        table_format: how tables are written, where their header does not say.
+        on_bad_sample: "fail" refuses torn shards; "replace" counts what they hold, and takes shards that a `sizes.json`
+            lists and that are gone for lost ones, both with a warning.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
-            a size, wrong number of weights, a weight that is not a positive number, or a weight for an unknown source.
+            a size or of which all captions are asked for, an unusable table, wrong number of weights, a weight that is not
+            a positive number, or a weight for an unknown source.
     """
-    named: dict[str, tuple[str, ...]] = {}
+    if captions is not None and captions not in CAPTIONS:
+        raise UserError(f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}")
+    named: dict[str, tuple[tuple[str, ...], str | None]] = {}
     for position, component in enumerate(train_data.split("::"), start=1):
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
@@ -78,38 +120,64 @@ def parse_sources(train_data: str, weights: str | None = None) -> tuple[Source, 
             raise UserError(
                 f"source {position} of --train-data {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar"
             )
-        shards = _expand(pattern)
+        path = find_table(pattern)
+        shards = (path,) if path is not None else _expand(pattern)
         name = match["name"] if match else _folder_name(shards[0])
         if name in named:
             raise UserError(f"two sources of --train-data are called {name!r}; give each its own name with name=shards")
-        _require_local(name, shards)
-        named[name] = shards
+        for shard in shards if path is None else ():
+            check_openable(shard)
+        named[name] = shards, path
     factors = _parse_weights(weights, list(named))
-    return tuple(
-        Source(name, shards, _sizes(name, shards), factor)
-        for (name, shards), factor in zip(named.items(), factors, strict=True)
-    )
+    sources = []
+    for (name, (shards, path)), factor in zip(named.items(), factors, strict=True):
+        if path is not None:
+            table = open_table(path, table_format, by_image=captions == "one-per-epoch")
+            sizes = block_sizes(len(table))
+            sources.append(Source(name, (path,) * len(sizes), sizes, factor, table, captions))
+        else:
+            sizes = _sizes(name, shards, captions == "all", on_bad_sample == "fail")
+            sources.append(Source(name, shards, sizes, factor, None, captions))
+    return tuple(sources)
 
 
-def count_tar_samples(path: str | Path) -> int:
-    """Number of samples in a local webdataset tar, from its headers (nothing is decoded).
+def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
+    """Number of samples in a local webdataset tar, from its headers (nothing is decoded); `tar_members` has the rule.
 
-    A sample is a run of members that share a key, as webdataset groups them.
+    Args:
+        torn: count what a torn tar holds before its tear, with a warning.
 
     Raises:
-        UserError: the file is no readable tar.
+        UserError: the file is no readable tar, or torn.
     """
-    samples, previous = 0, None
+    count = 0
     try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header otherwise: memory on big shards
-                key = base_plus_ext(member.name)[0] if member.isreg() else None
-                if key is not None and not META.match(member.name) and key != previous:
-                    samples, previous = samples + 1, key
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise UserError(f"shard {path} cannot be read as a tar file ({error}); fetch or write it again") from error
-    return samples
+        try:
+            for _ in locate_samples(path):
+                count += 1
+        except tarfile.ReadError:  # compressed, or no tar
+            with closing(stream_samples(str(path))) as samples:
+                for _ in samples:
+                    count += 1
+    except ShardError as error:
+        if not torn or count == 0:
+            raise UserError(f"shard {path} cannot be read as a tar file ({error}); fetch or write it again") from error
+        logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
+    return count
+
+
+def count_tar_captions(path: str | Path) -> int:
+    """Number of captions in a local webdataset tar, one a line of its `txt` members.
+
+    Raises:
+        UserError: the file is no readable, uncompressed tar.
+    """
+    try:
+        return int(open_index(str(path)).captions.sum())
+    except (ShardError, tarfile.ReadError) as error:
+        raise UserError(
+            f"shard {path} cannot be read as a plain tar ({error}), which '--captions all' needs; fetch or unpack it"
+        ) from error
 
 
 def _expand(pattern: str) -> tuple[str, ...]:
@@ -120,7 +188,7 @@ def _expand(pattern: str) -> tuple[str, ...]:
         return shards
     try:
         return tuple(braceexpand.braceexpand(pattern))
-    except braceexpand.UnbalancedBracesError as error:
+    except ValueError as error:  # its UnbalancedBracesError
         raise UserError(f"the braces of {pattern!r} in --train-data do not match; write {{00000..00099}}") from error
 
 
@@ -131,50 +199,86 @@ def _folder_name(shard: str) -> str:
     return folder
 
 
-def _require_local(name: str, shards: Sequence[str]) -> None:
-    missing = [shard for shard in shards if not REMOTE.match(shard) and not os.path.isfile(shard)]
-    if missing:
+def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -> tuple[int, ...]:
+    missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
+    remote = [shard for shard in shards if local_path(shard) is None]
+    if each_caption and remote:
+        raise UserError(
+            f"shards of source {name!r} are remote, first {remote[0]}: their captions cannot be counted for '--captions "
+            "all'; copy them here, or ask for '--captions one-per-epoch'"
+        )
+    known = {} if each_caption else _listed_sizes(shards)
+    lost = [shard for shard in missing if strict or shard not in known]
+    if lost or len(missing) == len(shards):
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
             "correct the path or the range in --train-data"
         )
-
-
-def _sizes(name: str, shards: Sequence[str]) -> tuple[int, ...]:
-    tables: dict[str, dict[str, int]] = {}
-    known: dict[str, int] = {}
-    for shard in shards:
-        folder, base = os.path.split(shard)
-        if folder not in tables:
-            tables[folder] = _read_sizes(os.path.join(folder, "sizes.json"))
-        if base in tables[folder]:
-            known[shard] = tables[folder][base]
+    if missing:
+        logging.warning(
+            f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
+            f"others stand in for their {sum(known[shard] for shard in missing)} samples."
+        )
     unknown = [shard for shard in shards if shard not in known]
-    remote = [shard for shard in unknown if REMOTE.match(shard)]
-    if remote:
+    unsized = [shard for shard in unknown if shard in remote]
+    if unsized:
         raise UserError(
-            f"{len(remote)} remote shards of source {name!r} have no size, first {remote[0]}; "
-            'put a sizes.json ({"00000.tar": 9873, ...}) beside local copies of them'
+            f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
+            'put a sizes.json ({"00000.tar": 9873, ...}) beside them'
         )
     if unknown:
-        logging.info(f"Source {name}: counting {len(unknown)} shards that no sizes.json lists.")
+        what = "captions of" if each_caption else "samples of"
+        logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json tells.")
+
+        def count(shard: str) -> int:
+            path = local_path(shard) or shard
+            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not strict)
+
         with ThreadPoolExecutor(max_workers=8) as pool:
-            known.update(zip(unknown, pool.map(count_tar_samples, unknown), strict=True))
+            known.update(zip(unknown, pool.map(count, unknown), strict=True))
     sizes = tuple(known[shard] for shard in shards)
     if sum(sizes) == 0:
         raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
     return sizes
 
 
-def _read_sizes(path: str) -> dict[str, int]:
-    if not os.path.isfile(path):
+def _listed_sizes(shards: Sequence[str]) -> dict[str, int]:
+    """The sizes that a sizes.json beside each shard gives."""
+    tables: dict[str, dict[str, int]] = {}
+    known: dict[str, int] = {}
+    for shard in shards:
+        # A pipe's command names its shard somewhere: the sizes.json is what the same command gives for that name.
+        found = re.search(r"[^/\s'\"=]+\.(tar|tgz)\b[^/\s'\"]*", shard) if local_path(shard) is None else None
+        base = found[0] if found else os.path.basename(shard)
+        table = shard[: found.start()] + "sizes.json" + shard[found.end() :] if found else None
+        where = table or os.path.join(os.path.dirname(local_path(shard) or shard), "sizes.json")
+        if where not in tables:
+            tables[where] = _read_sizes(where)
+        if base in tables[where]:
+            known[shard] = tables[where][base]
+    return known
+
+
+def _read_sizes(url: str) -> dict[str, int]:
+    remote = local_path(url) is None
+    if not remote and not os.path.isfile(url):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            return {str(shard): int(size) for shard, size in json.load(file).items()}
+        with open_url(url) as file:
+            text = file.read()
+        if remote and not text:
+            return {}  # the command or the server has none
+        return {str(shard): int(size) for shard, size in json.loads(text).items()}
+    except OSError as error:
+        if remote:
+            logging.warning(f"{url} cannot be read ({error}).")
+            return {}
+        raise UserError(f"{url} cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(
-            f'{path} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
+            f'{url} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
             "to have the shards counted"
         ) from error
 

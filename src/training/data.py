@@ -6,19 +6,23 @@ import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from open_clip_train.data import get_data as get_stock_data
-from open_clip_train.distributed import is_master, world_info_from_env
+from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
 
+from open_clip_zerovl.augment import WordAugment
+from open_clip_zerovl.csv_source import CsvFormat
+from open_clip_zerovl.decoding import normalize, split_normalize
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, schedule_of
 from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.sampling import Batching, Schedule
 from open_clip_zerovl.sources import Source, parse_sources
-from training.params import RecipeConfig
+from training.params import RecipeConfig, uses_own_step
 
 # open_clip's main calls evaluate() only when the data holds one of its own keys; this one it does not read by itself.
 PLACEHOLDER_KEY = "val"
@@ -26,13 +30,18 @@ PLACEHOLDER_KEY = "val"
 
 @dataclass
 class TrainData:
-    """What open_clip's main and loops expect of `data["train"]`."""
+    """What open_clip's main and loops expect of `data["train"]`.
+
+    Attributes:
+        normalize: what is left to do to the loader's images on the device, where they travel as bytes.
+    """
 
     dataloader: Any
+    normalize: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch, and the optimizer step of it, that the next iteration begins with."""
-        self.dataloader.set_epoch(*((epoch, start_step) if start_step else (epoch,)))
+        self.dataloader.set_epoch(epoch, start_step)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,13 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
     """
     sources: tuple[Source, ...] = ()
     if config.sampling is not None:
-        sources = parse_sources(args.train_data, args.train_data_upsampling_factors)
+        sources = parse_sources(
+            args.train_data,
+            args.train_data_upsampling_factors,
+            captions=config.captions,
+            table_format=_table_format(args),
+            on_bad_sample=config.on_bad_sample,
+        )
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
@@ -102,6 +117,13 @@ def _mixture_data(
     config: RecipeConfig, sources: tuple[Source, ...], args: argparse.Namespace, transform, tokenizer
 ) -> TrainData:
     assert config.sampling is not None
+    normalizer = None
+    if uses_own_step(config, args):  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
+        try:
+            transform, mean, std = split_normalize(transform)
+            normalizer = partial(normalize, mean=mean, std=std)
+        except UserError as reason:  # timm's transforms (--aug-cfg use_timm=True) order their steps otherwise
+            logging.info(f"Images travel to the device as floats: {reason}.")
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -110,11 +132,21 @@ def _mixture_data(
         seed=args.seed,
         transform=transform,
         tokenizer=tokenizer,
+        augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
+        on_bad_sample=config.on_bad_sample,
+        with_origin=config.cache_frozen is not None,
     )
-    loader = MixtureLoader(mixture, workers=args.workers, pin_memory=args.device.startswith("cuda"))
+    loader = MixtureLoader(
+        mixture,
+        workers=args.workers,
+        pin_memory=args.device.startswith("cuda"),
+        stall_timeout_seconds=config.loader_timeout,
+        max_bad_share=config.max_bad_share,
+        gather=partial(all_gather_object, args) if args.distributed else None,
+    )
     if is_master(args):
         log_schedule(sources, mixture.schedule(0))
-    return TrainData(loader)
+    return TrainData(loader, normalizer)
 
 
 def frozen_cache(
@@ -151,6 +183,15 @@ def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,
     )
+
+
+def _table_format(args: argparse.Namespace) -> CsvFormat:
+    """How tables are written, where a flag says other than open_clip's default: else their headers tell."""
+    stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
+    image, caption, separator = (
+        value if (value := getattr(args, name)) != default else None for name, default in stock.items()
+    )
+    return CsvFormat(image, caption, separator)
 
 
 def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:

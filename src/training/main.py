@@ -23,6 +23,7 @@ import torch
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.mixture import MixtureLoader
 from open_clip_zerovl.models import check_model, with_text_model
 from training import checkpointing, data, evaluate, model, resume, schedule, train
 from training.params import RecipeConfig, parse, uses_own_step
@@ -190,12 +191,32 @@ class Run:
     def _train_one_epoch(self) -> Callable[..., None]:
         step = self.trainer if self.trainer is not None else host.train_one_epoch
 
-        def one_epoch(*arguments: Any, **options: Any) -> None:
+        def one_epoch(model: Any, data: dict, *arguments: Any, **options: Any) -> None:
             self.trained = True
-            step(*arguments, **options)
+            try:
+                step(model, data, *arguments, **options)
+            except RuntimeError as error:
+                # torch raises about a lost loader worker wherever the process happens to be
+                loader = data["train"].dataloader
+                sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
+                if sentence is None:
+                    raise
+                loader.abandon()
+                raise UserError(sentence) from error
 
         return one_epoch
 
 
+def run_as_program() -> None:
+    """`main`, then end this process at once if it failed: what is left of loader workers and of other ranks' collectives
+    could keep an ordinary exit waiting."""
+    status = main()
+    if status != 0:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_program()

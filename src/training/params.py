@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from open_clip_train.params import parse_args as parse_open_clip_args
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.mixture import POLICIES
 from open_clip_zerovl.sampling import DRAWS, STRATEGIES
-from open_clip_zerovl.sources import is_named
+from open_clip_zerovl.sources import CAPTIONS, is_named
 
 ABLATIONS = ("detached-gather", "no-replay")
 
@@ -27,6 +28,10 @@ class RecipeConfig:
         sampling: how sources make batches, None = the stock data pipeline.
         debiased_draw: exact proportions an epoch, or a draw a step ("iid").
         source_order: `name::name`, the order of sequential sampling.
+        captions: what becomes of several captions of an image.
+        on_bad_sample: replace bad samples by neighbours and count them, or fail.
+        max_bad_share: of a source's samples that may be replaced.
+        loader_timeout: seconds without a batch after which the run ends; 0 waits forever.
         dga_steps: K micro-batches make one optimizer step (section 4.1).
         dga_retain: graphs kept from the first pass, a number or "auto".
         dga_check: when replayed features are compared with the first pass: first, always, never.
@@ -53,6 +58,10 @@ class RecipeConfig:
     sampling: str | None = None
     debiased_draw: str = "exact"
     source_order: str | None = None
+    captions: str | None = None
+    on_bad_sample: str = "replace"
+    max_bad_share: float = 0.10
+    loader_timeout: float = 600.0
     dga_steps: int = 1
     dga_retain: int | str = 1
     dga_check: str = "first"
@@ -130,6 +139,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--source-order", metavar="NAME::NAME", help="order of the sources in --sampling sequential (default: as given)"
+    )
+    group.add_argument(
+        "--captions",
+        choices=CAPTIONS,
+        help="several captions of an image (lines of a txt, rows of a table): show one an epoch, or make each a sample",
+    )
+    group.add_argument(
+        "--on-bad-sample",
+        choices=POLICIES,
+        default="replace",
+        help="replace a sample that cannot be used by a neighbour of its source and count it, or fail (default %(default)s)",
+    )
+    group.add_argument(
+        "--max-bad-share",
+        type=float,
+        default=0.10,
+        metavar="SHARE",
+        help="stop when a source has lost more of its samples (default %(default)s)",
+    )
+    group.add_argument(
+        "--loader-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="stop when no batch comes for so long, and name what is being read; 0 waits forever (default %(default)s)",
     )
     group.add_argument(
         "--dga-steps",
@@ -428,6 +462,14 @@ def _refusals(config: RecipeConfig, args: argparse.Namespace):
         "--save-every-steps",
         "open_clip would resume from epoch_latest.pt and not from the newer step checkpoint; leave it out",
     )
+    for flag in ("captions", "on_bad_sample", "max_bad_share", "loader_timeout"):
+        yield (
+            not mixture,
+            "open_clip's own data pipeline",
+            getattr(config, flag) != getattr(RecipeConfig, flag),
+            f"--{flag.replace('_', '-')}",
+            "name the sources: --train-data NAME=SHARDS",
+        )
     yield args.trace, "--trace", config.active, "the recipe's flags", "a traced model cannot be trained"
     yield (
         config.sampling != "sequential",
@@ -477,6 +519,8 @@ def _check(config: RecipeConfig, args: argparse.Namespace) -> None:
             config.lr_min is None or 0 <= config.lr_min <= (args.lr or 0),
             f"0 to --lr {args.lr}",
         ),
+        ("--max-bad-share", config.max_bad_share, 0 <= config.max_bad_share <= 1, "a share from 0 to 1"),
+        ("--loader-timeout", config.loader_timeout, config.loader_timeout >= 0, "seconds, or 0"),
         ("--mixup-alpha", config.mixup_alpha, config.mixup_alpha > 0, "a positive number"),
         *(
             (flag, value, value is None or 0 < value < 1, "a share between 0 and 1")

@@ -88,6 +88,11 @@ class Trainer:
                 replay_rng="no-replay" not in self.config.ablate,
             )
 
+        normalize = getattr(data["train"], "normalize", None)
+
+        def to_float(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (normalize(images) if normalize is not None else images), texts
+
         def to_input_dtype(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return images.to(dtype=input_dtype), texts
 
@@ -112,7 +117,9 @@ class Trainer:
             log.data_ready()
             optimizer.zero_grad()
             with self._mixed(step, micro_batches) as (mix_images, loss_inputs):
-                prepare = _chain(self.cache.prepare if self.cache is not None else None, mix_images, to_input_dtype)
+                prepare = _chain(
+                    self.cache.prepare if self.cache is not None else None, to_float, mix_images, to_input_dtype
+                )
                 losses = self.dga.backward(micro_batches, prepare=prepare, **loss_inputs)
             if self.cache is not None:
                 self.cache.forget()

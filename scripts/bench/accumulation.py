@@ -1,0 +1,373 @@
+"""What scripts/bench/dga.py compares: models and micro-batches, the ways to take a step, and how to measure one.
+
+Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `R` graphs retained. A way
+leaves the gradient of K micro-batches in `.grad`; there is no optimizer in it, so that none of its time is counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+import torch.distributed as dist
+from open_clip.factory import get_model_config
+from open_clip.loss import ClipLoss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig
+
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models import with_text_model
+from open_clip_zerovl.retain import LiveBytes
+
+ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
+BERT_SIZES = {
+    "small": {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "tiny": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "base": {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+VISION_SIZES = {
+    "small": {"layers": 4, "width": 192, "head_width": 64, "patch_size": 16, "image_size": 96},
+    "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
+}
+CONTEXT_LENGTH = 25
+
+MicroBatch = tuple[Tensor, Tensor]  # images (B, 3, height, width), texts (B, context)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models and inputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_bert(folder: Path, size: str, dropout: float) -> Path:
+    """A folder with a BertConfig of `size` and a WordPiece vocabulary of made-up words: all that random weights need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = BERT_SIZES[size]
+    BertConfig(
+        **sizes,
+        intermediate_size=4 * sizes["hidden_size"],
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    ).save_pretrained(folder)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(sizes["vocab_size"] - 5))]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    return folder
+
+
+def register(model: str, text_model: str | None, dropout: float, scratch: Path) -> str:
+    """The name under which open_clip builds `model` with random weights and without a hub.
+
+    `small` and `tiny` are an open_clip ViT with a BERT of that size. A model with an HF text tower gets that of the
+    folder `text_model` or, without one, a random BERT-base.
+    """
+    if model in VISION_SIZES:
+        text_folder = Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
+        config = {
+            "embed_dim": BERT_SIZES[model]["hidden_size"],
+            "init_logit_scale": 3.912023,  # temperature 0.02
+            "vision_cfg": VISION_SIZES[model],
+            "text_cfg": {
+                "hf_model_name": str(text_folder),
+                "hf_tokenizer_name": str(text_folder),
+                "hf_pooler_type": "cls_last_hidden_state_pooler",
+                "hf_proj_type": "linear",
+                "context_length": CONTEXT_LENGTH,
+            },
+        }
+        name = f"bench-{model}"
+        (scratch / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
+        open_clip.add_model_config(scratch / f"{name}.json")
+        return with_text_model(name, text_folder)
+    name = ALIASES.get(model, model)
+    known = get_model_config(name)
+    if known is not None and known["text_cfg"].get("hf_model_name"):
+        return with_text_model(name, text_model or write_bert(scratch / "bert", "base", dropout))
+    if text_model is not None:
+        return with_text_model(name, text_model)  # says why this model takes none
+    return name
+
+
+def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The registered model with random weights, the same for the same name, in training mode."""
+    torch.manual_seed(0)
+    model = open_clip.create_model(
+        name,
+        pretrained_image=False,
+        pretrained_text=False,
+        force_patch_dropout=token_drop if token_drop > 0 else None,
+        output_dict=True,
+    )
+    return model.to(device=device, dtype=dtype).train()
+
+
+def make_batches(name: str, model: nn.Module, sizes: Sequence[int], dtype: torch.dtype, seed: int) -> list[MicroBatch]:
+    """Random images and tokens in host memory, pinned where the model is on a GPU, as a loader leaves them."""
+    config = get_model_config(name)
+    size_px = model.visual.image_size
+    height, width = (size_px, size_px) if isinstance(size_px, int) else size_px
+    context = config["text_cfg"].get("context_length", 77)
+    transformer = getattr(getattr(model, "text", None), "transformer", None)
+    vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None) or model.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for size in sizes:
+        images = torch.randn(size, 3, height, width, generator=generator, dtype=dtype)
+        texts = torch.randint(1, vocabulary, (size, context), generator=generator)
+        if next(model.parameters()).is_cuda:
+            images, texts = images.pin_memory(), texts.pin_memory()
+        batches.append((images, texts))
+    return batches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways to take a step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Setup:
+    """A model on a device, perhaps over ranks, with what every way needs of it."""
+
+    inner: nn.Module
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.model = self.inner
+        if self.world_size > 1:
+            ids = [self.device] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.inner, device_ids=ids)
+        # Over ranks the combination of flags that gives open_clip's exact gradient.
+        over = self.world_size > 1
+        self.clip_loss = ClipLoss(
+            local_loss=over, gather_with_grad=over, cache_labels=True, rank=self.rank, world_size=self.world_size
+        )
+
+    def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        images, texts = (part.to(self.device, non_blocking=True) for part in micro_batch)
+        return self.model(images, texts)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
+Way = Callable[[Sequence[MicroBatch]], Any]
+
+
+def plain(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """The yardstick: K steps of plain training, each with its own small contrastive batch."""
+    for micro_batch in micro_batches:
+        setup.zero_grad()
+        one_graph(setup, [micro_batch])
+
+
+def forwards_only(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """What a replayed micro-batch costs beside its plain training: a forward pass without graph."""
+    for micro_batch in micro_batches:
+        with torch.no_grad(), setup.autocast():
+            setup.forward(micro_batch)
+
+
+def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """What a large enough device would do: one forward pass of all samples, one loss, one backward pass."""
+    with setup.autocast():
+        images, texts = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*micro_batches, strict=True))
+        setup.clip_loss(**setup.forward((images, texts))).backward()
+
+
+def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """What open_clip 3.3 computes with --accum-freq K: a pass for features, then K times forward, whole loss, backward."""
+    with torch.no_grad(), setup.autocast():
+        cached = [setup.forward(micro_batch) for micro_batch in micro_batches]
+    for k, micro_batch in enumerate(micro_batches):
+        with setup.autocast():
+            fresh = setup.forward(micro_batch)
+            parts = [*cached[:k], fresh, *cached[k + 1 :]]
+            image_features, text_features = (
+                torch.cat([part[side] for part in parts]) for side in ("image_features", "text_features")
+            )
+            loss = setup.clip_loss(image_features, text_features, fresh["logit_scale"])
+        loss.backward()
+
+
+def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
+    """Ours."""
+    loss = ContrastiveLoss(chunk_size=loss_chunk, rank=setup.rank, world_size=setup.world_size)
+    return DecoupledGradientAccumulation(setup.model, loss, autocast=setup.autocast, retain=retain).backward
+
+
+def two_pass(setup: Setup) -> Way:
+    """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
+    return DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0).backward
+
+
+def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool) -> dict[str, Way]:
+    """Every way to take a step of K = `steps` micro-batches, by the name of its row."""
+    found: dict[str, Way] = {
+        "plain micro-batches": partial(plain, setup),
+        "their forward passes alone": partial(forwards_only, setup),
+    }
+    if with_one_graph:
+        found["one graph"] = partial(one_graph, setup)
+    if steps == 1:
+        return found | {"ours, retain 1": decoupled(setup, 1, loss_chunk)}
+    found["open_clip --accum-freq"] = partial(open_clip_accumulation, setup)
+    found["two-pass (GradCache)"] = two_pass(setup)
+    most = steps if setup.world_size == 1 else steps - 1
+    for retain in sorted({1, min(2, most), steps // 2}):
+        found[f"ours, retain {retain}"] = decoupled(setup, retain, loss_chunk)
+    found["ours, retain auto"] = decoupled(setup, "auto", loss_chunk)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class PeakBytes(LiveBytes):
+    """The most bytes alive at once of what the operations inside make. Their own scratch memory is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bound = 0  # never less than what is alive: counting all is needed only where it passes the peak
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
+        if self._bound > self.peak:
+            self._bound = self.bytes()
+            self.peak = max(self.peak, self._bound)
+        return result
+
+
+def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
+    """Seconds of one step, ranks starting together: of the wall clock, or of this process' CPU time."""
+    setup.zero_grad()
+    if setup.world_size > 1:
+        dist.barrier()
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
+    now = time.perf_counter if clock == "wall" else time.process_time
+    start = now()
+    way(micro_batches)
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
+    return now() - start
+
+
+def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:
+    """Most device memory of a step: parameters and all it makes, gradients included (CPU: live tensor bytes)."""
+    setup.zero_grad()
+    if setup.device.type == "cuda":
+        gc.collect()  # what an earlier way left in reference cycles
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        way(micro_batches)
+        torch.cuda.synchronize(setup.device)
+        return torch.cuda.max_memory_allocated(setup.device)
+    with PeakBytes() as live:
+        way(micro_batches)
+    return live.peak + sum(p.nbytes for p in setup.inner.parameters())
+
+
+@dataclass
+class Counts:
+    """What a step does on this rank, whatever the machine."""
+
+    forwards: float  # passes through the towers a sample
+    backwards: float
+    flops: int  # multiply-adds, counted twice, in the matrix products of towers and loss
+
+
+def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Counts:
+    rows = {"forward": 0, "backward": 0}
+
+    def count(_module: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> None:
+        features = outputs["image_features"]
+        rows["forward"] += len(features)
+        if features.requires_grad:
+            features.register_hook(lambda gradient: rows.update(backward=rows["backward"] + len(gradient)))
+
+    setup.zero_grad()
+    hook = setup.inner.register_forward_hook(count)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            way(micro_batches)
+    finally:
+        hook.remove()
+    samples = sum(len(images) for images, _ in micro_batches)
+    return Counts(rows["forward"] / samples, rows["backward"] / samples, counter.get_total_flops())
+
+
+def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
+    """FLOPs of one micro-batch's forward pass, and of its forward and backward pass, without a loss."""
+    images, texts = (part.to(setup.device) for part in micro_batch)
+    with FlopCounterMode(display=False) as forward, torch.no_grad(), setup.autocast():
+        setup.inner(images, texts)
+    setup.zero_grad()
+    with FlopCounterMode(display=False) as both:
+        with setup.autocast():
+            outputs = setup.inner(images, texts)
+        sum(outputs[side].float().sum() for side in ("image_features", "text_features")).backward()
+    setup.zero_grad()
+    return forward.get_total_flops(), both.get_total_flops()
+
+
+def reference_gradient(setup: Setup, micro_batches: Sequence[MicroBatch], seed: int) -> dict[str, Tensor]:
+    """The effective batch's gradient from one graph, random masks drawn micro-batch by micro-batch as accumulation does."""
+    setup.zero_grad()
+    torch.manual_seed(seed)
+    outputs = []
+    for images, texts in micro_batches:
+        with setup.autocast():
+            outputs.append(setup.inner(images.to(setup.device), texts.to(setup.device)))
+    sides = [torch.cat([output[side] for output in outputs]) for side in ("image_features", "text_features")]
+    widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
+    setup.clip_loss(*widened, outputs[-1]["logit_scale"]).backward()
+    found = _gradients(setup)
+    if setup.world_size > 1:  # the towers were called without DDP, which would average
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+            gradient /= setup.world_size
+    return found
+
+
+def gradient_errors(
+    setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], seed: int, reference: dict[str, Tensor]
+) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| (L2) of all tower parameters together and of logit_scale, masks drawn from `seed`."""
+    setup.zero_grad()
+    torch.manual_seed(seed)
+    way(micro_batches)
+    found = _gradients(setup)
+    parts = {"towers": [name for name in reference if name != "logit_scale"], "logit_scale": ["logit_scale"]}
+    return {part: _distance(found, reference, names) for part, names in parts.items()}
+
+
+def _gradients(setup: Setup) -> dict[str, Tensor]:
+    named = setup.inner.named_parameters()
+    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+
+
+def _distance(found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]) -> float:
+    difference = sum((found[name].double() - reference[name].double()).square().sum().item() for name in names)
+    total = sum(reference[name].double().square().sum().item() for name in names)
+    return (difference / total) ** 0.5

@@ -1,0 +1,361 @@
+"""What decoupled gradient accumulation costs (section 4.1), beside the other ways to train with a large batch.
+
+    python scripts/bench/dga.py [--model small] [--micro-batch 16] [--steps 1,4,16] [--ranks 1] [--out FILE.json]
+    python scripts/bench/dga.py --loss-rows 65536 [--loss-chunk 256]        # the loss alone, in place of the steps
+
+The first form takes steps of K micro-batches of B samples on each of W ranks in every way, turn by turn in one run: plain
+training on K small batches (the yardstick), one graph over all, open_clip's --accum-freq, a two-pass step as GradCache's,
+and ours with 1, 2, K/2 and an automatic number R of graphs retained. A row holds
+
+    time        seconds a sample, as a ratio to plain training's in the step just before; median over rounds, with range
+    passes      forward and backward passes a sample, counted
+    ideal       forwards / 3 + 2 backwards / 3, a forward being a third of a step: for ours 1 + (K-R)/(3K)
+    FLOPs       matrix products of a step, counted, as a ratio to plain training's; the towers' due is 1 + f (K-R)/K with
+                their counted forward share f (more than 1/3, as nobody wants the gradient of the pixels)
+    memory      most device memory, as a ratio to plain training's on one micro-batch (CPU: live tensors; parameters count)
+    error       |g - g_ref| / |g_ref| of the towers and of logit_scale against one graph under the same random masks,
+                dropout and token drop on, for K = --error-steps in --error-precision
+
+No optimizer step and no data loading is in any of it. Models have random weights, and no hub is asked. Over ranks (CPU:
+gloo; CUDA: nccl, a GPU a rank) the ratios are rank 0's. FILE.json holds everything, FILE.md the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accumulation import (
+    MicroBatch,
+    PeakBytes,
+    Setup,
+    Way,
+    build,
+    counts,
+    gradient_errors,
+    make_batches,
+    peak_bytes,
+    plain,
+    reference_gradient,
+    register,
+    seconds,
+    tower_flops,
+    ways,
+)
+from open_clip.loss import ClipLoss
+from torch import nn
+
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.retain import available_bytes
+
+SEED = 1  # of micro-batches and masks; ranks add their own number
+WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="small", help="small, tiny, ViT-B-16+BERT-base, or an open_clip model name")
+    parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower (its config sets the dropout)")
+    parser.add_argument("--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank")
+    parser.add_argument("--steps", default="1,4,16", metavar="K,K", help="micro-batches a step")
+    parser.add_argument("--ranks", type=int, default=1, metavar="W")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=("fp32", "amp_bf16"), default="fp32")
+    parser.add_argument("--token-drop", type=float, default=0.25, help="share of patch tokens dropped")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the random BERT")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process' own CPU time")
+    parser.add_argument("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
+    parser.add_argument("--error-batch", type=int, default=4, metavar="B")
+    parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
+    parser.add_argument("--no-one-graph", action="store_true", help="leave one graph over all out, also where it fits")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU in bf16, for its utilisation")
+    parser.add_argument("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
+    parser.add_argument("--loss-rows", metavar="N,N", help="measure the loss alone, on this many pairs")
+    parser.add_argument("--loss-width", type=int, default=512, metavar="D")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    try:
+        args.steps = [int(k) for k in args.steps.split(",")]
+        args.loss_rows = [int(n) for n in args.loss_rows.split(",")] if args.loss_rows else []
+    except ValueError as error:
+        parser.error(f"--steps and --loss-rows are numbers separated by commas ({error})")
+    if min([args.micro_batch, args.ranks, *args.steps, *args.loss_rows]) < 1 or args.rounds < 0:
+        parser.error("--micro-batch, --steps, --ranks and --loss-rows must be at least 1, --rounds not negative")
+    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {args.ranks} on CUDA needs as many GPUs, but there are {torch.cuda.device_count()}")
+    if args.device == "cuda" and args.clock == "cpu":
+        parser.error("--clock cpu does not see what a GPU does")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
+    """Everything one rank does; rank 0 leaves the results in the folder `scratch`."""
+    device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
+    if args.ranks > 1:
+        store = dist.FileStore(os.path.join(scratch, "store"), args.ranks)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=args.ranks)
+    try:
+        own = Path(scratch) / f"rank{rank}"
+        own.mkdir()
+        name = register(args.model, args.text_model, args.dropout, own)
+        results = measure_steps(name, args, device, rank)
+        if rank == 0:
+            (Path(scratch) / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    finally:
+        if args.ranks > 1:
+            dist.destroy_process_group()
+
+
+def make_setup(name: str, args: argparse.Namespace, device: torch.device, rank: int, precision: str) -> Setup:
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    amp = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    model = build(name, args.token_drop, device, dtype)
+    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks)
+
+
+def measure_steps(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, Any]:
+    errors = measure_errors(name, args, device, rank) if args.error_steps else {}
+    setup = make_setup(name, args, device, rank, args.precision)
+    most = max(args.steps)
+    batches = make_batches(name, setup.inner, [args.micro_batch] * most, torch.float32, SEED + rank)
+    one = partial(plain, setup)
+    for _ in range(WARM_UP_STEPS):  # DDP lays its buckets out anew after the first
+        one(batches[:1])
+    forward_flops, step_flops = tower_flops(setup, batches[0])
+    single = peak_bytes(setup, one, batches[:1])
+    share = forward_flops / step_flops
+    graph = max(1, single - sum(p.nbytes for p in setup.inner.parameters()))
+    results: dict[str, Any] = {
+        "model": args.model,
+        "parameters": sum(p.numel() for p in setup.inner.parameters()),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} thread(s)",
+        "torch": torch.__version__,
+        "gflops_per_sample": step_flops / args.micro_batch / 1e9,
+        "forward_share": share,
+        "peak_mib_of_one_micro_batch": single / 2**20,
+        **{key: getattr(args, key) for key in ("micro_batch", "ranks", "precision", "token_drop", "dropout", "rounds")},
+        **{key: getattr(args, key) for key in ("clock", "loss_chunk", "error_steps", "error_batch", "error_precision")},
+        "rows": [],
+    }
+    for steps in args.steps:
+        fits = not args.no_one_graph and _agreed_free(setup) > 1.2 * graph * steps
+        contestants = ways(setup, steps, args.loss_chunk, fits)
+        timed = measure_times(setup, contestants, batches[:steps], args)
+        plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
+        for row, way in contestants.items():
+            counted = counts(setup, way, batches[:steps])
+            record = {
+                "way": row,
+                "steps": steps,
+                "retained": round(steps * (2 - counted.forwards)) if row.startswith("ours") else None,
+                "ideal": counted.forwards / 3 + counted.backwards * 2 / 3,
+                "forwards_per_sample": counted.forwards,
+                "backwards_per_sample": counted.backwards,
+                "flops": counted.flops / plain_flops,
+                "flops_due": counted.forwards * share + counted.backwards * (1 - share),
+                "memory": peak_bytes(setup, way, batches[:steps]) / single,
+                "errors": errors.get(row),
+            }
+            if args.rounds:
+                ratios, per_second = timed[row]["ratios"], 1 / statistics.median(timed[row]["seconds_per_sample"])
+                record |= {"time": statistics.median(ratios), "time_range": [min(ratios), max(ratios)]}
+                record |= {"samples_per_second": args.ranks * per_second}
+                if device.type == "cuda":
+                    model_flops = per_second * step_flops / args.micro_batch  # the replay is no part of the model's
+                    record |= {"flops_utilisation": model_flops / (args.peak_tflops * 1e12)}
+            results["rows"].append(record)
+    return results
+
+
+def _agreed_free(setup: Setup) -> int:
+    """Memory free on the device, the least of all ranks'; none where it cannot be told."""
+    free = torch.tensor([available_bytes(setup.device) or 0], device=setup.device)
+    if setup.world_size > 1:
+        free //= setup.world_size if setup.device.type == "cpu" else 1
+        dist.all_reduce(free, dist.ReduceOp.MIN)
+    return int(free.item())
+
+
+def measure_times(
+    setup: Setup, contestants: dict[str, Way], batches: Sequence[MicroBatch], args: argparse.Namespace
+) -> dict[str, dict[str, list[float]]]:
+    """Each way's seconds a sample, and their ratios to a step of plain training taken just before, round by round.
+
+    Neighbours in time share what the machine does besides. Every round begins with another way.
+    """
+    yardstick = contestants["plain micro-batches"]
+    samples = sum(len(images) for images, _ in batches)
+    found: dict[str, dict[str, list[float]]] = {row: {"ratios": [], "seconds_per_sample": []} for row in contestants}
+    for row, way in contestants.items():
+        for _ in range(WARM_UP_STEPS if args.rounds or row.endswith("auto") else 0):
+            seconds(setup, way, batches, args.clock)
+    rows = list(contestants)
+    for turn in range(args.rounds):
+        first = turn % len(rows)
+        for row in rows[first:] + rows[:first]:
+            before = seconds(setup, yardstick, batches, args.clock)
+            took = seconds(setup, contestants[row], batches, args.clock)
+            found[row]["ratios"].append(took / before)
+            found[row]["seconds_per_sample"].append(took / samples)
+    return found
+
+
+def measure_errors(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, dict[str, float]]:
+    """The gradient error of each way that claims the effective batch's gradient, on a small one."""
+    setup = make_setup(name, args, device, rank, args.error_precision)
+    dtype = torch.float64 if args.error_precision == "fp64" else torch.float32
+    batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, dtype, SEED + rank)
+    reference = reference_gradient(setup, batches, SEED + rank)
+    contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
+    contestants = {row: way for row, way in contestants.items() if row.startswith(("open_clip", "two-pass", "ours"))}
+    # Rows of other K hold the same method: K/2 graphs of K are K/2 of another.
+    errors = {row: gradient_errors(setup, way, batches, SEED + rank, reference) for row, way in contestants.items()}
+    half = errors.get(f"ours, retain {args.error_steps // 2}")
+    for steps in args.steps:
+        if half is not None and steps > 1:
+            errors.setdefault(f"ours, retain {steps // 2}", half)
+    return errors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def measure_loss(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time and peak memory of one forward and backward of each loss on N pairs of unit features in fp32, one process."""
+    device = torch.device(args.device)
+    rows = []
+    for n in args.loss_rows:
+        torch.manual_seed(SEED)
+        features = [nn.functional.normalize(torch.randn(n, args.loss_width, device=device), dim=1) for _ in range(2)]
+        losses: dict[str, nn.Module] = {
+            f"ContrastiveLoss(chunk_size={args.loss_chunk})": ContrastiveLoss(chunk_size=args.loss_chunk)
+        }
+        # Two logit matrices, their softmaxes and gradients: six matrices of N^2 floats, and some room.
+        if (available_bytes(device) or 0) > 7 * 4 * n * n:
+            losses["open_clip ClipLoss"] = ClipLoss()
+        for name, loss in losses.items():
+            rows.append({"loss": name, "pairs": n, "width": args.loss_width, **_loss_step(loss, features, device)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -> dict[str, float]:
+    """One step; what it needs of memory counts the features, made before, and their gradients."""
+    leaves = [part.clone().requires_grad_() for part in features]
+    scale = torch.tensor(50.0, device=device, requires_grad=True)
+    setup = Setup(nn.Linear(1, 1), device)
+    inputs = sum(part.nbytes for part in leaves)
+    live = PeakBytes()
+
+    def step(_batches: Sequence[MicroBatch]) -> None:
+        loss(leaves[0], leaves[1], scale).backward()
+
+    if device.type == "cuda":
+        step([])
+        took = seconds(setup, step, [], "wall")
+        for leaf in (*leaves, scale):
+            leaf.grad = None
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step([])
+        peak = torch.cuda.max_memory_allocated(device) - before + inputs
+    else:
+        with live:  # a few operations a chunk: counting costs no time to speak of
+            took = seconds(setup, step, [], "cpu")
+        peak = live.peak + inputs
+    return {"seconds": took, "peak_mib": peak / 2**20, "logit_scale_gradient": scale.grad.item()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def steps_markdown(results: dict[str, Any]) -> str:
+    """The rows as a table, below a line that says what was run."""
+    gpu = any("flops_utilisation" in row for row in results["rows"])
+    timed = results["rounds"] > 0
+    header = ["K", "way"] + (["time / plain (range)", "ideal", "time / ideal"] if timed else [])
+    header += ["forwards, backwards", "FLOPs (due)", "memory", "error of towers", "of logit_scale"]
+    header += ["samples/s", "FLOPs utilisation"] if gpu else []
+    rows = []
+    for row in results["rows"]:
+        cells = [str(row["steps"]), row["way"] + (f" (R={row['retained']})" if row["way"].endswith("auto") else "")]
+        if timed:
+            low, high = row["time_range"]
+            cells += [f"{row['time']:.3f} ({low:.3f}-{high:.3f})", f"{row['ideal']:.3f}"]
+            cells += [f"{row['time'] / row['ideal']:.3f}"]
+        cells += [f"{row['forwards_per_sample']:.4g}, {row['backwards_per_sample']:.4g}"]
+        cells += [f"{row['flops']:.4f} ({row['flops_due']:.4f})", f"{row['memory']:.3f}"]
+        cells += [f"{row['errors'][part]:.1e}" if row["errors"] else "-" for part in ("towers", "logit_scale")]
+        if gpu:
+            cells += [f"{row['samples_per_second']:.0f}", f"{row['flops_utilisation']:.1%}"]
+        rows.append(cells)
+    about = (
+        f"{results['model']} ({results['parameters'] / 1e6:.1f} M parameters, {results['gflops_per_sample']:.2f} GFLOP a "
+        f"sample, forward share {results['forward_share']:.4f}), micro-batch {results['micro_batch']}, {results['ranks']} "
+        f"rank(s), {results['precision']}, token drop {results['token_drop']}, dropout {results['dropout']}, "
+        f"{results['rounds']} rounds by the {results['clock']} clock; {results['device']}, torch {results['torch']}; one "
+        f"micro-batch peaks at {results['peak_mib_of_one_micro_batch']:.0f} MiB; errors in {results['error_precision']} at "
+        f"K={results['error_steps']}, micro-batch {results['error_batch']}."
+    )
+    return f"{about}\n\n{table(header, rows)}"
+
+
+def loss_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["pairs", "width", "loss", "peak memory, MiB", "seconds"]
+    cells = [
+        [str(row["pairs"]), str(row["width"]), row["loss"], f"{row['peak_mib']:.0f}", f"{row['seconds']:.2f}"]
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.loss_rows:
+        results: dict[str, Any] = {"loss": measure_loss(args)}
+        markdown = loss_markdown(results["loss"])
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            if args.ranks > 1:
+                torch.multiprocessing.spawn(measure_rank, (args, scratch), nprocs=args.ranks)
+            else:
+                measure_rank(0, args, scratch)
+            results = json.loads((Path(scratch) / "results.json").read_text(encoding="utf-8"))
+        markdown = steps_markdown(results)
+    print(markdown)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        args.out.with_suffix(".md").write_text(markdown, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
