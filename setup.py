@@ -54,7 +54,6 @@ setup(
     },
     entry_points={"console_scripts": ["zerovl=open_clip_zerovl.cli:main"]},
     classifiers=[
-        "License :: OSI Approved :: MIT License",
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],

@@ -41,7 +41,8 @@ def workplace(tmp_path_factory):
 def arguments_of(data: str, name: str, *extra: str) -> list[str]:
     return [
         *COMMON, "--train-data", data, "--debiased-sampling", "--batch-size", "4", "--dga-steps", "2", "--epochs",
-        str(EPOCHS), "--name", name, "--save-every-steps", "2", "--aug-cfg", "scale=(0.6,1.0)", *extra,
+        str(EPOCHS), "--name", name, "--save-every-steps", "2", "--aug-cfg", "scale=(0.6,1.0)", "--coin-flip-mixup",
+        "--mixup-alpha", "1.0", "--text-augment", "0.2", *extra,
     ]  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_killed_and_resumed_equals_never_interrupted(workplace, workers):
-    """One rank, with dropout, token drop and random crops; killed without warning in the second epoch, then stopped by
+    """One rank, with dropout, token drop, mixup, word augmentation and random crops; killed without warning in the second epoch, then stopped by
     SIGTERM in the third."""
     folder, data = workplace
     whole, broken = f"whole{workers}", f"broken{workers}"

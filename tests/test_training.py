@@ -286,7 +286,7 @@ def test_bad_input(workplace, bad_input, kind):
     write_tar(folder / "nocaptions" / "0.tar", [(f"{number}.png", png((number, 0, 0))) for number in range(8)])
     arguments, words = BAD_INPUT[kind]
     arguments = [part.format(folder=folder, data=data) for part in arguments]
-    status, sentence, run_folder = bad_input(arguments, name=kind.replace(" ", "-"))
+    status, sentence, run_folder = bad_input(arguments, name="bad-" + kind.replace(" ", "-"))
     assert status == 2 and words in sentence
     if kind not in ("no captions",):  # found while training: the run has begun and its log stays
         assert not run_folder.exists()  # so that the same name can be used again
