@@ -362,7 +362,9 @@ class MixtureLoader:
         if iterator is None or not hasattr(iterator, "_workers"):
             return
         iterator._shutdown = True
-        if iterator._worker_pids_set:  # torch raises about each registered worker that dies, wherever the process is then
+        if (
+            iterator._worker_pids_set
+        ):  # torch raises about each registered worker that dies, wherever the process is then
             torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
         for process in iterator._workers:
