@@ -22,7 +22,7 @@ from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, schedule_
 from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.sampling import Batching, Schedule
 from open_clip_zerovl.sources import Source, parse_sources
-from training.params import RecipeConfig, uses_own_step
+from training.config import RecipeConfig, uses_own_step
 
 # open_clip's main calls evaluate() only when the data holds one of its own keys; this one it does not read by itself.
 PLACEHOLDER_KEY = "val"

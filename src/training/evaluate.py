@@ -16,8 +16,8 @@ from open_clip_train.train import evaluate as evaluate_stock
 from open_clip_train.train import unwrap_model
 
 from open_clip_zerovl.retrieval import evaluate_retrieval
+from training.config import RecipeConfig
 from training.data import RetrievalData
-from training.params import RecipeConfig
 
 
 def evaluate(

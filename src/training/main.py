@@ -26,7 +26,8 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.mixture import MixtureLoader
 from open_clip_zerovl.models import check_model, with_text_model
 from training import checkpointing, data, evaluate, model, resume, schedule, train
-from training.params import RecipeConfig, parse, uses_own_step
+from training.config import RecipeConfig, uses_own_step
+from training.params import parse
 from training.seams import check_host, replaced
 
 

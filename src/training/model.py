@@ -15,7 +15,7 @@ from open_clip_zerovl.auxiliary import check_token_drop, freeze, init_from, lock
 from open_clip_zerovl.mixup import CoinFlipMixup
 from open_clip_zerovl.models import create_model_and_transforms, load_pretrained_tower
 from open_clip_zerovl.optimizer import constant_temperature, parameter_groups
-from training.params import RecipeConfig
+from training.config import RecipeConfig
 
 
 def create_model(

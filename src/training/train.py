@@ -31,7 +31,7 @@ from open_clip_zerovl.frozen_cache import FrozenCache
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.mixup import CoinFlipMixup
 from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
-from training.params import RecipeConfig
+from training.config import RecipeConfig
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), texts (B, L)
 MAX_LOGIT_SCALE = math.log(100)  # open_clip clamps the temperature at 1/100
