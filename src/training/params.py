@@ -173,7 +173,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--retrieval-data",
         metavar="NAME=DIR::...",
-        help="retrieval sets in CLIP_benchmark's webdataset layout; recall@1/5/10 and RSUM are logged while training",
+        help="retrieval sets (CLIP_benchmark's layout, Karpathy's JSON@PICTURES, ZeroVL's CSV@PICTURES); recall@1/5/10 and "
+        "RSUM are logged while training",
     )
     group.add_argument(
         "--retrieval-frequency", type=int, default=1, metavar="EPOCHS", help="epochs between retrieval evaluations"
