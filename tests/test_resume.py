@@ -46,6 +46,21 @@ def arguments_of(data: str, name: str, *extra: str) -> list[str]:
     ]  # fmt: skip
 
 
+def descendants(pid: int) -> list[int]:
+    """All processes below one, from /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has ended since it was listed
+            continue
+    below, front = [], [pid]
+    while front:
+        front = [child for child, parent in parents.items() if parent in front]
+        below += front
+    return below
+
+
 def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
     """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
     command = [sys.executable]
@@ -66,7 +81,11 @@ def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern
         while not list((folder / "logs" / name / "checkpoints").glob(pattern)):
             assert child.poll() is None and time.monotonic() < deadline, "the run ended before it could be interrupted"
             time.sleep(0.01)
-        os.killpg(child.pid, number)
+        if number == signal.SIGKILL:  # ranks are in sessions of their own: without their launcher they would train on
+            for pid in [*descendants(child.pid), child.pid]:
+                os.kill(pid, number)
+        else:  # the launcher hands it on to its ranks
+            os.killpg(child.pid, number)
         return child.wait(timeout=120)
     finally:
         if child.poll() is None:

@@ -11,7 +11,8 @@ and ours with 1, 2, K/2 and an automatic number R of graphs retained. A row hold
     passes      forward and backward passes a sample, counted
     ideal       forwards / 3 + 2 backwards / 3, a forward being a third of a step: for ours 1 + (K-R)/(3K)
     FLOPs       matrix products of a step, counted, as a ratio to plain training's; the towers' due is 1 + f (K-R)/K with
-                their counted forward share f (more than 1/3, as nobody wants the gradient of the pixels)
+                their counted forward share f (near 1/3: attention goes back at more than twice its forward, and nobody
+                wants the gradient of the pixels)
     memory      most device memory, as a ratio to plain training's on one micro-batch (CPU: live tensors; parameters count)
     error       |g - g_ref| / |g_ref| of the towers and of logit_scale against one graph under the same random masks,
                 dropout and token drop on, for K = --error-steps in --error-precision
@@ -322,10 +323,12 @@ def steps_markdown(results: dict[str, Any]) -> str:
         f"sample, forward share {results['forward_share']:.4f}), micro-batch {results['micro_batch']}, {results['ranks']} "
         f"rank(s), {results['precision']}, token drop {results['token_drop']}, dropout {results['dropout']}, "
         f"{results['rounds']} rounds by the {results['clock']} clock; {results['device']}, torch {results['torch']}; one "
-        f"micro-batch peaks at {results['peak_mib_of_one_micro_batch']:.0f} MiB; errors in {results['error_precision']} at "
-        f"K={results['error_steps']}, micro-batch {results['error_batch']}."
+        f"micro-batch peaks at {results['peak_mib_of_one_micro_batch']:.0f} MiB"
     )
-    return f"{about}\n\n{table(header, rows)}"
+    if results["error_steps"]:
+        precision, steps, batch = (results[f"error_{part}"] for part in ("precision", "steps", "batch"))
+        about += f"; errors in {precision} at K={steps}, micro-batch {batch}"
+    return f"{about}.\n\n{table(header, rows)}"
 
 
 def loss_markdown(rows: Sequence[dict[str, Any]]) -> str:
