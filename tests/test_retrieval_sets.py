@@ -277,13 +277,11 @@ def test_the_papers_transform_squashes_and_crops(export, sets):
     assert own.keys() == paper.keys()
 
 
-SCORE_TWICE = """
+SCORE = """
 import sys
 from open_clip_zerovl.cli import main
-export, good, bad, output = sys.argv[1:]
-for data, name in ((good, "good"), (bad, "bad")):
-    status = main(["retrieval", export, "--data", data, "--device", "cpu", "--output", output + name + ".json"])
-    print("status of", name, status, flush=True)
+status = main(["retrieval", *sys.argv[1:]])
+print("status", status, flush=True)
 """
 
 
@@ -293,18 +291,23 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
     broken = tmp_path / "broken"
     shutil.copytree(sets / "flat", broken)
     (broken / "COCO_val2014_000000000012.jpg").write_bytes(b"no picture")  # of the second rank
-    (tmp_path / "score_twice.py").write_text(SCORE_TWICE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "score_twice.py"), str(export), f"s={karpathy(sets)}"]
-    command += [f"s={sets / 'valid_anno.csv'}@{broken}", f"{tmp_path}/"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("RSUM") == 1  # the first rank alone prints
+    (tmp_path / "score.py").write_text(SCORE)
+
+    def score(data: str, output: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [str(tmp_path / "score.py"), str(export), "--data", data, "--device", "cpu"]
+        command += ["--output", str(tmp_path / output)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    good = score(f"s={karpathy(sets)}", "good.json")
+    assert good.returncode == 0, good.stderr[-2000:]
+    assert good.stdout.count("status 0") == 2 and good.stdout.count("RSUM") == 1  # the first rank alone prints
     together = json.loads((tmp_path / "good.json").read_text())["results"]["s"]
     assert together == pytest.approx(alone, abs=1e-9)
-    assert done.stdout.count("status of good 0") == done.stdout.count("status of bad 2") == 2
-    assert done.stderr.count("the image of sample '1012' cannot be read") == 2
+    bad = score(f"s={sets / 'valid_anno.csv'}@{broken}", "bad.json")
+    assert bad.stdout.count("status 2") == 2, bad.stderr[-2000:]
+    assert bad.stderr.count("the image of sample '1012' cannot be read") == 2
     assert not (tmp_path / "bad.json").exists()
 
 
