@@ -28,7 +28,7 @@ setup(
         "webdataset>=0.2.5,<=0.2.86",
         "braceexpand",
         "pandas",
-        # open_clip 3.3 and CLIP_benchmark turn one-element arrays into floats, which numpy 2.4 refuses: --imagenet-val would crash.
+        # open_clip 3.3 and CLIP_benchmark make floats of one-element arrays, which numpy 2.4 refuses (--imagenet-val).
         "numpy<2.4",
         "pillow",
         "safetensors",
