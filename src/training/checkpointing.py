@@ -130,11 +130,10 @@ class StepCheckpoints:
 
     Args:
         every: optimizer steps between two checkpoints, counted over the whole run; None = only when asked (preemption).
-        extra: what else a resumed run needs, collected when a checkpoint is written.
     """
 
-    def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int, extra: Callable[[], dict]) -> None:
-        self.args, self.every, self.keep, self.extra = args, every, keep, extra
+    def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
+        self.args, self.every, self.keep = args, every, keep
 
     def due(self, steps_done: int) -> bool:
         """Whether a checkpoint is due after this many optimizer steps of the run."""
@@ -150,7 +149,7 @@ class StepCheckpoints:
             "name": self.args.name,
             "state_dict": getattr(model, "_orig_mod", model).state_dict(),
             "optimizer": optimizer.state_dict(),
-            "zerovl": {**asdict(position), "extra": self.extra()},
+            "zerovl": asdict(position),
         }
         if scaler is not None:
             content["scaler"] = scaler.state_dict()
@@ -161,11 +160,10 @@ class StepCheckpoints:
             old.unlink()
 
 
-def read_position(checkpoint: dict) -> tuple[Position | None, dict]:
-    """Where a checkpoint was taken and its extra entries; (None, {}) for one of open_clip's own."""
-    entry = dict(checkpoint.get("zerovl", {}))
-    extra = entry.pop("extra", {})
-    return (Position(**entry) if entry else None), extra
+def read_position(checkpoint: dict) -> Position | None:
+    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end."""
+    entry = checkpoint.get("zerovl")
+    return Position(**entry) if entry else None
 
 
 class Preemption:

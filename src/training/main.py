@@ -179,7 +179,7 @@ class Run:
     def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         assert self.model is not None  # main loads a checkpoint after it has made the model
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
-        position, _ = checkpointing.read_position(checkpoint)
+        position = checkpointing.read_position(checkpoint)
         if position is not None and position.step:
             if self.trainer is None or self.config.sampling is None:
                 raise UserError(

@@ -105,9 +105,7 @@ class Trainer:
             data["train"].set_epoch(epoch, start)
         else:
             data["train"].set_epoch(epoch)
-        checkpoints = StepCheckpoints(
-            args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints, extra=dict
-        )
+        checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
         log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
