@@ -18,11 +18,10 @@ from PIL import Image
 from hostile_server import photo
 from open_clip_zerovl.datasets.apart import shuffled_apart
 from open_clip_zerovl.datasets.cc import prepare_cc, tsv_rows
-from open_clip_zerovl.datasets.coco import prepare_coco
-from open_clip_zerovl.datasets.f30k import prepare_f30k
 from open_clip_zerovl.datasets.index import check_shards
 from open_clip_zerovl.datasets.inputs import locate
 from open_clip_zerovl.datasets.json_stream import json_array
+from open_clip_zerovl.datasets.karpathy import prepare_karpathy
 from open_clip_zerovl.datasets.pairs import Work
 from open_clip_zerovl.datasets.sbu import sbu_rows
 from open_clip_zerovl.datasets.shards import read_shard
@@ -116,7 +115,7 @@ def test_what_needs_a_person_says_so(tmp_path):
     with pytest.raises(UserError, match=r"CC3M's list asks for a sign-in.*--source"):
         prepare_cc("cc3m", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match=r"form.*dataset_flickr30k.json"):
-        prepare_f30k(tmp_path / "out", work=WORK)
+        prepare_karpathy("f30k", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match="given with --source, does not exist"):
         locate("sbu", [str(tmp_path / "nothing.json")], tmp_path)
 
@@ -279,7 +278,7 @@ def test_coco_becomes_training_pairs_and_test_sets(tmp_path):
         tmp_path / "caption_datasets.zip", {"dataset_flickr8k.json": b"{}", file.name: file.read_bytes()}
     )
     out = tmp_path / "coco"
-    result = prepare_coco(out, source=[str(annotations), str(folder)], shard_size=4, work=WORK)
+    result = prepare_karpathy("coco", out, source=[str(annotations), str(folder)], shard_size=4, work=WORK)
     assert {split: m["pairs"] for split, m in result.items()} == {"test": 2, "val": 1, "train": 15}
     texts = {s.files["txt"].decode() for shard in (out / "train").glob("*.tar") for s in read_shard(shard)}
     assert texts == {f'image {i}, caption {k} "quoted"' for i in (0, 1, 5) for k in range(5)}
@@ -306,7 +305,7 @@ def test_clip_benchmark_reads_the_test_set(tmp_path):
     from clip_benchmark.datasets.builder import build_dataset
 
     file, folder = karpathy(tmp_path, coco=False)
-    prepare_f30k(tmp_path / "f30k", source=[str(file), str(folder)], work=WORK)
+    prepare_karpathy("f30k", tmp_path / "f30k", source=[str(file), str(folder)], work=WORK)
     dataset = build_dataset(
         "wds/f30k", root=str(tmp_path / "f30k"), split="test", transform=None, task="zeroshot_retrieval"
     )
@@ -321,14 +320,16 @@ def test_a_test_set_that_lacks_a_picture_is_no_test_set(tmp_path):
     picture.write_bytes(content[:500])
     out, source = tmp_path / "coco", [str(file), str(folder)]
     with pytest.raises(UserError, match=r"test set of coco lacks 1 of 2 pictures \(broken picture 1\)"):
-        prepare_coco(out, source=source, work=WORK)
+        prepare_karpathy("coco", out, source=source, work=WORK)
     picture.unlink()
     with pytest.raises(UserError, match=r"picture missing 1"):
-        prepare_coco(tmp_path / "missing", source=source, work=WORK)
+        prepare_karpathy("coco", tmp_path / "missing", source=source, work=WORK)
     with pytest.raises(UserError, match=r"dataset_type.txt is missing"):
         open_retrieval_set(tmp_path / "missing")
     picture.write_bytes(content)
-    prepare_coco(tmp_path / "missing", source=source, work=Work(threads=2, progress=False, retry_failed=True))
+    prepare_karpathy(
+        "coco", tmp_path / "missing", source=source, work=Work(threads=2, progress=False, retry_failed=True)
+    )
     assert len(open_retrieval_set(tmp_path / "missing")) == 2
 
 
@@ -341,7 +342,7 @@ def test_broken_karpathy_files_are_named(tmp_path, change):
     content["images"][2].update(change)
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"entry 2 of .*dataset_coco.json"):
-        prepare_coco(tmp_path / "coco", source=[str(file), str(folder)], work=WORK)
+        prepare_karpathy("coco", tmp_path / "coco", source=[str(file), str(folder)], work=WORK)
 
 
 # --------------------------------------------------------------------------------------------------------- a long list

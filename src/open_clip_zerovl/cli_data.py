@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,10 @@ def _run_url_list(arguments: argparse.Namespace) -> None:
 
 
 def _run_annotated(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.coco import prepare_coco
-    from open_clip_zerovl.datasets.f30k import prepare_f30k
+    from open_clip_zerovl.datasets.karpathy import prepare_karpathy
     from open_clip_zerovl.datasets.vg import prepare_vg
 
-    prepare = {"vg": prepare_vg, "coco": prepare_coco, "f30k": prepare_f30k}[arguments.dataset]
+    prepare = prepare_vg if arguments.dataset == "vg" else partial(prepare_karpathy, arguments.dataset)
     prepare(
         arguments.out,
         source=arguments.source,

@@ -28,6 +28,7 @@ from open_clip_zerovl.datasets.pictures import Encoding
 from open_clip_zerovl.datasets.shards import write_atomically
 from open_clip_zerovl.errors import UserError
 
+ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
 SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 
 #: The papers count the first five captions of an image; COCO has a few images with more.
@@ -47,7 +48,6 @@ class CaptionedImage:
 
 def prepare_karpathy(
     dataset: str,
-    json_name: str,
     out: str | Path,
     *,
     source: list[str] | None = None,
@@ -59,15 +59,14 @@ def prepare_karpathy(
 
     Args:
         dataset: "coco" or "f30k".
-        json_name: Karpathy's file, given itself or in his zip.
-        source: that file and the pictures, as folders or zips.
+        source: Karpathy's file, itself or in his zip, and the pictures, as folders or zips.
         seed: of the order of the training pairs.
 
     Raises:
         UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture:
             scores over a part of a test set compare with nothing.
     """
-    out, work = Path(out), work or Work()
+    out, work, json_name = Path(out), work or Work(), ANNOTATIONS[dataset]
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a file that is not there will not come by waiting
