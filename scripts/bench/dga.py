@@ -17,7 +17,8 @@ and ours with 1, 2, K/2 and an automatic number R of graphs retained. A row hold
     error       |g - g_ref| / |g_ref| of the towers and of logit_scale against one graph under the same random masks,
                 dropout and token drop on, for K = --error-steps in --error-precision
 
-No optimizer step and no data loading is in any of it. Models have random weights, and no hub is asked. Over ranks (CPU:
+On a CPU the process keeps the memory that it frees (glibc's default gives it back and takes it anew, page by page). No
+optimizer step and no data loading is in any of it. Models have random weights, and no hub is asked. Over ranks (CPU:
 gloo; CUDA: nccl, a GPU a rank) the ratios are rank 0's. FILE.json holds everything, FILE.md the tables.
 """
 
@@ -44,6 +45,7 @@ from accumulation import (
     build,
     counts,
     gradient_errors,
+    keep_heap,
     make_batches,
     peak_bytes,
     plain,
@@ -108,6 +110,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
     """Everything one rank does; rank 0 leaves the results in the folder `scratch`."""
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        keep_heap()
     if args.ranks > 1:
         store = dist.FileStore(os.path.join(scratch, "store"), args.ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"
