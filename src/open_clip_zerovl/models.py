@@ -173,7 +173,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
             "take CLIP's BPE tokenizer; name the tokenizer in the config"
         )
     sources = {text_model} if text_model is not None else {tower, text_cfg["hf_tokenizer_name"]}
-    by_default = text_model is None and registered == "zerovl-emoji"
+    by_default = text_model is None and registered.startswith("zerovl-emoji")
     made_by = "; `zerovl data emoji --out data/emoji` writes it" if by_default else ""
     for source in sorted(map(str, sources)):
         _check_text_source(source, text_cfg.get("context_length", 77), made_by)
