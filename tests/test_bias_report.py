@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -159,6 +160,8 @@ def test_samples_are_spread_over_shards_and_bad_ones_counted(tmp_path: Path):
         read_source_samples(parse_sources(f"b={tmp_path / 'b'}"), 6)
     with pytest.raises(UserError, match="reads local shards"):
         read_source_samples([Source("c", ("https://example.org/0.tar",), (3,))], 6)
+    with pytest.raises(UserError, match="'a' is a cluster read by the index"):
+        read_source_samples([dataclasses.replace(sources[0], picked=np.arange(3))], 6)
 
 
 def test_names_of_models():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from open_clip_zerovl import cli
 from open_clip_zerovl import clustering as package
 from open_clip_zerovl.cluster_assignment import load_clustering, size_report, spherical_kmeans
 from open_clip_zerovl.cluster_folders import train_data, write_clusters
@@ -17,7 +22,8 @@ from open_clip_zerovl.datasets.shards import read_shard
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.sources import parse_sources
 from tars import write_source, write_tar
-from tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+from test_training import COMMON, launch
+from tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_run
 
 COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
 
@@ -78,6 +84,10 @@ def test_the_assignment_report_and_previews_are_written(clustered):
     out, result, _ = clustered
     loaded = load_clustering(out)
     assert loaded.source == "cc" and np.array_equal(loaded.labels, result.labels)
+    for shard, size_bytes in zip(loaded.shards, loaded.shard_bytes, strict=True):
+        path = Path(shard)
+        assert path.is_absolute() and path.stat().st_size == size_bytes
+        assert (path.parent / ".zerovl-index" / f"{path.name}.npz").is_file()  # for training, built in passing
     assert [len(set(loaded.labels_of_shard(k))) for k in range(5)] == [3] * 5
     assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)
     for cluster in range(3):
@@ -143,6 +153,8 @@ def test_refusals(model, source, tmp_path):
         cluster_source(source, model, tmp_path / "a", features="pixels", progress=False)
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         load_clustering(tmp_path)
+    with pytest.raises(UserError, match="shards of cc are remote, first pipe:cat .* Copy them here"):
+        cluster_source(f"cc=pipe:cat {source[3:]}/00000.tar", model, tmp_path / "a", clusters=2, progress=False)
     shards = write_source(tmp_path / "s", 0, 12, 12)
     write_tar(tmp_path / "s/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
     with pytest.raises(UserError, match="the picture of sample 'k' cannot be read"):
@@ -152,7 +164,91 @@ def test_refusals(model, source, tmp_path):
 def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
     _, result, _ = clustered
     shards = write_source(tmp_path / "s", 0, 12, 12)
-    other = package.Clustering("s", (shards,), (13,), result.labels[:13], result.distances[:13], result.centroids)
+    few = result.labels[:13], result.distances[:13]
+    other = package.Clustering("s", (shards,), (13,), *few, result.centroids, (0,))
     with pytest.raises(UserError, match="holds 12 samples and held 13"):
         write_clusters(other, tmp_path, progress=False)
     assert not list(tmp_path.glob("cluster-*"))
+
+
+EMOJI = Path("data/emoji").absolute()
+CLUSTERS = 4
+
+
+@pytest.mark.slow  # two clusterings and five trainings as real processes, three of them on two ranks: minutes
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+def test_cluster_sampling_on_emoji_pairs_from_model_to_training(tmp_path, capsys):
+    """A.6 as a person does it, with the clusters read out of the source's shards and written anew, on one rank and two."""
+    shutil.copytree(EMOJI / "noto", tmp_path / "noto")
+    text = {**bert_text(EMOJI / "bert"), "context_length": 25}
+    name = register(tmp_path / "configs", "tiny", NATIVE_VISION, text)
+    checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "exported")]) == 0
+    command = [
+        "cluster",
+        str(tmp_path / "exported"),
+        "--data",
+        f"noto={tmp_path}/noto",
+        "--out",
+        f"{tmp_path}/clusters",
+    ]
+    command += ["--clusters", str(CLUSTERS), "--device", "cpu", "--preview", "4"]
+
+    labels, counts = np.empty(0, int), Counter()
+    tokens_of: list[tuple[int, ...]] = []
+    clusters_of: dict[tuple[int, ...], set[int]] = defaultdict(set)  # two emoji may have one caption
+
+    def train(data: str, sampling: str, ranks: int, run: str) -> list[list[tuple[int, ...]]]:
+        """The token rows of each step, over all ranks."""
+        arguments = [
+            *COMMON, "--train-data", data, "--sampling", sampling, "--batch-size", str(32 // ranks), "--dga-steps", "2",
+            "--workers", "2", "--epochs", "1", "--name", run,
+        ]  # fmt: skip
+        record = tmp_path / f"record-{run}"
+        done = launch("ours", tmp_path / "configs/tiny.json", arguments, ranks=ranks, record=record, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = [
+            [json.loads(line)["tokens"] for line in Path(f"{record}.{rank}").read_text().splitlines()]
+            for rank in range(ranks)
+        ]
+        return [
+            [tuple(row) for of_rank in step for batch in of_rank for row in batch] for step in zip(*rows, strict=True)
+        ]
+
+    def pure(step: list[tuple[int, ...]]) -> bool:
+        return bool(set.intersection(*(clusters_of[tokens] for tokens in step)))
+
+    for way in ("index", "reshard"):
+        assert cli.main([*command, *(["--reshard"] if way == "reshard" else [])]) == 0
+        data = re.search(r"--train-data '(.*)'", capsys.readouterr().out)[1]
+        sources = parse_sources(data)
+        assert len(sources) == CLUSTERS and all((source.picked is None) == (way == "reshard") for source in sources)
+        if way == "index":
+            labels = load_clustering(tmp_path / "clusters").labels
+            counts = np.bincount(labels)
+            tokens_of = captions_as_tokens(tmp_path / "noto", tmp_path / "exported")
+            for tokens, label in zip(tokens_of, labels.tolist(), strict=True):
+                clusters_of[tokens].add(label)
+            assert sum(len(found) == 1 for found in clusters_of.values()) > 1400
+        for ranks in (1, 2):
+            steps = train(data, "debiased", ranks, f"{way}-{ranks}")
+            assert all(len(step) == 64 and pure(step) for step in steps)
+            assert len(steps) == sum(count // 64 for count in counts)
+            seen, there = Counter(tokens for step in steps for tokens in step), Counter(tokens_of)
+            assert all(seen[tokens] <= there[tokens] for tokens in seen)  # each sample once an epoch
+            log = (tmp_path / "logs" / f"{way}-{ranks}" / "out.log").read_text()
+            assert all(f"noto-00{c}: {n // 64 * 64} of {n} samples" in log for c, n in enumerate(counts.tolist()))
+    mixed = train(f"noto={tmp_path}/noto", "random", 2, "mixed")  # negative control
+    assert sum(pure(step) for step in mixed) < len(mixed) / 4
+
+
+def captions_as_tokens(folder: Path, exported: Path) -> list[tuple[int, ...]]:
+    """The token row of every sample of a source, in the order of its shards."""
+    import open_clip
+
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{exported}")
+    captions = [
+        sample.files["txt"].decode().strip() for shard in sorted(folder.glob("*.tar")) for sample in read_shard(shard)
+    ]
+    return [tuple(row) for row in tokenizer(captions).tolist()]

@@ -6,13 +6,16 @@ import io
 import json
 import os
 import tarfile
+from pathlib import Path
 
 import pytest
 
+from open_clip_zerovl import cli
 from open_clip_zerovl.datasets.index import check_report, check_shards, index_shards
+from open_clip_zerovl.datasets.manifest import sha256_of
 from open_clip_zerovl.datasets.report import holdings, report
 from open_clip_zerovl.datasets.shards import Sample, read_shard, write_retrieval_set, write_shard
-from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, read_samples, walk_tar
+from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, plain_run, read_samples, walk_tar
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.sources import count_tar_samples
 from tars import png, write_source, write_tar
@@ -50,6 +53,9 @@ def test_headers_are_read_as_tarfile_reads_them(form):
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
     assert members_of(content) == expected and len(expected) >= 5
+    plain = plain_run(bytearray(content), 1024 if form == tarfile.PAX_FORMAT else 512, len(content))
+    # In bulk the same, up to the first that is not plain: ustar's long path, GNU's long name, pax's fields.
+    assert plain == (expected[:3] if form != tarfile.PAX_FORMAT else [])
     end = expected[-1].offset + expected[-1].size
     for length in (0, 100, 512, end - 1 if expected[-1].size else end - 600, end):
         with pytest.raises(BrokenTar):
@@ -57,6 +63,67 @@ def test_headers_are_read_as_tarfile_reads_them(form):
     for spot in (0, 130, 150):
         with pytest.raises(BrokenTar, match="no tar header"):
             members_of(content[:spot] + b"?" + content[spot + 1 :])
+
+
+def plain_tar(count: int) -> tuple[bytes, list[Member]]:
+    """A tar of plain files, and its members."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(count):
+            member = tarfile.TarInfo(f"{number:05d}.{('jpg', 'txt')[number % 2]}")
+            member.size = (0, 1, 511, 512, 513, 3000)[number % 6]
+            tar.addfile(member, io.BytesIO(bytes(member.size)))
+    return stream.getvalue(), members_of(stream.getvalue())
+
+
+def test_a_run_of_plain_members_ends_where_walking_has_to_tell():
+    content, expected = plain_tar(40)
+    assert plain_run(bytearray(content), 0, len(content)) == expected and len(expected) == 40
+    for skip in (1, 7, 39):  # entered at a later header, in a buffer that begins anywhere
+        start = expected[skip].offset - 512 - 100
+        assert plain_run(bytearray(content[start:]), 100, len(content) - start, start) == expected[skip:]
+    for whole in (1, 20):  # the buffer ends within a header, a file, or right behind one
+        for end in (
+            expected[whole].offset - 1,
+            expected[whole].offset,
+            expected[whole].offset + expected[whole].size - 1,
+        ):
+            found = plain_run(bytearray(content), 0, end)
+            assert found == [m for m in expected if -(-(m.offset + m.size) // 512) * 512 <= end]
+    head = expected[20].offset - 512
+    for spot, byte in ((0, b"?"), (110, b"7"), (124, b"\x80"), (150, b"9"), (156, b"5"), (156, b"x"), (345, b"d")):
+        broken = bytearray(content[: head + spot] + byte + content[head + spot + 1 :])
+        assert plain_run(broken, 0, len(broken)) == expected[:20], spot
+    assert plain_run(bytearray(1024), 0, 1024) == []
+    for digits in (b"-0000001000", b"-0000000001"):
+        negative = bytearray(content)
+        negative[head + 124 : head + 135] = digits
+        assert plain_run(negative, 0, len(negative)) == expected[:20]
+        with pytest.raises(BrokenTar, match=f"a negative size at byte {head}"):
+            members_of(bytes(negative))
+
+
+@pytest.mark.parametrize("window_bytes", [300, 512, 1500, 4096, 1 << 22])
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_check_sees_the_same_through_any_window(tmp_path, monkeypatch, window_bytes, form):
+    names = [f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}" for i in range(30)]
+    picture = png((1, 2, 3), 40)
+    with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
+        for i, name in enumerate(names):
+            for suffix, content in (
+                ("png", picture[: -1 if i == 4 else None]),
+                ("txt", b" " if i == 5 else b"words" * i),
+            ):
+                member = tarfile.TarInfo(f"{name}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    manifest = {"shards": {"0.tar": {"sha256": sha256_of(tmp_path / "0.tar")}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("open_clip_zerovl.datasets.index._WINDOW_BYTES", window_bytes)
+    for decode in (False, True):
+        (found,) = check_shards(tmp_path, hashes=True, decode=decode, progress=False).shards
+        assert found.samples == 30
+        assert found.examples == {"picture is cut off": [names[4]], "caption is empty": [names[0], names[5]]}
 
 
 def test_a_file_of_nine_gigabytes_is_read_from_its_header():
@@ -178,3 +245,32 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
     assert {h.name for h in holdings([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     with pytest.raises(UserError, match="has no shards"):
         report([tmp_path / "data/test/noto/test"])
+
+
+EMOJI = Path("data/emoji")
+
+
+def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
+    write_source(tmp_path / "noto", 0, 3, 3)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "README.md").write_text("what is here")
+    found = holdings(sorted(tmp_path.glob("*")))
+    assert [holding.name for holding in found] == ["noto"]
+    assert [record.message for record in caplog.records if "bert has no shards" in record.message]
+    with pytest.raises(UserError, match="bert has no shards"):
+        holdings([tmp_path / "bert", tmp_path / "README.md"])
+    with pytest.raises(UserError, match="gone is no folder"):
+        holdings([tmp_path / "noto", tmp_path / "gone"])
+
+
+@pytest.mark.skipif(not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+def test_report_of_the_demo_data(capsys):
+    assert cli.main(["data", "report", str(EMOJI)]) == 0
+    lines = {line.split("  ")[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    sources = json.loads((EMOJI / "manifest.json").read_text())["card"]["sources"]
+    for name, entry in sources.items():
+        train = entry["pairs"] - 400  # 200 are held out for the test set, 200 for validation
+        shards = len(json.loads((EMOJI / name / "sizes.json").read_text()))
+        assert lines[name] == [f"{train:,}", f"{train:,}", str(shards)]
+        assert lines[f"test/{name}"] == lines[f"val/{name}"] == ["200", "200", "1"]
+        assert lines[f"test-across/{name}"] == ["800", "800", "1"]

@@ -23,6 +23,7 @@ from open_clip_zerovl.datasets import drawings, emoji, fetch, shards, vocabulary
 from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji, split_concepts
 from open_clip_zerovl.datasets.emoji_sources import PACKAGES, SOURCES, concept_of, read_sources
 from open_clip_zerovl.datasets.fetch import NpmPackage, fetch_npm_package, find_npm
+from open_clip_zerovl.datasets.report import report
 from open_clip_zerovl.errors import UserError
 
 #: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
@@ -229,6 +230,17 @@ def test_blank_drawings_are_recognised_and_bad_ones_refused():
 
 
 # ------------------------------------------------------------------------------------------------ the whole way
+
+
+def test_data_report_tells_what_was_prepared(registry, tmp_path):
+    out = tmp_path / "emoji"
+    card = prepare_emoji(out, **SMALL)
+    lines = {line.split("  ")[0]: line.split()[1:] for line in report([out]).splitlines()}
+    for source in SOURCES:
+        pairs = str(card["sources"][source]["pairs"] - 4)  # two are held out for the test set, two for validation
+        assert lines[source][:2] == [pairs, pairs]
+        assert lines[f"test/{source}"] == lines[f"val/{source}"] == ["2", "2", "1"]
+    assert lines["CC12M"] == ["10.06M", "10.06M", *5 * ["-"]]
 
 
 def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path):

@@ -1,8 +1,10 @@
 """Cached features of a frozen tower equal computed ones, train alike, and are thrown away when anything changes."""
 
 import copy
+import dataclasses
 import logging
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -219,7 +221,11 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
         fingerprint(model, "image", data, inputs=image_transform(32, is_train=False)),
         fingerprint(model, "image", data, inputs=image_transform(40, is_train=False)),
     ]
-    assert len({first, *others}) == 10
+    clusters = [dataclasses.replace(source, picked=np.arange(source.num_samples)) for source in data]
+    others.append(fingerprint(model, "text", clusters, inputs=tokenizer))
+    clusters[0] = dataclasses.replace(clusters[0], picked=np.arange(1, clusters[0].num_samples + 1))
+    others.append(fingerprint(model, "text", clusters, inputs=tokenizer))
+    assert len({first, *others}) == 12
 
 
 def test_augmented_images_are_refused():

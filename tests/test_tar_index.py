@@ -9,12 +9,13 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from webdataset.tariterators import base_plus_ext
 
 from open_clip_zerovl import tar_index
 from open_clip_zerovl.reading import Reading
 from open_clip_zerovl.sources import Source, count_tar_samples
 from open_clip_zerovl.tar_index import open_index
-from open_clip_zerovl.tar_members import ShardError, group, stream_samples
+from open_clip_zerovl.tar_members import META, ShardError, group, stream_samples
 from tars import png, write_source, write_tar
 
 MEMBERS = ["a.jpg", "a.txt", "b.txt", "b.png", "b.json", "c.JPG", "c.txt", "__meta__", "noext", "d/a.jpg", "d/a.txt"]
@@ -53,6 +54,14 @@ def test_a_sample_ends_where_the_key_changes_or_a_suffix_repeats():
     assert keys("a.jpg", "__x__/a.txt", "noext", "a.txt") == [("a", ["jpg", "txt"])]
     assert keys("x/a.jpg", "y/a.txt") == [("x/a", ["jpg"]), ("y/a", ["txt"])]
     assert keys() == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.text(alphabet="ab._/\n", max_size=12))
+def test_names_are_split_as_webdataset_splits_them(name):
+    key, suffix = base_plus_ext(name)
+    expected = [] if META.match(name) or key is None else [(key, [suffix])]
+    assert [(key, list(sample)) for key, sample in group([(name, None)])] == expected
 
 
 @pytest.fixture

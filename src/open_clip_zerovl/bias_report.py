@@ -136,7 +136,8 @@ def read_source_samples(
         The samples, source by source, and how many were passed over by source.
 
     Raises:
-        UserError: remote shards, a shard that is no tar, a source without a usable sample, a sample without the field.
+        UserError: remote shards, clusters read by index, a shard that is no tar, a source without a usable sample, a sample
+            without the field.
     """
     if limit < 2:
         raise UserError(f"{limit} samples a source measure nothing; take at least 2")
@@ -145,6 +146,11 @@ def read_source_samples(
     for source in sources:
         if remote := [shard for shard in source.shards if REMOTE.match(shard)]:
             raise UserError(f"the bias report reads local shards, and {remote[0]} of source {source.name!r} is not")
+        if source.picked is not None:
+            raise UserError(
+                f"the bias report reads whole shards, and {source.name!r} is a cluster read by the index; write the clusters "
+                "as sources first, with `zerovl cluster --reshard`"
+            )
         spaced = source.shards[:: -(-len(source.shards) // SHARDS_READ)]
         share = -(-limit // len(spaced))
         own: list[SourceSample] = []

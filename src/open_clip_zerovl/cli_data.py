@@ -180,7 +180,7 @@ def add_cluster(commands) -> None:
         "cluster",
         help="one source into k-means clusters, each a source of its own (A.6)",
         description="Features of one source by any open_clip model, k-means, an assignment with a report and previews. "
-        "--reshard writes the clusters as folders for --train-data and prints that flag's value.",
+        "Training reads the clusters through the tar index; --reshard writes them anew as folders of their own.",
     )
     cluster.add_argument("model", metavar="MODEL", help="as for retrieval")
     cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from open_clip_zerovl.datasets.shards import write_atomically
 from open_clip_zerovl.errors import UserError
 
+ASSIGNMENT_FILE = "assignment.npz"
+
 
 @dataclass(frozen=True)
 class Clustering:
@@ -24,10 +27,11 @@ class Clustering:
 
     Attributes:
         source: the source's name.
-        shards, sizes: its shards and the samples of each, in the order of the labels.
+        shards, sizes: paths of its shards and the samples of each, in the order of the labels.
         labels: (n,) cluster of each sample.
         distances: (n,) 1 - cosine to the centroid.
         centroids: (K, D) of unit length.
+        shard_bytes: size of each shard, by which one that was written anew since is noticed.
     """
 
     source: str
@@ -36,6 +40,7 @@ class Clustering:
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
     centroids: NDArray[np.float32]
+    shard_bytes: tuple[int, ...]
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -151,30 +156,35 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
         source=np.array(clustering.source),
         shards=np.array(clustering.shards),
         sizes=np.array(clustering.sizes),
+        shard_bytes=np.array(clustering.shard_bytes),
         labels=clustering.labels,
         distances=clustering.distances,
         centroids=clustering.centroids,
     )
-    path = out / "assignment.npz"
+    path = out / ASSIGNMENT_FILE
     write_atomically(path, content.getvalue())
     return path
 
 
 def load_clustering(path: str | Path) -> Clustering:
-    """Read `assignment.npz` (or the folder that holds it). UserError where there is none."""
+    """Read `assignment.npz` (or the folder that holds it). UserError where there is none that can be read."""
     path = Path(path).expanduser()
-    path = path / "assignment.npz" if path.is_dir() else path
+    path = path / ASSIGNMENT_FILE if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"{path} does not exist: make it with `zerovl cluster`.")
-    with np.load(path, allow_pickle=False) as content:
-        return Clustering(
-            str(content["source"]),
-            tuple(str(shard) for shard in content["shards"]),
-            tuple(int(size) for size in content["sizes"]),
-            content["labels"],
-            content["distances"],
-            content["centroids"],
-        )
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return Clustering(
+                str(content["source"]),
+                tuple(str(shard) for shard in content["shards"]),
+                tuple(int(size) for size in content["sizes"]),
+                content["labels"],
+                content["distances"],
+                content["centroids"],
+                tuple(int(size) for size in content["shard_bytes"]),
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({error}): write it again with `zerovl cluster`.") from error
 
 
 def size_report(counts: NDArray) -> dict[str, Any]:

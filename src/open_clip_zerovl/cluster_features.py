@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from open_clip_zerovl.datasets.tar_headers import read_samples
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.loading import load_model
 from open_clip_zerovl.sources import Source
+from open_clip_zerovl.tar_index import open_index
+from open_clip_zerovl.tar_members import ShardError
 
 _PICTURES = ("jpg", "png", "jpeg", "webp")
 #: What opening a broken picture raises.
@@ -31,7 +34,11 @@ BROKEN_PICTURE = (OSError, SyntaxError, ValueError, EOFError, Image.Decompressio
 
 
 class _Samples(IterableDataset):
-    """(position, transformed picture, caption) of every sample of a source; a worker reads whole shards."""
+    """(position, transformed picture, caption) of every sample of a source; a worker reads whole shards.
+
+    It also leaves each shard's index, by which training on the clusters finds its samples (`cluster_sources`), while the shard
+    is in memory: built by loader workers at the start of a run, indexes would be what the first batches wait for.
+    """
 
     def __init__(self, source: Source, preprocess: Callable[[Any], torch.Tensor] | None) -> None:
         self.source, self.preprocess = source, preprocess
@@ -58,6 +65,11 @@ class _Samples(IterableDataset):
                     f"{shard} holds {seen} samples and sizes.json says {self.source.sizes[number]}: count it again with "
                     "`zerovl data index`."
                 )
+                return
+            try:
+                open_index(shard)
+            except (ShardError, tarfile.ReadError) as error:
+                yield UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.")
                 return
 
     def _picture(self, sample: Sample, shard: str) -> torch.Tensor:

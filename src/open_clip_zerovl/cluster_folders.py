@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.cluster_assignment import Clustering, load_clustering
 from open_clip_zerovl.cluster_features import BROKEN_PICTURE, open_picture
+from open_clip_zerovl.cluster_sources import cluster_folders
 from open_clip_zerovl.datasets.shards import SIZES_FILE, Sample, write_atomically
 from open_clip_zerovl.datasets.tar_headers import read_samples
 from open_clip_zerovl.errors import UserError
@@ -110,7 +111,7 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
     finally:
         for writer in writers:
             writer.close()
-    for old in out.glob("cluster-*"):
+    for old in cluster_folders(out):
         shutil.rmtree(old)
     folders = []
     for name, writer in zip(names, writers, strict=True):
@@ -121,14 +122,9 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
 
 
 def train_data(out: str | Path) -> str:
-    """The `--train-data` value that names every cluster as a source: `cc12m-000=OUT/cluster-000::...`.
+    """The `--train-data` value that names every cluster as a source (see `cluster_sources`).
 
     Raises:
-        UserError: the folder holds no clusters written with reshard.
+        UserError: the folder holds no clusters.
     """
-    out = Path(out).expanduser()
-    folders = sorted(out.glob("cluster-*"))
-    if not folders:
-        raise UserError(f"{out} holds no cluster-* folders: write them with `zerovl cluster --reshard`.")
-    name = load_clustering(out).source
-    return "::".join(f"{name}-{folder.name.removeprefix('cluster-')}={folder}" for folder in folders)
+    return f"{load_clustering(out).source}={Path(out).expanduser()}"

@@ -6,7 +6,7 @@ clusters). A.6 does not say which features; images' are the default here.
 Three steps, each kept on disk, so that a call goes on where an earlier one stopped:
 
     OUT/features-image.npy    (n, D) float16, unit length; n samples of the source in the order of their shards
-    OUT/assignment.npz        labels (n,), distances (n,), centroids (K, D), shards and their sizes
+    OUT/assignment.npz        labels (n,), distances (n,), centroids (K, D), shards and their sizes: what `--train-data` reads
     OUT/report.json           sizes of the clusters and how even they are
     OUT/preview/000.png       the pictures nearest to each centroid
     OUT/cluster-000/ ...      with reshard: the source written anew, a folder with sizes.json a cluster
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from open_clip_zerovl.cluster_assignment import (
@@ -33,6 +35,7 @@ from open_clip_zerovl.cluster_folders import train_data, write_clusters, write_p
 from open_clip_zerovl.datasets.shards import write_atomically
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.sources import Source, parse_sources
+from open_clip_zerovl.tar_members import local_path
 
 __all__ = ["Clustering", "cluster_source", "load_clustering", "spherical_kmeans", "train_data"]
 
@@ -66,14 +69,14 @@ def cluster_source(
         out: a folder for the results.
         clusters: K.
         features: "image", "text", or "both" (side by side).
-        reshard: also write the clusters as sources.
+        reshard: also write the clusters anew, for speed where a disk reads best in order.
         preview: pictures a contact sheet shows; 0 draws none.
         passes: of mini-batch k-means over the features.
         shard_size: samples a new shard, at most.
 
     Raises:
-        UserError: several sources, fewer samples than clusters, a setting out of range, a picture that cannot be read,
-            or an `out` that was made from other data or another model.
+        UserError: several sources, remote shards, fewer samples than clusters, a setting out of range, a picture that cannot
+            be read, or an `out` that was made from other data or another model.
     """
     out = Path(out).expanduser()
     if features not in FEATURES:
@@ -83,7 +86,7 @@ def cluster_source(
             f"clusters must be 2 or more; passes, shard_size and batch_size 1 or more; preview and workers 0 or more: got "
             f"{clusters}, {passes}, {shard_size}, {batch_size}, {preview}, {workers}."
         )
-    sources = parse_sources(data)
+    sources = parse_sources(data, on_bad_sample="fail")
     if len(sources) != 1:
         raise UserError(f"{data!r} names {len(sources)} sources: cluster one at a time.")
     (source,) = sources
@@ -93,6 +96,7 @@ def cluster_source(
         raise UserError(
             f"{source.name} holds {source.num_samples} samples, fewer than {clusters} clusters: lower --clusters."
         )
+    source = replace(source, shards=_absolute(source))
     _claim(out, source, model, features)
     table = extract_features(
         source,
@@ -107,7 +111,8 @@ def cluster_source(
         progress=progress,
     )
     labels, distances, centroids = spherical_kmeans(table, clusters, passes=passes, seed=seed)
-    clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids)
+    shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
+    clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids, shard_bytes)
     save_clustering(clustering, out)
     write_atomically(out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n")
     if preview:
@@ -116,9 +121,18 @@ def cluster_source(
         write_clusters(clustering, out, shard_size=shard_size, progress=progress)
     if progress:
         print(size_text(clustering))
-        if reshard:
-            print(f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'")
+        print(f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'")
     return clustering
+
+
+def _absolute(source: Source) -> tuple[str, ...]:
+    """The shards' paths, good from any working directory."""
+    if remote := [shard for shard in source.shards if local_path(shard) is None]:
+        raise UserError(
+            f"shards of {source.name} are remote, first {remote[0]}: a pass of the model and the clusters read them sample by "
+            "sample. Copy them here; what --reshard writes may lie anywhere."
+        )
+    return tuple(os.path.abspath(local_path(shard) or shard) for shard in source.shards)
 
 
 def _claim(out: Path, source: Source, model: str, features: str) -> None:

@@ -263,10 +263,16 @@ def fingerprint(
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     data = [
-        [source.name, [os.path.basename(shard) for shard in source.shards], list(source.sizes)] for source in sources
+        [source.name, [os.path.basename(shard) for shard in source.shards], list(source.sizes), _picked(source)]
+        for source in sources
     ]
     digest.update(json.dumps([tower, precision, _described(inputs), data]).encode())
     return digest.hexdigest()
+
+
+def _picked(source: Source) -> str | None:
+    """Which samples of its shards a cluster takes: another clustering may take as many of each."""
+    return None if source.picked is None else hashlib.blake2b(source.picked.tobytes()).hexdigest()
 
 
 def _described(inputs: Any) -> list[Any]:

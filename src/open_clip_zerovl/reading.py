@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import tarfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -25,18 +25,21 @@ import numpy as np
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.health import Fault, Loss
 from open_clip_zerovl.sources import Source
-from open_clip_zerovl.tar_index import TarIndex, caption_lines, open_index
+from open_clip_zerovl.tar_index import caption_lines, open_index
 from open_clip_zerovl.tar_members import (
     IMAGE_MEMBERS,
     TEXT_MEMBER,
+    Extent,
     ShardError,
     StalledShard,
     local_path,
     locate_samples,
     stream_samples,
+    unreadable,
 )
 
 MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
+_ANNOUNCED_SAMPLES = 16  # of a piece of scattered samples: what lies in the page cache before it is asked for
 _STREAM_CAPTIONS = 7  # as in sampling.py: independent random streams of one seed
 
 
@@ -143,6 +146,8 @@ class Reading:
         """(key, captions or None, image or None) of each sample from number `start` on; raises where too few come."""
         url, size = self.source.shards[shard], self.source.sizes[shard]
         path = local_path(url)
+        if self.source.picked is not None:
+            return self._picked(path or url, shard, start)
         if path is not None:
             try:
                 if self.source.captions == "all":
@@ -185,10 +190,36 @@ class Reading:
         def read():
             with _descriptor(path) as descriptor:
                 for number in range(start, len(index)):
-                    text = _content(descriptor, tuple(index.text[number].tolist()))
-                    yield index.key(number), self._captions(text), _content(descriptor, _extent(index, number))
+                    text = _content(descriptor, _extent(index.text, number))
+                    yield index.key(number), self._captions(text), _content(descriptor, _extent(index.image, number))
             index.raise_if_torn()
             _require(len(index), size)
+
+        return read()
+
+    def _picked(self, path: str, shard: int, start: int):
+        """As `_indexed`, of the samples that the source picks; the extents of no others are kept."""
+        source = self.source
+        assert source.picked is not None
+        numbers = source.picked[source.starts[shard] : source.starts[shard + 1]]
+        try:
+            index = open_index(path)
+        except tarfile.ReadError as error:
+            raise ShardError("unreadable shard", str(error)) from error
+        readable = int(np.searchsorted(numbers, len(index)))
+        rows = [
+            (index.key(number), _extent(index.text, number), _extent(index.image, number))
+            for number in numbers[start:readable].tolist()
+        ]
+        torn = (str(index.torn[0]), str(index.torn[1]))
+
+        def read():
+            with _descriptor(path) as descriptor:
+                for key, text, image in _announced(descriptor, rows):
+                    yield key, self._captions(_content(descriptor, text)), _content(descriptor, image)
+            if readable < len(numbers) and torn[0]:
+                raise ShardError(*torn, readable)
+            _require(readable, len(numbers))
 
         return read()
 
@@ -200,8 +231,8 @@ class Reading:
             first = int(np.searchsorted(ends, start, side="right"))
             with _descriptor(path) as descriptor:
                 for number in range(first, len(index)):
-                    text = _content(descriptor, tuple(index.text[number].tolist()))
-                    image = _content(descriptor, _extent(index, number))
+                    text = _content(descriptor, _extent(index.text, number))
+                    image = _content(descriptor, _extent(index.image, number))
                     lines = caption_lines(text) or [b""] if text is not None else [None]
                     begin = start - int(ends[number] - index.captions[number]) if number == first else 0
                     for line in lines[begin:]:
@@ -254,18 +285,39 @@ def _descriptor(path: str) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise ShardError("unreadable shard", error.strerror or str(error)) from error
+        raise unreadable(error) from error
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _extent(index: TarIndex, number: int) -> tuple[int, ...]:
-    return tuple(index.image[number].tolist())
+def _announced(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
+    """(key, text, image) of scattered samples, each told to the system a little before it is read.
+
+    It then fetches several at a time, and not what lies between them, which its own reading ahead would bring along.
+    """
+    announce = getattr(os, "posix_fadvise", None)  # Linux
+    if announce is None:
+        yield from rows
+        return
+    announce(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    told = 0
+    for number, row in enumerate(rows):
+        for _, *extents in rows[told : number + _ANNOUNCED_SAMPLES]:
+            for offset, size in extents:
+                if size > 0:  # fadvise takes 0 for the rest of the file
+                    announce(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        told = number + _ANNOUNCED_SAMPLES
+        yield row
 
 
-def _content(descriptor: int, extent: tuple[int, ...] | None) -> bytes | None:
+def _extent(extents: np.ndarray, number: int) -> Extent:
+    offset, size = extents[number].tolist()
+    return offset, size
+
+
+def _content(descriptor: int, extent: Extent | None) -> bytes | None:
     if extent is None or extent[0] < 0:
         return None
     return os.pread(descriptor, extent[1], extent[0])
@@ -273,6 +325,11 @@ def _content(descriptor: int, extent: tuple[int, ...] | None) -> bytes | None:
 
 def wrong_size(source: Source, shard: int, found: int | str) -> str:
     """The sentence for a shard that does not hold what was counted."""
+    if source.picked is not None:
+        return (
+            f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when it was clustered "
+            f"and holds {found}; fetch it again, or cluster again"
+        )
     return (
         f"shard {source.shards[shard]} of source {source.name!r} was counted with {source.sizes[shard]} samples and holds "
         f"{found}; correct its entry in sizes.json, or remove the entry to have the shard counted"

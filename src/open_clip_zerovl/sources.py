@@ -4,10 +4,10 @@
 
     sbu=/d/sbu/{00000..00086}.tar::vg=/d/vg::/d/cc3m/{00000..00281}.tar
 
-Components are separated by `::`; each is a brace-expanded list of webdataset shards, a table of pairs (.csv or .tsv), or a
-folder that holds `*.tar` or one table; a component without a name takes its folder's. Sizes come from the `sizes.json` in
-*each* shard's own folder (open_clip looks into the first shard's folder only), and shards that no `sizes.json` lists are
-counted from their tar headers.
+Components are separated by `::`; each is a brace-expanded list of webdataset shards, a table of pairs (.csv or .tsv), a
+folder that holds `*.tar` or one table, or a folder that `zerovl cluster` wrote, which is a source each cluster; a component
+without a name takes its folder's. Sizes come from the `sizes.json` in *each* shard's own folder (open_clip looks into the first
+shard's folder only), and shards that no `sizes.json` lists are counted from their tar headers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from pathlib import Path
 import braceexpand
 import numpy as np
 
+from open_clip_zerovl.cluster_sources import Cluster, find_clustering, open_clusters
 from open_clip_zerovl.csv_source import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar_index import open_index
@@ -55,6 +56,8 @@ class Source:
         weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
         table: the scanned table that the source is, instead of tars.
         captions: of CAPTIONS, for images with several; None shows what is there as it is.
+        picked: (num_samples,) the numbers of the source's samples in their shards, shard after shard and ascending in each,
+            where the shards hold others too (`cluster_sources`); None where the source is all that they hold.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Source:
     weight: float = 1.0
     table: CsvTable | None = None
     captions: str | None = None
+    picked: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -98,7 +102,8 @@ def parse_sources(
 
     Args:
         train_data: `name=shards::name=shards`, see the module's text.
-        weights: `1::2::0.5`, one factor a source in their order, or `vg=2::sbu=0.5` by name (sources not named keep 1).
+        weights: `1::2::0.5`, one factor a component in their order, or `vg=2::sbu=0.5` by name (what is not named keeps 1).
+            The factor of a clustering is that of each of its clusters, which may also be named (`cc12m-007=2`).
         captions: of CAPTIONS: show one caption of an image an epoch, all of them in turn, or make each a sample of its own.
             Several captions are lines of a `txt`, or rows of a table with one image. None: a text and a row as they are.
         table_format: how tables are written, where their header does not say.
@@ -107,12 +112,14 @@ def parse_sources(
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
-            a size or of which all captions are asked for, an unusable table, wrong number of weights, a weight that is not
-            a positive number, or a weight for an unknown source.
+            a size or of which all captions are asked for, an unusable table or clustering, wrong number of weights, a weight
+            that is not a positive number, or a weight for an unknown source.
     """
     if captions is not None and captions not in CAPTIONS:
         raise UserError(f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}")
-    named: dict[str, tuple[tuple[str, ...], str | None]] = {}
+    strict = on_bad_sample == "fail"
+    named: dict[str, _Content] = {}
+    members: dict[str, list[str]] = {}  # component -> its sources
     for position, component in enumerate(train_data.split("::"), start=1):
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
@@ -120,25 +127,58 @@ def parse_sources(
             raise UserError(
                 f"source {position} of --train-data {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar"
             )
-        path = find_table(pattern)
-        shards = (path,) if path is not None else _expand(pattern)
-        name = match["name"] if match else _folder_name(shards[0])
-        if name in named:
+        name, contents = _contents(match["name"] if match else None, pattern, strict)
+        if name in members or contents.keys() & named.keys():
             raise UserError(f"two sources of --train-data are called {name!r}; give each its own name with name=shards")
-        for shard in shards if path is None else ():
-            check_openable(shard)
-        named[name] = shards, path
-    factors = _parse_weights(weights, list(named))
-    sources = []
-    for (name, (shards, path)), factor in zip(named.items(), factors, strict=True):
-        if path is not None:
-            table = open_table(path, table_format, by_image=captions == "one-per-epoch")
-            sizes = block_sizes(len(table))
-            sources.append(Source(name, (path,) * len(sizes), sizes, factor, table, captions))
-        else:
-            sizes = _sizes(name, shards, captions == "all", on_bad_sample == "fail")
-            sources.append(Source(name, shards, sizes, factor, None, captions))
-    return tuple(sources)
+        named.update(contents)
+        members[name] = list(contents)
+    factors = _parse_weights(weights, members)
+    return tuple(
+        _source(name, content, factors[name], captions, table_format, strict) for name, content in named.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a source is made of: shards, of which a cluster may pick samples, or a table."""
+
+    shards: tuple[str, ...] = ()
+    table: str | None = None
+    cluster: Cluster | None = None
+
+
+def _contents(name: str | None, pattern: str, strict: bool) -> tuple[str, dict[str, _Content]]:
+    """The name of a component, given or found, and the sources that it stands for."""
+    if (clustering := find_clustering(pattern)) is not None:
+        source, clusters = open_clusters(*clustering, strict=strict)
+        name = name or source
+        return name, {f"{name}-{i:03d}": _Content(c.shards, cluster=c) for i, c in enumerate(clusters)}
+    if (table := find_table(pattern)) is not None:
+        name = name or _folder_name(table)
+        return name, {name: _Content(table=table)}
+    shards = _expand(pattern)
+    name = name or _folder_name(shards[0])
+    for shard in shards:
+        check_openable(shard)
+    return name, {name: _Content(shards)}
+
+
+def _source(
+    name: str, content: _Content, weight: float, captions: str | None, table_format: CsvFormat | None, strict: bool
+) -> Source:
+    if content.table is not None:
+        table = open_table(content.table, table_format, by_image=captions == "one-per-epoch")
+        sizes = block_sizes(len(table))
+        return Source(name, (content.table,) * len(sizes), sizes, weight, table, captions)
+    cluster, each_caption = content.cluster, captions == "all"
+    if cluster is not None and cluster.picked is not None:
+        if each_caption:
+            raise UserError(
+                f"source {name!r} is a cluster of samples in shards that hold others too, whose captions '--captions all' "
+                "cannot count; write the clusters anew with `zerovl cluster --reshard`, or ask for '--captions one-per-epoch'"
+            )
+        return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
+    return Source(name, content.shards, _sizes(name, content.shards, each_caption, strict), weight, captions=captions)
 
 
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
@@ -283,26 +323,29 @@ def _read_sizes(url: str) -> dict[str, int]:
         ) from error
 
 
-def _parse_weights(weights: str | None, names: list[str]) -> list[float]:
+def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """source -> factor, for components that each stand for one source or more."""
+    factors = {name: 1.0 for names in members.values() for name in names}
     if weights is None:
-        return [1.0] * len(names)
+        return factors
     parts = weights.split("::")
     flag = f"--train-data-upsampling-factors {weights!r}"
     by_name = ["=" in part for part in parts]
     if any(by_name):
         if not all(by_name):
             raise UserError(f"{flag} names some sources and not others; name all of them or none")
-        table = dict(part.split("=", 1) for part in parts)
-        unknown = [name for name in table if name not in names]
+        given = dict(part.split("=", 1) for part in parts)
+        unknown = [name for name in given if name not in members and name not in factors]
         if unknown:
-            raise UserError(f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(names)}")
-        parts = [table.get(name, "1") for name in names]
-    elif len(parts) != len(names):
-        raise UserError(
-            f"{flag} gives {len(parts)} weights for {len(names)} sources ({', '.join(names)}); give one each"
-        )
-    factors = []
-    for name, part in zip(names, parts, strict=True):
+            raise UserError(f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(members)}")
+    else:
+        if len(parts) != len(members):
+            raise UserError(
+                f"{flag} gives {len(parts)} weights for {len(members)} sources ({', '.join(members)}); give one each"
+            )
+        given = dict(zip(members, parts, strict=True))
+    # A component's own factor first, so that one of its sources may be named to differ.
+    for name, part in sorted(given.items(), key=lambda item: item[0] not in members):
         try:
             factor = float(part)
         except ValueError:
@@ -311,5 +354,5 @@ def _parse_weights(weights: str | None, names: list[str]) -> list[float]:
             raise UserError(
                 f"the weight {part!r} of source {name!r} in {flag} is not a positive number; give one like 0.5"
             )
-        factors.append(factor)
+        factors.update(dict.fromkeys(members.get(name, [name]), factor))
     return factors

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from open_clip_zerovl.tar_members import IMAGE_MEMBERS, TEXT_MEMBER, Extent, ShardError, locate_samples
+from open_clip_zerovl.tar_members import IMAGE_MEMBERS, TEXT_MEMBER, Extent, ShardError, locate_samples, unreadable
 
 FOLDER = ".zerovl-index"
 VERSION = 1
@@ -79,7 +79,7 @@ def open_index(path: str) -> TarIndex:
     try:
         stat = os.stat(path)
     except OSError as error:
-        raise ShardError("unreadable shard", error.strerror or str(error)) from error
+        raise unreadable(error) from error
     return _open(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
 
 
@@ -100,7 +100,10 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     image: list[Extent] = []
     text: list[Extent] = []
     captions, keys, torn = [], [], ("", "")
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
     try:
         for key, members in locate_samples(path):
             image.append(next((members[name] for name in IMAGE_MEMBERS if name in members), (-1, -1)))

@@ -10,6 +10,7 @@ middle of which the tar is torn does not count.
 
 from __future__ import annotations
 
+import errno
 import lzma
 import os
 import re
@@ -61,7 +62,7 @@ def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[st
     key: str = ""
     sample: dict[str, Content] = {}
     for name, content in members:
-        base, suffix = (None, None) if META.match(name) else base_plus_ext(name)
+        base, suffix = (None, None) if META.match(name) else _key_and_suffix(name)
         if base is None or suffix is None:
             continue
         suffix = suffix.lower()
@@ -72,6 +73,15 @@ def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[st
         sample[suffix] = content
     if sample:
         yield key, sample
+
+
+def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
+    """webdataset's `base_plus_ext`, without its regular expression for all names but odd ones."""
+    begin = name.rfind("/") + 1
+    dot = name.find(".", begin)
+    if dot > begin and "\n" not in name:
+        return name[:dot], name[dot + 1 :]
+    return base_plus_ext(name)
 
 
 def local_path(url: str) -> str | None:
@@ -92,7 +102,7 @@ def locate_samples(path: str | os.PathLike[str]) -> Generator[tuple[str, dict[st
         try:  # a small buffer: headers lie far apart, and a large one would read what is skipped
             file = stack.enter_context(open(path, "rb", buffering=4096))
         except OSError as error:
-            raise ShardError("unreadable shard", _words(error)) from error
+            raise unreadable(error) from error
         yield from _counted(group(_extents(stack.enter_context(tarfile.open(fileobj=file, mode="r:")))))
 
 
@@ -210,6 +220,20 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header otherwise
 
 
+def unreadable(error: OSError) -> ShardError:
+    """The ShardError of a shard that cannot be opened.
+
+    Raises:
+        UserError: the shard is not to blame, the process has as many files open as it may.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise UserError(
+            "a process has as many files open as it may, and a loader process keeps one or two open for each source; raise the "
+            "limit (ulimit -n), or take fewer sources"
+        ) from error
+    return ShardError("unreadable shard", _words(error))
+
+
 def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Content], None, None]:
     """Samples as they come; what reading raises becomes a ShardError that knows how many came."""
     count = 0
@@ -220,6 +244,8 @@ def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Con
     except _READ_ERRORS as error:
         if isinstance(error, UserError):
             raise
+        if isinstance(error, OSError) and not count:
+            raise unreadable(error) from error
         raise ShardError("truncated shard" if count else "unreadable shard", _words(error), count) from error
 
 

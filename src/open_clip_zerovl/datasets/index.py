@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.datasets.manifest import read_manifest
 from open_clip_zerovl.datasets.shards import SIZES_FILE, write_atomically
-from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, grouped, walk_tar
+from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, end_of, grouped, plain_run, walk_tar
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar_members import group
 
@@ -37,7 +37,7 @@ _MARKS = {
     "webp": (b"RIFF", b""),
 }
 _EXAMPLES = 5
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 4 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,34 +233,50 @@ def check_report(result: FolderCheck) -> str:
 class _Window:
     """A file read once from its beginning to its end through a small buffer; `window(offset, size)` goes forward only.
 
-    Large enough that threads, which look at members under Python's lock and read without it, seldom wait for each other; a
-    buffer of the size of a shard would cost more in page faults than the looking.
+    Large enough that threads, which look at members under Python's lock and read without it, seldom wait for each other, and
+    small enough to stay in the processor's cache until it has been looked at.
     """
 
     def __init__(self, file: Any, digest: Any) -> None:
         self._file, self._digest = file, digest
-        self._view = memoryview(bytearray(_WINDOW_BYTES))
+        self._bytes = bytearray(_WINDOW_BYTES)
         self._start = self._length = 0
 
-    def __call__(self, offset: int, size: int) -> bytes:
-        parts: list[bytes] = []
+    def __call__(self, offset: int, size: int) -> bytearray:
+        begin = offset - self._start
+        if begin + size <= self._length:
+            return self._bytes[begin : begin + size]
+        found = bytearray()
         while True:
-            begin = offset - self._start
-            part = self._view[begin : min(begin + size, self._length)]
-            if len(part) == size and not parts:
-                return bytes(part)
-            if len(part):
-                parts.append(bytes(part))
-                offset, size = offset + len(part), size - len(part)
+            part = self._bytes[begin : min(begin + size, self._length)]
+            found += part
+            size -= len(part)
+            begin = max(0, begin - self._length)
             if not size or not self.advance():
-                return b"".join(parts)
+                return found
+
+    def frame(self, offset: int, size: int, first: bytes, last: bytes) -> tuple[bool, bool]:
+        """Whether a file begins with `first`, and ends with `last` behind that."""
+        begin = offset - self._start
+        if begin + size <= self._length:
+            held, end = self._bytes, begin + size
+            return held.startswith(first, begin, end), held.endswith(last, begin + len(first), end)
+        begins = self(offset, min(size, len(first))) == first
+        rest = max(len(first), size - len(last))
+        return begins, rest <= size and self(offset + rest, size - rest).endswith(last)
+
+    def plain_run(self, position: int) -> list[Member]:
+        """The members of `tar_headers.plain_run` that are in the window, from the header at `position` on."""
+        if position < self._start:
+            return []
+        return plain_run(self._bytes, position - self._start, self._length, self._start)
 
     def advance(self) -> bool:
         """Go on to the next bytes; False at the end."""
         self._start += self._length
-        self._length = self._file.readinto(self._view)
+        self._length = self._file.readinto(self._bytes)
         if self._digest is not None:
-            self._digest.update(self._view[: self._length])
+            self._digest.update(memoryview(self._bytes)[: self._length])
         return self._length > 0
 
 
@@ -269,17 +285,15 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
     seen: set[str] = set()
     with open(path, "rb", buffering=0) as file:
         window = _Window(file, digest)
-        # Looked at as they come by, before the next header; what is kept of a member is its fault, "" for none.
-        members = ((member.name, _fault(window, member, decode)) for member in walk_tar(window, found.size_bytes))
         try:
-            for key, faults in group(members):
+            for key, faults in group(_faults(window, found.size_bytes, decode)):
                 found.samples += 1
                 if key in seen:
                     found.fault("key comes twice", key)
                 seen.add(key)
                 if "txt" not in faults:
                     found.fault("no caption", key)
-                if not any(extension in faults for extension in _MARKS):
+                if _MARKS.keys().isdisjoint(faults):
                     found.fault("no picture", key)
                 for fault in faults.values():
                     if fault:
@@ -290,26 +304,41 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
             pass
 
 
+def _faults(window: _Window, total: int, decode: bool) -> Iterator[tuple[str, str]]:
+    """(name, fault) of each member as it comes by, "" for none: all that is kept of it."""
+    position = 0
+    while True:
+        for member in window.plain_run(position):
+            yield member.name, _fault(window, member, decode)
+            position = end_of(member.offset, member.size)
+        # What is not plain, or not as a whole in the window.
+        following = next(walk_tar(window, total, position), None)
+        if following is None:
+            return
+        yield following.name, _fault(window, following, decode)
+        position = end_of(following.offset, following.size)
+
+
 def _fault(window: _Window, member: Member, decode: bool) -> str:
-    extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+    name, offset, size = member
+    extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
     if extension == "txt":
         try:
-            return "" if window(member.offset, member.size).decode("utf-8").strip() else "caption is empty"
+            return "" if window(offset, size).decode("utf-8").strip() else "caption is empty"
         except UnicodeDecodeError:
             return "caption is not UTF-8"
     if extension not in _MARKS:
         return ""
     first, last = _MARKS[extension]
-    if decode:
-        content = window(member.offset, member.size)
-        begin, end = content[: len(first)], content[max(0, len(content) - len(last)) :]
-    else:
-        begin = window(member.offset, min(len(first), member.size))
-        rest = max(len(begin), member.size - len(last))
-        end = window(member.offset + rest, member.size - rest)
-    if begin != first:
+    content = window(offset, size) if decode else b""
+    begins, ends = (
+        window.frame(offset, size, first, last)
+        if not decode
+        else (content.startswith(first), content.endswith(last, len(first)))
+    )
+    if not begins:
         return f"picture is no {extension}"
-    if not end.endswith(last):
+    if not ends:
         return "picture is cut off"
     if decode:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from open_clip_zerovl.datasets.manifest import MANIFEST_FILE, RECORDS, read_mani
 from open_clip_zerovl.datasets.shards import SIZES_FILE
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval_data import open_retrieval_set
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,28 @@ class Holding:
 def holdings(folders: Iterable[str | Path]) -> list[Holding]:
     """Every source and retrieval set in the given folders and below them.
 
-    Known by a manifest of ours, by the `*_stats.json` of img2dataset, by `sizes.json`, or by CLIP_benchmark's layout.
+    Known by a manifest of ours, by the `*_stats.json` of img2dataset, by `sizes.json`, or by CLIP_benchmark's layout. Of
+    several (`DIR/*`), files are passed over, and folders with nothing of the kind with a warning.
 
     Raises:
-        UserError: a folder that does not exist, or one with nothing of the kind in it.
+        UserError: a folder that does not exist, or nothing of the kind in any.
     """
+    paths = [Path(folder).expanduser() for folder in folders]
     found: list[Holding] = []
-    for folder in folders:
-        path = Path(folder).expanduser()
-        if not path.is_dir():
-            raise UserError(f"{folder} is no folder: give folders with prepared datasets.")
-        here = list(_below(path, path.absolute().name, depth=4))
-        if not here:
-            raise UserError(
-                f"{folder} has no shards with a {SIZES_FILE} or a {MANIFEST_FILE}: prepare the data, or `zerovl data index` it."
+    empty = []
+    for path in paths:
+        if not path.is_dir() and (len(paths) == 1 or not path.exists()):
+            raise UserError(f"{path} is no folder: give folders with prepared datasets.")
+        here = list(_below(path, path.absolute().name, depth=4)) if path.is_dir() else []
+        if path.is_dir() and not here:
+            empty.append(
+                f"{path} has no shards with a {SIZES_FILE} or a {MANIFEST_FILE}: prepare the data, or `zerovl data index` it."
             )
         found += here
+    if not found:
+        raise UserError(empty[0] if empty else f"there is no folder among {', '.join(map(str, paths))}.")
+    for sentence in empty:
+        log.warning(sentence)
     return found
 
 
