@@ -1,10 +1,14 @@
 """How right `zerovl plan` is: its step time beside that of a real training run of 50 steps on the same machine.
 
-    OMP_NUM_THREADS=1 python scripts/bench/plan.py [--data data/emoji] [--case TEXT] [--rounds N]
+    OMP_NUM_THREADS=1 python scripts/bench/plan.py [--data data/emoji] [--case TEXT] [--rounds N] [--beside [cpu|wall]]
 
 For each case a plan is made and then `python -m training.main` run with the same arguments; the real time is the median of
-the steps that the run logs, without the first five. Prints predicted/real for each, and exits with 1 if the median over the
+the steps that the run logs, without the first five. Prints planned/real for each, and exits with 1 if the median over the
 rounds of a case is more than 15 % off.
+
+`--beside` is for a machine that others use at the same time, whose speed changes from minute to minute: the plan is made
+while the training runs, and the real time is the median of the steps logged meanwhile, at least 50. Both programs read the CPU
+time of their own process, which does not show how loader processes and training share a machine, or the time of day.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 STEPS, SKIPPED, TOLERANCE = 50, 5, 0.15
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")
-LOGGED = re.compile(r"Train Epoch: .*? Batch \(t\): ([\d.]+)")
+LOGGED = re.compile(r"(\S+) \| INFO \| Train Epoch: .*? Batch \(t\): ([\d.]+)")
 
 EMOJI = ["--model", "zerovl-emoji"]
 SMALL_VIT = ["--model", "ViT-S-16", "--force-image-size", "96", "--force-context-length", "25"]
@@ -43,9 +50,9 @@ def cases(data: Path) -> dict[str, list[str]]:
     found["zerovl-emoji, 32 x 16, all methods, 1 worker"] = [
         *emoji, "--batch-size", "32", "--dga-steps", "16", *recipe,
     ]  # fmt: skip
-    for steps in (4, 12):
-        found[f"ViT-S-16 at 96 px, 4 x {steps}, retain 1, 0 workers"] = [
-            *SMALL_VIT, "--token-drop", "0.25", "--batch-size", "4", "--dga-steps", str(steps), "--workers", "0",
+    for size, steps in ((4, 4), (2, 8)):
+        found[f"ViT-S-16 at 96 px, {size} x {steps}, retain 1, 0 workers"] = [
+            *SMALL_VIT, "--token-drop", "0.25", "--batch-size", str(size), "--dga-steps", str(steps), "--workers", "0",
         ]  # fmt: skip
     return found
 
@@ -57,29 +64,75 @@ def effective_batch(arguments: list[str]) -> int:
     return value("--batch-size") * value("--dga-steps")
 
 
-def planned_seconds(arguments: list[str]) -> float:
-    """The step time that the plan tells."""
-    done = subprocess.run(
-        [sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def as_child(program: str, clock: str, arguments: list[str]) -> int:
+    """Run a program in this process, under the clock asked for."""
+    now = {"wall": time.time, "cpu": time.process_time}[clock]
+    if program == "plan":
+        from open_clip_zerovl import plan_measure
+        from open_clip_zerovl.cli import main as plan
+
+        plan_measure.time = SimpleNamespace(perf_counter=now)  # type: ignore[assignment]
+        return plan(["plan", "--json", *arguments])
+    from training import train
+    from training.main import main as training
+
+    train.time = SimpleNamespace(time=now)  # type: ignore[assignment]
+    return training(arguments)
+
+
+def command(program: str, clock: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, __file__, "--child", program, "--clock", clock, "--", *arguments]
+
+
+def logged_steps(folder: Path) -> list[tuple[datetime, float]]:
+    """When each step of a run was logged, and its seconds."""
+    log = folder / "run" / "out.log"
+    found = LOGGED.findall(log.read_text("utf-8")) if log.is_file() else []
+    return [(datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), float(seconds)) for when, seconds in found]
+
+
+def one_after_the_other(arguments: list[str]) -> tuple[float, list[float]]:
+    """Seconds of a step as planned, and of each step of a run."""
+    done = subprocess.run(command("plan", "wall", arguments), capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"plan.py: zerovl plan ended with status {done.returncode}: {done.stderr}")
-    return json.loads(done.stdout)["step_seconds"]
-
-
-def real_seconds(arguments: list[str]) -> tuple[float, float]:
-    """Median and mean seconds of the steps of a real run."""
     with tempfile.TemporaryDirectory() as logs:
-        done = subprocess.run(
-            [sys.executable, "-m", "training.main", *arguments, "--logs", logs, "--name", "run"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        seconds = [float(found) for found in LOGGED.findall((Path(logs) / "run" / "out.log").read_text("utf-8"))]
-    if done.returncode != 0 or len(seconds) < STEPS:
-        raise SystemExit(f"plan.py: the run ended with status {done.returncode} after {len(seconds)} steps: {done.stdout}")
-    seconds = seconds[SKIPPED:]
-    return statistics.median(seconds), statistics.fmean(seconds)
+        run = [*command("train", "wall", [*arguments, "--logs", logs, "--name", "run"])]
+        trained = subprocess.run(run, capture_output=True, text=True)
+        steps = logged_steps(Path(logs))
+    if trained.returncode != 0 or len(steps) < STEPS:
+        raise SystemExit(f"plan.py: the run ended with status {trained.returncode}: {trained.stderr}")
+    return json.loads(done.stdout)["step_seconds"], [seconds for _, seconds in steps[SKIPPED:]]
+
+
+def side_by_side(arguments: list[str], clock: str) -> tuple[float, list[float]]:
+    """The same by either clock, with the run going on while the plan is made."""
+    with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "errors", "w+", encoding="utf-8") as errors:
+        folder = Path(logs)
+        run = command("train", clock, [*arguments, "--epochs", "1000", "--logs", logs, "--name", "run"])
+        training = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            while len(logged_steps(folder)) < SKIPPED:
+                time.sleep(0.5)
+                if training.poll() is not None:
+                    raise SystemExit(f"plan.py: the run ended: {(folder / 'errors').read_text('utf-8')}")
+            planning = subprocess.Popen(
+                command("plan", clock, arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            assert planning.stdout is not None and planning.stderr is not None
+            for line in planning.stderr:
+                if "taking steps" in line:
+                    begin = datetime.now()
+            plan = json.loads(planning.stdout.read())
+            planning.wait()
+            end = datetime.now()
+            while len([when for when, _ in logged_steps(folder) if when >= begin]) < STEPS:
+                end = datetime.now()
+                time.sleep(0.5)
+        finally:
+            training.terminate()
+            training.wait()
+        return plan["step_seconds"], [seconds for when, seconds in logged_steps(folder) if begin <= when <= end]
 
 
 def main() -> int:
@@ -87,10 +140,25 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="folder of `zerovl data emoji`")
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=1, help="plans and runs of each case (default %(default)s)")
+    parser.add_argument(
+        "--beside",
+        nargs="?",
+        const="cpu",
+        choices=("cpu", "wall"),
+        help="plan while the run goes on (default: by CPU time)",
+    )
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("plan", "train"), help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child is not None:
+        return as_child(options.child, options.clock, options.arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     train_data = "::".join(f"{source}={options.data / source}" for source in SOURCES)
-    print("| run | planned, s | real median, s | real mean, s | planned / real |\n|---|--:|--:|--:|--:|", flush=True)
+    print(
+        "| run | steps | planned, s | real median, s | real mean, s | planned / real |\n|---|--:|--:|--:|--:|--:|",
+        flush=True,
+    )
     off = []
     for name, arguments in cases(options.data).items():
         if options.case not in name:
@@ -102,10 +170,11 @@ def main() -> int:
         ]  # fmt: skip
         ratios = []
         for _ in range(options.rounds):
-            planned = planned_seconds(common)
-            median, mean = real_seconds(common)
+            planned, seconds = side_by_side(common, options.beside) if options.beside else one_after_the_other(common)
+            median, mean = statistics.median(seconds), statistics.fmean(seconds)
             ratios.append(planned / median)
-            print(f"| {name} | {planned:.3f} | {median:.3f} | {mean:.3f} | {ratios[-1]:.2f} |", flush=True)
+            figures = f"{len(seconds)} | {planned:.3f} | {median:.3f} | {mean:.3f} | {ratios[-1]:.2f}"
+            print(f"| {name} | {figures} |", flush=True)
         if abs(statistics.median(ratios) - 1) > TOLERANCE:
             off.append(name)
     for name in off:

@@ -1,4 +1,4 @@
-"""`zerovl <command>`: with cli_data.py the one place in the library that reads a command line.
+"""`zerovl <command>`: with cli_data.py and cli_plan.py the one place in the library that reads a command line.
 
 Each command is a thin wrapper around a library function, imported when it is called.
 """
@@ -11,22 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.cli_data import add_cluster, add_data
+from open_clip_zerovl.cli_plan import add_plan
 from open_clip_zerovl.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error."""
+    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` also has 1)."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments)
+        status = arguments.run(arguments)
     except UserError as error:
         print(f"zerovl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("zerovl: interrupted; call it again to go on", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(training itself: python -m training.main --help).",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_plan(commands)
     add_data(commands)
     add_cluster(commands)
     _add_retrieval(commands)
@@ -279,7 +281,12 @@ def _add_convert(commands) -> None:
         "--image-model", metavar="NAME", help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k"
     )
     convert.add_argument("--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer")
-    convert.add_argument("--image-size", type=int, metavar="PX", help="check that the weights are for this size")
+    convert.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PX",
+        help="of the model's images; for another size than trained the position embedding is interpolated",
+    )
     convert.add_argument(
         "--normalization",
         choices=("imagenet", "half"),
