@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all recipes check format clean
+.PHONY: help install demo ablation test test-all recipes check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,7 +24,11 @@ $(STAMP): setup.py
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo.py $(if $(ARGS),-- $(ARGS))
+
+ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (an hour on 2 idle cores; QUICK=1: a few minutes)
+	$(BIN)/python scripts/ablation.py $(if $(QUICK),--quick) $(ARGS)
+	$(BIN)/python scripts/ablation_report.py $(if $(QUICK),--quick)
 
 test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -32,10 +36,20 @@ test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --timeout 1800
 
-train-%: $(STAMP)
-	$(BIN)/python scripts/recipes.py train-$* $(if $(DATA),--data $(DATA)) $(if $(DRY_RUN),--dry-run) $(ARGS)
+# The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR [ASSUME=v100:8]
+RECIPE = $(BIN)/python scripts/recipes.py
+GIVEN  = $(if $(DATA),--data $(DATA)) $(if $(DRY_RUN),--dry-run) $(ARGS)
 
-recipes: $(STAMP) ## list the paper's runs; start one: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]
+train-%: $(STAMP)
+	$(strip $(RECIPE) train-$* $(GIVEN))
+
+finetune-%: $(STAMP)
+	$(strip $(RECIPE) finetune-$* $(GIVEN))
+
+plan-%: $(STAMP)
+	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(ASSUME)) $(GIVEN))
+
+recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
 	$(BIN)/python scripts/recipes.py --list
 
 check: $(STAMP) ## lint, format and types
@@ -48,5 +62,5 @@ format: $(STAMP) ## format the code
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and everything the demo and tests wrote
-	rm -rf $(VENV) build data/emoji demo demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build data/emoji demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -104,6 +104,34 @@ def test_a_released_checkpoint_gives_the_same_embeddings_in_stock_open_clip(tmp_
     assert (other_text - text).abs().max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("image_size_px", [288, 160])
+def test_another_image_size_interpolates_the_position_embedding(tmp_path, bert, image_size_px):
+    """160 px weights at 288 px equal timm's own tower of that size; at 160 px nothing is interpolated."""
+    reference = Reference(bert)
+    checkpoint = saved(tmp_path / "released.pth", reference.state_dict())
+    folder = convert_checkpoint(
+        checkpoint,
+        tmp_path / "out",
+        image_model=IMAGE_MODEL,
+        text_model=str(bert),
+        image_size=image_size_px,
+        verify=True,
+    )
+    resized = timm.create_model(IMAGE_MODEL, num_classes=0, img_size=image_size_px).eval()
+    weights = reference.image_encoder.state_dict()
+    grid = [image_size_px // 16] * 2
+    resized.load_state_dict({**weights, "pos_embed": timm.layers.resample_abs_pos_embed(weights["pos_embed"], grid)})
+    reference.image_encoder = resized
+    images = torch.randn(2, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1))
+    model, image, text = stock(folder, images, TEXTS)
+    expected_image, expected_text = reference(images, TEXTS)
+    torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(text, expected_text, rtol=0, atol=TOLERANCE)
+    assert model.visual.image_size in (image_size_px, (image_size_px, image_size_px))
+    interpolated = "interpolated from 160 px" in (folder / "README.md").read_text()
+    assert interpolated == hasattr(model.visual, "positional_embedding") == (image_size_px != 160)
+
+
 def checkpoint_numbers(checkpoint: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
@@ -190,7 +218,7 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     refused(without("text_encoder"), "has no text$")
     refused({**weights, "text_projection.linear.weight": torch.ones(8, 32)}, "differ in width: 24 for images, 8")
     refused({**weights, "loss.temperature": torch.ones(2)}, "must be one number")
-    refused(weights, "was trained at 160 px .* not at 288", image_size=288)
+    refused(weights, "--image-size 100 is no multiple of the patches' 16 px; give 96", image_size=100)
     refused(weights, "timm has no model 'test_vot'; did you mean test_vit", image_model="test_vot")
     refused(weights, "is no ViT with a class token", image_model="test_resnet")
     refused(weights, "is no vit_tiny", image_model="vit_tiny_patch16_224")

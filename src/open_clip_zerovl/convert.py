@@ -10,9 +10,8 @@ The released layout, under `state_dict`:
 open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also under `module.` and `_orig_mod.`) is taken apart into the
 same pieces. Every tensor is placed, or named among those that no embedding depends on, or the conversion is refused.
 
-timm builds a ViT at its own image size only (as far as open_clip lets it). Weights trained at another size go into
-open_clip's own ViT, which computes the same: there the bias of the patch embedding is added to the position embedding
-of the patches.
+timm builds a ViT at its own image size only (as far as open_clip lets it). Weights for another size, trained at it or
+interpolated to it (`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.loading import LOCAL_DIR, ModelSpec, first_line, load_model, read_params, read_state_dict
 from open_clip_zerovl.model_card import model_card
 from open_clip_zerovl.models import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
+from open_clip_zerovl.native_vit import as_native_vit, native_vision_config, resample_positions
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def convert_checkpoint(
         out_dir: the folder to make.
         image_model: the timm ViT (`vit_base_patch16_224.augreg_in21k`), or a model of open_clip that has one.
         text_model: folder or hub name of the Hugging Face text tower: its config and its tokenizer.
-        image_size: side in pixels that the position embedding must fit; None takes what it fits.
+        image_size: side in pixels of the images that the folder's model takes. None takes the size that the position
+            embedding was trained for; for another size it is interpolated.
         normalization: of images: `imagenet` (the released 14M weights) or `half`, 0.5 for both (100M).
         verify: compare embeddings of the written folder with a forward of the checkpoint's own towers.
         force: replace an earlier export in `out_dir`.
@@ -136,8 +137,11 @@ def convert_checkpoint(
         )
     encoder = take_apart(weights, checkpoint)
     trunk, timm_name = _timm_skeleton(image_model)
-    side = _image_side(encoder.image, trunk, timm_name, image_size, checkpoint)
-    placed, vision_cfg = _placed(encoder, trunk, timm_name, side, checkpoint)
+    trained_side, patch = _trained_side(encoder.image, checkpoint)
+    side = image_size or trained_side
+    if side % patch:
+        raise UserError(f"--image-size {side} is no multiple of the patches' {patch} px; give {side // patch * patch}")
+    placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side, checkpoint)
 
     text_folder = Path(text_model).expanduser()
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
@@ -168,6 +172,10 @@ def convert_checkpoint(
         "The paper's evaluation squashes to 256 px and crops 224, which open_clip's config cannot express: this folder "
         "squashes to the size alone. `zerovl retrieval --paper-transform` measures with the paper's.",
     ]
+    if side != trained_side:
+        notes.append(
+            f"Its position embedding was interpolated from {trained_side} px, at which it was trained, to {side} px."
+        )
     if encoder.without_effect:
         notes.append(f"Left behind, since no embedding depends on it: {', '.join(encoder.without_effect)}.")
     card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
@@ -251,22 +259,23 @@ def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
     return trunk, name
 
 
-def _image_side(
-    image: dict[str, Tensor], trunk: nn.Module, timm_name: str, image_size: int | None, checkpoint: Path
-) -> int:
-    """Side in pixels of the square that the position embedding was made for."""
+def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
+    """Side in pixels of the square that the position embedding was made for, and of a patch."""
     if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
         raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is no ViT of timm")
     patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
     grid = math.isqrt(patches)
     if grid * grid != patches:
         raise UserError(f"the position embedding of {checkpoint} is for {patches} patches, which make no square")
-    if image_size is not None and image_size != grid * patch:
-        raise UserError(
-            f"{checkpoint} was trained at {grid * patch} px ({patches} patches of {patch} px), not at {image_size}: leave "
-            f"out --image-size or give {grid * patch}"
-        )
-    return grid * patch
+    return grid * patch, patch
+
+
+def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
+    """The encoder with the position embedding of `grid` patches a side."""
+    if encoder.image["pos_embed"].shape[1] == 1 + grid * grid:
+        return encoder
+    resized = resample_positions(encoder.image["pos_embed"], grid)
+    return replace(encoder, image={**encoder.image, "pos_embed": resized})
 
 
 def _placed(
@@ -296,58 +305,14 @@ def _placed(
             "timm_proj_bias": False,
             "image_size": side,
         }
-    log.info(
-        "timm's %s takes %d px, the weights %d: they go into open_clip's own ViT.", timm_name, *_sides(trunk, side)
-    )
-    placed |= {f"visual.{key}": tensor for key, tensor in _as_open_clip_vit(encoder.image, trunk).items()}
+    log.info("timm's %s takes %d px, not %d: the weights go into open_clip's own ViT.", timm_name, *_sides(trunk, side))
+    placed |= {f"visual.{key}": tensor for key, tensor in as_native_vit(encoder.image).items()}
     placed["visual.proj"] = encoder.image_projection.T
-    block = trunk.blocks[0]
-    return placed, {
-        "image_size": side,
-        "patch_size": trunk.patch_embed.patch_size[0],
-        "layers": len(trunk.blocks),
-        "width": trunk.embed_dim,
-        "head_width": trunk.embed_dim // block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / trunk.embed_dim,
-        "no_ln_pre": True,
-        "norm_kwargs": {"eps": trunk.norm.eps},
-    }
+    return placed, native_vision_config(trunk, side)
 
 
 def _sides(trunk: nn.Module, side: int) -> tuple[int, int]:
     return trunk.patch_embed.img_size[0], side
-
-
-_VIT_NAMES = {
-    "norm1": "ln_1",
-    "attn.qkv.weight": "attn.in_proj_weight",
-    "attn.qkv.bias": "attn.in_proj_bias",
-    "attn.proj": "attn.out_proj",
-    "norm2": "ln_2",
-    "mlp.fc1": "mlp.c_fc",
-    "mlp.fc2": "mlp.c_proj",
-}
-
-
-def _as_open_clip_vit(image: dict[str, Tensor], trunk: nn.Module) -> dict[str, Tensor]:
-    """A plain timm ViT under the names of open_clip's VisionTransformer, computing the same."""
-    position = image["pos_embed"][0].clone()  # (1 + patches, width)
-    position[1:] += image.get("patch_embed.proj.bias", 0)  # open_clip's patch embedding has no bias
-    placed = {
-        "conv1.weight": image["patch_embed.proj.weight"],
-        "class_embedding": image["cls_token"][0, 0],
-        "positional_embedding": position,
-        "ln_post.weight": image["norm.weight"],
-        "ln_post.bias": image["norm.bias"],
-    }
-    top = {"patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed", "cls_token", "norm.weight", "norm.bias"}
-    for key in image.keys() - top:
-        parts = key.split(".", 2)
-        old = next((name for name in _VIT_NAMES if parts[0] == "blocks" and parts[2].startswith(name)), None)
-        if old is None:
-            raise UserError(f"'{key}' has no place in open_clip's own ViT, which the image size asks for")
-        placed[f"transformer.resblocks.{parts[1]}.{_VIT_NAMES[old]}{parts[2].removeprefix(old)}"] = image[key]
-    return placed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,7 +326,8 @@ _PROBE_TEXTS = ["a photo of a cat", "two dogs on a street, one of them brown", "
 def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: str) -> tuple[Encode, Encode]:
     """The checkpoint's towers as timm and transformers build them, without open_clip."""
     trunk = timm.create_model(timm_name, pretrained=False, num_classes=0, img_size=side).eval()
-    trunk.load_state_dict(encoder.image)
+    positions = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], trunk.patch_embed.grid_size)
+    trunk.load_state_dict({**encoder.image, "pos_embed": positions})
     try:
         config = AutoConfig.from_pretrained(text_source)
         bert = AutoModel.from_config(config, add_pooling_layer=False).eval()

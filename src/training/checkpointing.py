@@ -202,6 +202,12 @@ class Preemption:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank that `agreed` is here: torchrun kills the others 30 s after the first of its ranks ends, and
+        only the first rank has a checkpoint to write."""
+        if self._group is not None:
+            torch.distributed.barrier(group=self._group)
+
 
 def mark_requeue(args: argparse.Namespace) -> Path:
     """Leave the marker that tells a launcher to start this run again."""

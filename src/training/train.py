@@ -129,6 +129,7 @@ class Trainer:
             if stop or checkpoints.due(step + 1):
                 checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1))
             if stop:
+                self.preemption.wait_for_all()
                 raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
 
     @contextmanager
