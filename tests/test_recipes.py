@@ -380,13 +380,6 @@ def wait_for_step(folder: Path, step: int, run: subprocess.Popen, log: Path) -> 
         time.sleep(0.02)
 
 
-ROUNDING = 1e-5
-
-
-def furthest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    return max(float((first[key].float() - second[key].float()).abs().max()) for key in second)
-
-
 @pytest.mark.slow  # four starts of two or four ranks: one to two minutes each on two cores
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -421,14 +414,8 @@ def test_stopped_and_killed_the_same_command_ends_as_if_never_interrupted(workpl
                 os.kill(pid, signal.SIGKILL)
     ours, theirs = weights(workplace, f"broken{ranks}"), weights(workplace, f"whole{ranks}")
     assert ours.keys() == theirs.keys()
-    if ranks == 2:
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    # DDP lays its buckets anew after the first step of each start, and with them the order in which more than two ranks
-    # are summed.
-    assert furthest(ours, theirs) < ROUNDING
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert f"step_0000_{stopped:08d}.pt" in log.read_text()  # it did go on from there
-    earlier = workplace / "logs" / f"whole{ranks}" / "checkpoints" / "step_0000_00000055.pt"
-    assert furthest(torch.load(earlier, weights_only=True)["state_dict"], theirs) > 2 * ROUNDING  # five steps show
 
 
 SLOW_TO_SAVE = """

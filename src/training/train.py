@@ -30,6 +30,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.frozen_cache import FrozenCache
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.mixup import CoinFlipMixup
+from training.buckets import settle_buckets
 from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
 from training.config import RecipeConfig
 
@@ -77,11 +78,13 @@ class Trainer:
         """
         device = torch.device(args.device)
         input_dtype = get_input_dtype(args.precision)
+        autocast = get_autocast(args.precision, device_type=device.type)
+        first_of_process = self.dga is None
         if self.dga is None:
             self.dga = DecoupledGradientAccumulation(
                 model,
                 loss,
-                autocast=get_autocast(args.precision, device_type=device.type),
+                autocast=autocast,
                 scaler=scaler,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
@@ -107,8 +110,11 @@ class Trainer:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
         log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
+        as_read = _chain(self.cache.prepare if self.cache is not None else None, to_float, to_input_dtype)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
+            if first_of_process and index == start:
+                settle_buckets(model, *as_read(*(part.to(device) for part in micro_batches[0])), autocast)
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)

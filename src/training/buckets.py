@@ -1,0 +1,39 @@
+"""DistributedDataParallel's gradient buckets, laid out before the first gradient counts.
+
+DDP lays them out anew after a process's first synchronised backward pass, in the order in which gradients came. From three
+ranks on, the place of a gradient in its bucket decides in which order the ranks' parts are summed. A run that resumes at
+step s would take its step s with the first layout and a run never interrupted with the second: the last bits would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.replay import norm_statistics_kept
+
+
+def settle_buckets(
+    model: torch.nn.Module, images: Tensor, texts: Tensor, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Make DDP's final layout by a backward pass of zeros, which all ranks take together; anything else is left alone.
+
+    Gradients are None afterwards and norm statistics as before; random numbers are drawn, so seed after it.
+
+    Args:
+        model: in DDP; called as `model(images, texts)`, returns open_clip's output dict.
+        images, texts: some samples on the device, as the model takes them.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    with norm_statistics_kept(model):
+        with autocast():
+            outputs = model(images, texts)
+        parts = [value for value in outputs.values() if isinstance(value, Tensor) and value.requires_grad]
+        torch.stack([part.float().sum() * 0 for part in parts]).sum().backward()
+    model.zero_grad(set_to_none=True)
