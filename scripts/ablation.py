@@ -1,6 +1,6 @@
 """`make ablation`: the paper's tables in miniature, on the four emoji sources.
 
-    python scripts/ablation.py [--seeds 0,1,2] [--epochs 10] [--jobs 2] [--only debiased,random] [--list]
+    python scripts/ablation.py [--seeds 0,1,2] [--epochs 8] [--jobs 2] [--only debiased,random] [--list]
     python scripts/ablation_report.py            # docs/results.md of what the runs left
 
 Each condition of `ablation_conditions` is trained by open_clip's program in a process of its own with one thread, and
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it is not there")
     parser.add_argument("--out", type=Path, default=Path("ablation"))
     parser.add_argument("--seeds", help="default 0,1,2")
-    parser.add_argument("--epochs", type=int, help="default 10")
+    parser.add_argument("--epochs", type=int, help="default 8")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_EPOCHS} epochs, in OUT/quick")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs side by side (default: cores)")
     parser.add_argument("--only", help="these conditions alone, and what they are built on: NAME,NAME")
@@ -382,7 +382,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seeds = sorted({int(seed) for seed in text.split(",")})
     except ValueError:
         raise UserError(f"--seeds takes numbers with commas between them, got {text!r}") from None
-    epochs = arguments.epochs if arguments.epochs is not None else (QUICK_EPOCHS if arguments.quick else 10)
+    epochs = arguments.epochs if arguments.epochs is not None else (QUICK_EPOCHS if arguments.quick else 8)
     if min(epochs, arguments.jobs) < 1 or min(seeds) < 0:
         raise UserError(f"--epochs and --jobs are 1 or more, seeds 0 or more: got {epochs}, {arguments.jobs}, {text}")
     out = arguments.out / "quick" if arguments.quick else arguments.out

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 import accumulation
 import dga
 
+from open_clip_zerovl.retain import PeakBytes
+
 STEPS = 3
 
 
@@ -79,7 +81,7 @@ def test_loss_alone_stays_lean(tmp_path):
 
 
 def test_peak_counts_what_is_alive_at_once():
-    with accumulation.PeakBytes() as live:
+    with PeakBytes() as live:
         for _ in range(5):
             a = torch.zeros(256)  # 1 KiB, the one before it still alive
             b = a + 1

@@ -26,14 +26,13 @@ from open_clip.loss import ClipLoss
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models import with_text_model
-from open_clip_zerovl.retain import LiveBytes
+from open_clip_zerovl.retain import PeakBytes
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
 BERT_SIZES = {
@@ -241,25 +240,6 @@ def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool)
 # ---------------------------------------------------------------------------------------------------------------------
 # Measures
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class PeakBytes(LiveBytes):
-    """The most bytes alive at once of what the operations inside make. Their own scratch memory is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._bound = 0  # never less than what is alive: counting all is needed only where it passes the peak
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
-        if self._bound > self.peak:
-            self._bound = self.bytes()
-            self.peak = max(self.peak, self._bound)
-        return result
 
 
 def keep_heap() -> bool:

@@ -12,19 +12,17 @@ ViT-B/16 and BERT-base at 224 px, 16 DGA steps and no token drop took 680 GPU ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan_model import PlannedModel
-from open_clip_zerovl.retain import AUTO_SHARE, LiveBytes, most_graphs
+from open_clip_zerovl.retain import AUTO_SHARE, PeakBytes, most_graphs
 from open_clip_zerovl.sampling import Batching
 
 
@@ -156,25 +154,6 @@ def loss_bytes(batching: Batching, width: int, chunk: int | None) -> float:
     """Of the loss: the chunks of the logits, and gathered features with their gradients, in fp32."""
     rows, total = batching.micro_batch * batching.dga_steps, batching.effective_batch
     return 4.0 * (2 * min(chunk or rows, rows) * total + 4 * (rows + total) * width)
-
-
-class PeakBytes(LiveBytes):
-    """The most bytes alive at once of what the operations inside make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._bound = 0  # never below what is alive: all is counted only where it may pass the peak
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
-        if self._bound > self.peak:
-            self._bound = self.bytes()
-            self.peak = max(self.peak, self._bound)
-        return result
 
 
 def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:

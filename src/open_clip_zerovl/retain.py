@@ -145,6 +145,25 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
+class PeakBytes(LiveBytes):
+    """The most bytes alive at once of what the operations inside make. Their own scratch memory is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bound = 0  # never less than what is alive: counting all is needed only where it passes the peak
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
+        if self._bound > self.peak:
+            self._bound = self.bytes()
+            self.peak = max(self.peak, self._bound)
+        return result
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Memory this process may still fill: on CUDA free plus cached, on CPU its share of the host's; None if unknown."""
     if device.type == "cuda":
