@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -204,23 +205,46 @@ def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
+# What torch's loader raises, beside its own refusal, on bytes that are no checkpoint or only the beginning of one.
+UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    struct.error,
+)
+
+
 def _read_content(checkpoint: Path) -> Any:
+    if checkpoint.is_dir():
+        raise UserError(f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt")
     if not checkpoint.is_file():
-        raise UserError(f"checkpoint {checkpoint} does not exist")
+        raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
     try:
         # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{checkpoint} is no plain checkpoint of tensors and was refused, since loading it could run code: "
-            f"{first_line(error)}"
+            f"{unpickling_reason(error)}"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def unpickling_reason(error: pickle.UnpicklingError) -> str:
+    """What torch found in the file, without its advice to load it unchecked, which comes first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines[1:] if not line.startswith(("Please file", "Check the documentation"))]
+    return (found or lines or [type(error).__name__])[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

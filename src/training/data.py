@@ -23,6 +23,7 @@ from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, pa
 from open_clip_zerovl.sampling import Batching, Schedule
 from open_clip_zerovl.sources import Source, parse_sources
 from training.config import RecipeConfig, uses_own_step
+from training.stock_data import check_augmentation, check_stock_data
 
 # open_clip's main calls evaluate() only when the data holds one of its own keys; this one it does not read by itself.
 PLACEHOLDER_KEY = "val"
@@ -61,11 +62,13 @@ class Inputs:
 
 
 def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
-    """Open sources and retrieval sets, and make sure that the mixture has at least one step.
+    """Open sources and retrieval sets, and make sure that what open_clip reads is there and the mixture has a step.
 
     Raises:
         UserError: anything unusable about them.
     """
+    check_stock_data(args, training=config.sampling is None)
+    check_augmentation(args.aug_cfg)
     sources: tuple[Source, ...] = ()
     if config.sampling is not None:
         sources = parse_sources(

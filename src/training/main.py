@@ -24,7 +24,7 @@ from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.mixture import MixtureLoader
-from open_clip_zerovl.models import check_model, with_text_model
+from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
 from training import checkpointing, data, evaluate, model, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse
@@ -83,6 +83,8 @@ class Run:
                 f"a run called {args.name!r} exists in {args.logs}; choose another --name, or continue it with "
                 "--resume latest"
             )
+        if os.path.exists(args.logs) and not os.path.isdir(args.logs):
+            raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
@@ -108,7 +110,7 @@ class Run:
         try:
             with replaced(self._seams()), self.preemption if stoppable else nullcontext():
                 status = host.main([])  # parse_args is a seam: the arguments are parsed already
-        except UserError:
+        except BaseException:  # an interrupt and a defect leave as little behind
             if fresh and not self.trained and getattr(self.args, "rank", 0) == 0:
                 logging.shutdown()
                 shutil.rmtree(self._folder(), ignore_errors=True)
@@ -155,6 +157,8 @@ class Run:
         return seams
 
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
+        if self.model is not None:  # main makes the teacher after it: --distill-model
+            return create_model_and_transforms(model_name, pretrained, **options)
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, mixup = created
         if self.trainer is not None:
@@ -192,10 +196,12 @@ class Run:
     def _train_one_epoch(self) -> Callable[..., None]:
         step = self.trainer if self.trainer is not None else host.train_one_epoch
 
-        def one_epoch(model: Any, data: dict, *arguments: Any, **options: Any) -> None:
-            self.trained = True
+        def one_epoch(
+            model: Any, data: dict, loss: Any, epoch: int, optimizer: Any, *arguments: Any, **options: Any
+        ) -> None:
+            mark = optimizer.register_step_post_hook(self._stepped)
             try:
-                step(model, data, *arguments, **options)
+                step(model, data, loss, epoch, optimizer, *arguments, **options)
             except RuntimeError as error:
                 # torch raises about a lost loader worker wherever the process happens to be
                 loader = data["train"].dataloader
@@ -204,8 +210,13 @@ class Run:
                     raise
                 loader.abandon()
                 raise UserError(sentence) from error
+            finally:
+                mark.remove()
 
         return one_epoch
+
+    def _stepped(self, *_: Any) -> None:
+        self.trained = True
 
 
 def run_as_program() -> None:

@@ -222,6 +222,8 @@ def _once(values: list[str]) -> tuple[str, ...]:
 
 
 def _retain(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of micro-batches nor auto")
     return text if text == "auto" else int(text)
 
 

@@ -90,11 +90,11 @@ def _refusals(config: RecipeConfig, args: argparse.Namespace) -> Iterator[tuple]
     for tower, locked in (("image", args.lock_image), ("text", args.lock_text)):
         yield locked, f"--lock-{tower}", tower in config.freeze, f"--freeze {tower}", "give one of them"
     yield (
-        len(config.freeze) == 2,
-        "--freeze of both towers",
-        not config.init_from and not config.init_image and not config.init_text,
-        "towers from scratch",
-        "nothing but the temperature would be trained",
+        "image" in config.freeze,
+        "--freeze image",
+        "text" in config.freeze,
+        "--freeze text",
+        "nothing but the temperature would be trained; freeze one",
     )
     yield (
         len(config.freeze) != 1 or not mixture or not own_step,

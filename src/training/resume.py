@@ -11,6 +11,7 @@ import torch
 from open_clip_train.file_utils import pt_load as load_stock
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.loading import UNREADABLE, unpickling_reason
 
 PREFIX = "module."  # what DDP puts before every name
 
@@ -23,11 +24,17 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     Raises:
         UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.
     """
+    if os.path.isdir(file_path):
+        raise UserError(f"--resume {file_path} is a folder; give a checkpoint in it, or --name with --resume latest")
     if "://" not in file_path and not os.path.isfile(file_path):
         raise UserError(f"--resume {file_path} does not exist; give the path of a checkpoint, or 'latest'")
     try:
         checkpoint = load_stock(file_path, map_location=map_location)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"--resume {file_path} is no checkpoint of training ({unpickling_reason(error)}); give one that it wrote"
+        ) from error
+    except UNREADABLE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"--resume {file_path} cannot be read as a checkpoint ({reason}); give a whole one") from error
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None

@@ -1,0 +1,150 @@
+"""What open_clip's own data pipeline would fail on late, without a word or in a traceback, found before its main starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+
+import pandas
+from open_clip.transform import image_transform
+from open_clip_train.data import expand_urls
+from open_clip_train.distributed import world_info_from_env
+
+from open_clip_zerovl.errors import UserError
+
+TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
+
+
+def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
+    """Make sure that what open_clip's own pipeline will read is there and has the form that it expects.
+
+    Args:
+        args: open_clip's arguments.
+        training: whether `--train-data` is its business, and not that of our mixture.
+
+    Raises:
+        UserError: a missing table, column, first image, shard or folder; a number of samples or of shards that cannot do.
+    """
+    if args.dataset_type != "synthetic":
+        if training and args.train_data and _check_data("--train-data", args.train_data, args) == "shards":
+            _check_sizes(args)
+        if args.val_data:
+            _check_data("--val-data", args.val_data, args)
+    if args.imagenet_val and not os.path.isdir(args.imagenet_val):
+        raise UserError(
+            f"--imagenet-val {args.imagenet_val} is no folder; give the one that holds a folder for each class"
+        )
+
+
+def check_augmentation(settings: dict) -> None:
+    """Make sure that open_clip can make a training transform of `--aug-cfg`.
+
+    Raises:
+        UserError: an unknown setting, or a value of the wrong kind.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # open_clip says it again when it makes the transform
+            image_transform(32, is_train=True, aug_cfg=settings or None)
+    except (TypeError, ValueError, AssertionError) as error:
+        given = " ".join(f"{name}={value}" for name, value in settings.items())
+        raise UserError(
+            f"--aug-cfg {given} makes no training transform ({error}); the crop's range is written scale='(0.6,1.0)'"
+        ) from error
+
+
+def _check_data(flag: str, path: str, args: argparse.Namespace) -> str:
+    ending = path.rsplit(".", 1)[-1]
+    if args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES):
+        _check_table(flag, path, args)
+        return "table"
+    if args.dataset_type == "auto" and ending not in SHARDS:
+        raise UserError(
+            f"{flag} {path} is neither a .csv or .tsv table nor .tar shards"
+            + (
+                f"; name it to read it as a source: --train-data NAME={path.lstrip('=')}"
+                if flag == "--train-data"
+                else ""
+            )
+        )
+    shards = _shards(path, args)
+    missing = [shard for shard in shards if _is_local(shard) and not os.path.isfile(shard)]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
+        )
+    return "shards"
+
+
+def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
+    if not _is_local(path):
+        return
+    if not os.path.isfile(path):
+        raise UserError(f"{flag} {path} does not exist; correct the path")
+    try:
+        head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
+    except ValueError as error:  # pandas' own errors, and bytes that are no UTF-8
+        raise UserError(f"{flag} {path} cannot be read as a table ({error}); give one with a header line") from error
+    for option, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
+        if column not in head:
+            columns = ", ".join(repr(str(name)) for name in head.columns)
+            raise UserError(
+                f"{flag} {path} has no column {column!r} but {columns} where columns end at {args.csv_separator!r}; give "
+                f"{option}, or --csv-separator"
+            )
+    image = str(head[args.csv_img_key].iloc[0]) if len(head) else None
+    if image is None or not os.path.isfile(image):
+        seen = (
+            "has no rows"
+            if image is None
+            else f"begins with the image {image}, which does not exist from {os.getcwd()}"
+        )
+        advice = (
+            ""
+            if flag != "--train-data"
+            else f"; with a name, --train-data NAME={path}, paths are relative to the table"
+        )
+        raise UserError(f"{flag} {path} {seen}{advice}")
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    shards = _shards(args.train_data, args)
+    if args.train_data_upsampling_factors is not None and not args.dataset_resampled:
+        raise UserError(
+            f"--train-data-upsampling-factors {args.train_data_upsampling_factors} needs --dataset-resampled where sources "
+            "have no names; add it, or name them: --train-data NAME=SHARDS::NAME=SHARDS"
+        )
+    readers = args.workers * world_info_from_env()[2]
+    if not args.dataset_resampled and len(shards) < readers:
+        raise UserError(
+            f"--train-data has {len(shards)} shards for {readers} loader workers on all ranks; lower --workers, or name the "
+            "source: --train-data NAME=SHARDS does with any number"
+        )
+    folder = os.path.dirname(shards[0])
+    sizes_file = os.path.join(folder, "sizes.json")
+    if args.train_num_samples is not None or not _is_local(folder) or os.path.exists(os.path.join(folder, "__len__")):
+        return
+    advice = f"count them with `zerovl data index {folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
+    if not os.path.exists(sizes_file):
+        raise UserError(f"the number of samples of --train-data is not known, {sizes_file} is missing; {advice}")
+    with open(sizes_file, encoding="utf-8") as file:
+        sizes = json.load(file)
+    unknown = [shard for shard in shards if os.path.basename(shard) not in sizes]
+    if unknown:
+        raise UserError(f"{sizes_file} does not give the number of samples of {unknown[0]}; {advice}")
+
+
+def _shards(path: str, args: argparse.Namespace) -> list[str]:
+    weights = args.train_data_upsampling_factors if path == args.train_data and args.dataset_resampled else None
+    try:
+        return list(expand_urls(path, weights)[0])
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"{path!r} with --train-data-upsampling-factors {weights} is not understood: {error}"
+        ) from error
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and not path.startswith("pipe:")
