@@ -181,6 +181,16 @@ def test_another_world_size_goes_on_at_the_same_sample_count(caplog):
     assert "approximate" in caplog.text
 
 
+def test_going_on_in_the_middle_of_an_epoch_on_other_sources_is_said(caplog):
+    taken = Position(1, 10, 64, 2, 4, sources="a (100)")
+    with caplog.at_level(logging.WARNING):
+        assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100)")) == 10
+        assert Position(2, 0, 64, 2, 4, sources="a (100)").start_step(Position(2, 0, 64, 2, 4, sources="b (9)")) == 0
+        assert not caplog.text
+        assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100), b (9)")) == 10
+    assert "on others: a (100), b (9)" in caplog.text
+
+
 def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
     def draw(*key):
         seed_step(*key)

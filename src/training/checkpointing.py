@@ -39,16 +39,26 @@ class Preempted(Exception):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, and the batching it was taken under."""
+    """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, of which batches and which sources.
+
+    `sources` are names with numbers of samples, "" where open_clip's own pipeline reads the data.
+    """
 
     epoch: int
     step: int
     effective_batch: int
     world_size: int
     workers: int
+    sources: str = ""
 
     def start_step(self, now: Position) -> int:
         """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate."""
+        if self.step and self.sources and self.sources != now.sources:
+            logging.warning(
+                f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
+                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the next "
+                "epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
+            )
         same = (self.effective_batch, self.world_size, self.workers)
         if same == (now.effective_batch, now.world_size, now.workers) or self.step == 0:
             return self.step

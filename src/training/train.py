@@ -102,7 +102,9 @@ class Trainer:
         model.train()
         loader = data["train"].dataloader
         steps = loader.num_batches
-        here = self._position(args, epoch, 0)
+        sources = getattr(getattr(loader, "mixture", None), "sources", ())
+        read = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
+        here = self._position(args, epoch, 0, read)
         start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
             data["train"].set_epoch(epoch, start)
@@ -133,7 +135,7 @@ class Trainer:
                 self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
-                checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1))
+                checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1, read))
             if stop:
                 self.preemption.wait_for_all()
                 raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
@@ -167,9 +169,9 @@ class Trainer:
         images, texts, *origin = batch
         return (images, self.cache.pack(texts, origin[0])) if self.cache is not None else (images, texts)
 
-    def _position(self, args: argparse.Namespace, epoch: int, step: int) -> Position:
+    def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: str) -> Position:
         effective_batch = args.batch_size * self.config.dga_steps * args.world_size
-        return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers))
+        return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers), sources)
 
 
 def _chain(*parts: Prepare | None) -> Prepare:
