@@ -56,8 +56,8 @@ class Position:
         if self.step and self.sources and self.sources != now.sources:
             logging.warning(
                 f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
-                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the next "
-                "epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
+                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
+                "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
             )
         same = (self.effective_batch, self.world_size, self.workers)
         if same == (now.effective_batch, now.world_size, now.workers) or self.step == 0:
