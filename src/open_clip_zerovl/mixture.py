@@ -250,6 +250,8 @@ class MixtureLoader:
 
     Args:
         workers: loader processes; 0 reads in this one.
+        prefetch: micro-batches that each loader process reads ahead; None takes two, or as many as all of a step's K can
+            wait together when the step begins, and one more.
         stall_timeout_seconds: end the run when no batch comes for so long; 0 waits forever.
         max_bad_share: of a source's samples that may be replaced before the run ends.
         gather: hands an object to all ranks and returns all ranks' (`torch.distributed.all_gather_object`, say); called
@@ -267,7 +269,7 @@ class MixtureLoader:
         *,
         workers: int,
         pin_memory: bool = False,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         stall_timeout_seconds: float = 600,
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
@@ -289,6 +291,8 @@ class MixtureLoader:
         self.num_samples = first.steps * first.effective_batch
         self.batch_size = mixture.batching.micro_batch
         self.ledger = Ledger([source.name for source in mixture.sources], max_bad_share)
+        if prefetch is None:
+            prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
         mixture.stall_seconds = stall_timeout_seconds if workers == 0 else 0
         self._loader: DataLoader = DataLoader(
             mixture,
