@@ -176,7 +176,9 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
 
 def test_the_make_targets_call_the_launcher():
     def command(*words: str) -> str:
-        done = subprocess.run(["make", "--no-print-directory", "-n", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "--no-print-directory", "-n", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip().splitlines()[-1]
 
