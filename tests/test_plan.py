@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from open_clip_zerovl import plan_estimate, plan_measure
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.cli_plan import parse_plan
+from open_clip_zerovl.cluster_assignment import Clustering, save_clustering
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan import kept_checkpoints, make_plan
 from open_clip_zerovl.plan_data import check_data, schedule_steps
@@ -56,6 +58,11 @@ def readme_arguments() -> list[str]:
     command = re.search(r"torchrun --nproc-per-node 8 -m training.main -- (.*?)```", README.read_text("utf-8"), re.S)
     assert command is not None
     return shlex.split(command[1].replace("\\\n", " "))
+
+
+def test_a_retain_that_is_no_number_is_told_as_training_tells_it():
+    with pytest.raises(UserError, match="'some' is neither a number of micro-batches nor auto"):
+        parse_plan(["--model", "x", "--dga-retain", "some"])
 
 
 def test_the_readmes_command_line_is_taken_as_it_stands():
@@ -465,3 +472,21 @@ def test_a_hubs_text_tower_gets_a_stand_in_of_its_shape_or_a_sentence(tmp_path, 
         build(settings_of(name), CPU, "fp32")
     planned = build(settings_of(name, text_model=str(tmp_path / "bert")), CPU, "fp32")
     assert planned.stand_in is None
+
+
+def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
+    write_source(tmp_path / "cc", 0, 12, 6)
+    shards = tuple(str(tmp_path / "cc" / name) for name in ("00000.tar", "00001.tar"))
+    labels = np.array([0, 1] * 6, np.int32)
+    zeros = np.zeros(12, np.float32), np.zeros((2, 1), np.float32)
+    shard_bytes = tuple(Path(shard).stat().st_size for shard in shards)
+    (tmp_path / "clusters").mkdir()
+    save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, shard_bytes), tmp_path / "clusters")
+    write_source(tmp_path / "b", 12, 5, 5)
+    both = f"cc={tmp_path / 'clusters'}::b={tmp_path / 'b'}"
+    data = check_data(settings_of(train_data=both))
+    found = {source.name: (source.pairs, source.state) for source in data.sources}
+    assert found == {"cc-000": (6, "ok"), "cc-001": (6, "ok"), "b": (5, "ok")} and not data.missing and not data.notes
+    assert [source.name for source in data.opened] == list(found)
+    data = check_data(settings_of(train_data=f"{both}::gone={tmp_path / 'gone'}"))
+    assert [source.name for source in data.sources] == [*found, "gone"] and len(data.missing) == 1

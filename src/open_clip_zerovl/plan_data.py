@@ -142,11 +142,12 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
     except UserError as error:
         for component in components:
             try:
-                (source,) = opened(component)
+                sources = opened(component)
             except UserError as own:
                 _add_absent(settings, component, str(own), found)
             else:
-                _add_source(settings, source, component, found)
+                for source in sources:
+                    _add_source(settings, source, component, found)
         if all(source.pairs and source.state != "assumed" for source in found.sources):
             raise error  # nothing is missing: names or weights are wrong
         found.weights = (1.0,) * len(found.sources)
@@ -154,6 +155,8 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
             found.notes.append("--train-data-upsampling-factors are not counted until all sources are there.")
         return
     found.weights = tuple(source.weight for source in sources)
+    if len(sources) > len(components):  # a clustering is a source each cluster
+        components = [component for component in components for _ in opened(component)]
     for source, component in zip(sources, components, strict=True):
         _add_source(settings, source, component, found)
 
@@ -168,7 +171,7 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
     row = SourceCheck(source.name, _location(component)[1], source.layout, source.num_samples)
     found.sources.append(row)
     troubles: list[Missing] = []
-    if source.table is None:
+    if source.table is None and source.picked is None:  # a clustering knows its shards' sizes, and has compared them
         unlisted = _unlisted(source.shards)
         if unlisted:
             row.state = "counted, no sizes.json"
