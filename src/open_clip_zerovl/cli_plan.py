@@ -146,7 +146,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _retain(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    from open_clip_zerovl.retain import parse_retain
+
+    try:
+        return parse_retain(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 class _KeyValues(argparse.Action):

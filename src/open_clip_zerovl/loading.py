@@ -237,7 +237,8 @@ def _read_content(checkpoint: Path) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """What an error says first, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def unpickling_reason(error: pickle.UnpicklingError) -> str:

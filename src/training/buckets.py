@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.dga import Prepare
 from open_clip_zerovl.replay import norm_statistics_kept
 
 
 def settle_buckets(
-    model: torch.nn.Module, images: Tensor, texts: Tensor, autocast: Callable[[], AbstractContextManager[Any]]
+    model: torch.nn.Module,
+    micro_batch: tuple[Tensor, Tensor],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Make DDP's final layout by a backward pass of zeros, which all ranks take together; anything else is left alone.
 
@@ -27,10 +31,13 @@ def settle_buckets(
 
     Args:
         model: in DDP; called as `model(images, texts)`, returns open_clip's output dict.
-        images, texts: some samples on the device, as the model takes them.
+        micro_batch: some samples, images and texts, in host memory.
+        prepare: makes them what the model takes, on its device.
     """
     if not isinstance(model, DistributedDataParallel):
         return
+    device = next(model.parameters()).device
+    images, texts = prepare(*(part.to(device) for part in micro_batch))
     with norm_statistics_kept(model):
         with autocast():
             outputs = model(images, texts)

@@ -14,6 +14,7 @@ from open_clip_train.params import parse_args as parse_open_clip_args
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.mixture import POLICIES
+from open_clip_zerovl.retain import parse_retain
 from open_clip_zerovl.sampling import DRAWS, STRATEGIES
 from open_clip_zerovl.sources import CAPTIONS, is_named
 from training.config import ABLATIONS, RecipeConfig
@@ -222,9 +223,10 @@ def _once(values: list[str]) -> tuple[str, ...]:
 
 
 def _retain(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of micro-batches nor auto")
-    return text if text == "auto" else int(text)
+    try:
+        return parse_retain(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _sampling(ours: argparse.Namespace, args: argparse.Namespace) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from open_clip_train.file_utils import pt_load as load_stock
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.loading import UNREADABLE, unpickling_reason
+from open_clip_zerovl.loading import UNREADABLE, first_line, unpickling_reason
 
 PREFIX = "module."  # what DDP puts before every name
 
@@ -35,8 +35,9 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             f"--resume {file_path} is no checkpoint of training ({unpickling_reason(error)}); give one that it wrote"
         ) from error
     except UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"--resume {file_path} cannot be read as a checkpoint ({reason}); give a whole one") from error
+        raise UserError(
+            f"--resume {file_path} cannot be read as a checkpoint ({first_line(error)}); give a whole one"
+        ) from error
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"--resume {file_path} holds no state_dict; give a checkpoint that training wrote")

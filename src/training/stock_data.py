@@ -13,6 +13,7 @@ from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar_members import local_path
 
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
 
@@ -28,8 +29,8 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
         UserError: a missing table, column, first image, shard or folder; a number of samples or of shards that cannot do.
     """
     if args.dataset_type != "synthetic":
-        if training and args.train_data and _check_data("--train-data", args.train_data, args) == "shards":
-            _check_sizes(args)
+        if training and args.train_data and (shards := _check_data("--train-data", args.train_data, args)):
+            _check_sizes(shards, args)
         if args.val_data:
             _check_data("--val-data", args.val_data, args)
     if args.imagenet_val and not os.path.isdir(args.imagenet_val):
@@ -55,11 +56,12 @@ def check_augmentation(settings: dict) -> None:
         ) from error
 
 
-def _check_data(flag: str, path: str, args: argparse.Namespace) -> str:
+def _check_data(flag: str, path: str, args: argparse.Namespace) -> list[str]:
+    """The shards that `path` stands for; none if it is a table."""
     ending = path.rsplit(".", 1)[-1]
     if args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES):
         _check_table(flag, path, args)
-        return "table"
+        return []
     if args.dataset_type == "auto" and ending not in SHARDS:
         raise UserError(
             f"{flag} {path} is neither a .csv or .tsv table nor .tar shards"
@@ -70,16 +72,17 @@ def _check_data(flag: str, path: str, args: argparse.Namespace) -> str:
             )
         )
     shards = _shards(path, args)
-    missing = [shard for shard in shards if _is_local(shard) and not os.path.isfile(shard)]
+    here = {shard: local_path(shard) for shard in shards}
+    missing = [shard for shard, file in here.items() if file is not None and not os.path.isfile(file)]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
         )
-    return "shards"
+    return shards
 
 
 def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
-    if not _is_local(path):
+    if local_path(path) is None:
         return
     if not os.path.isfile(path):
         raise UserError(f"{flag} {path} does not exist; correct the path")
@@ -109,8 +112,7 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
         raise UserError(f"{flag} {path} {seen}{advice}")
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
-    shards = _shards(args.train_data, args)
+def _check_sizes(shards: list[str], args: argparse.Namespace) -> None:
     if args.train_data_upsampling_factors is not None and not args.dataset_resampled:
         raise UserError(
             f"--train-data-upsampling-factors {args.train_data_upsampling_factors} needs --dataset-resampled where sources "
@@ -124,7 +126,11 @@ def _check_sizes(args: argparse.Namespace) -> None:
         )
     folder = os.path.dirname(shards[0])
     sizes_file = os.path.join(folder, "sizes.json")
-    if args.train_num_samples is not None or not _is_local(folder) or os.path.exists(os.path.join(folder, "__len__")):
+    if (
+        args.train_num_samples is not None
+        or local_path(folder) is None
+        or os.path.exists(os.path.join(folder, "__len__"))
+    ):
         return
     advice = f"count them with `zerovl data index {folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
     if not os.path.exists(sizes_file):
@@ -144,7 +150,3 @@ def _shards(path: str, args: argparse.Namespace) -> list[str]:
         raise UserError(
             f"{path!r} with --train-data-upsampling-factors {weights} is not understood: {error}"
         ) from error
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path and not path.startswith("pipe:")

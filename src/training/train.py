@@ -116,7 +116,7 @@ class Trainer:
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
-                settle_buckets(model, *as_read(*(part.to(device) for part in micro_batches[0])), autocast)
+                settle_buckets(model, micro_batches[0], as_read, autocast)
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
