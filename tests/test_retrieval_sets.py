@@ -281,7 +281,8 @@ SCORE = """
 import sys
 from open_clip_zerovl.cli import main
 status = main(["retrieval", *sys.argv[1:]])
-print("status", status, flush=True)
+sys.stdout.write(f"status {status}\\n")  # one write: print's pieces of two ranks can fall between each other
+sys.stdout.flush()
 """
 
 
