@@ -255,7 +255,7 @@ def test_weights_of_all_clusters_and_of_one(place):
         with pytest.raises(UserError, match=words):
             factors(weights)
     for taken in (f"cc-001={place}/sbu", f"cc={place}/sbu"):
-        with pytest.raises(UserError, match="two sources of --train-data are called 'cc"):
+        with pytest.raises(UserError, match="two sources are called 'cc"):
             parse_sources(f"{taken}::cc={place}/clusters")
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from open_clip_zerovl import cli
 from open_clip_zerovl import clustering as package
-from open_clip_zerovl.cluster_assignment import load_clustering, size_report, spherical_kmeans
+from open_clip_zerovl.cluster_assignment import dissolve_small, load_clustering, size_report, spherical_kmeans
 from open_clip_zerovl.cluster_folders import train_data, write_clusters
 from open_clip_zerovl.clustering import cluster_source
 from open_clip_zerovl.datasets.index import check_shards
@@ -136,6 +136,36 @@ def test_kmeans_finds_known_clusters_in_chunks_and_fills_empty_ones():
     same = np.repeat(np.eye(4, dtype=np.float32)[:2], 10, axis=0)  # two points, five clusters
     labels, _, _ = spherical_kmeans(same, 5)
     assert set(labels) == set(range(5))
+
+
+def test_small_clusters_go_to_their_neighbours():
+    """By hand: directions at 0, 10, 90 and 180 degrees; the single sample at 80 leaves for 90, and those at 10 for 0."""
+    degrees = np.array([0, 0, 0, 0, 9, 11, 90, 90, 90, 90, 80, 180, 180, 180, 180], np.float64)
+    points = np.stack([np.cos(np.radians(degrees)), np.sin(np.radians(degrees))], axis=1).astype(np.float32)
+    at = np.radians([0, 10, 80, 90, 180])
+    centroids = np.stack([np.cos(at), np.sin(at)], axis=1).astype(np.float32)
+    given = np.array([0] * 4 + [1] * 2 + [3] * 4 + [2] + [4] * 4, np.int32)
+    away = (1 - (points * centroids[given]).sum(axis=1)).astype(np.float32)
+    labels, distances, left = dissolve_small(points, given, away, centroids, least=4)
+    assert labels.tolist() == [0] * 6 + [1] * 5 + [2] * 4  # numbered anew, without gaps
+    assert np.allclose(left, centroids[[0, 3, 4]])
+    assert np.allclose(distances, 1 - (points * left[labels]).sum(axis=1), atol=1e-6)
+    same = dissolve_small(points, given, away, centroids, least=1)
+    assert np.array_equal(same[0], given) and len(same[2]) == 5  # nothing is small: nothing moves
+    with pytest.raises(UserError, match="15 samples do not make two clusters of 12"):
+        dissolve_small(points, given, away, centroids, least=12)
+
+
+def test_every_cluster_fills_the_batch_that_was_named(model, source, tmp_path, capsys):
+    command = ["cluster", model, "--data", source, "--out", str(tmp_path), "--clusters", "9", "--preview", "0"]
+    assert cli.main([*command, "--device", "cpu"]) == 0
+    assert min(s.num_samples for s in parse_sources(f"cc={tmp_path}")) < 10  # or there is nothing to dissolve
+    assert cli.main([*command, "--device", "cpu", "--min-size", "10"]) == 0
+    assert "clusters below 10 samples were given to their neighbours" in capsys.readouterr().out
+    sizes = [s.num_samples for s in parse_sources(f"cc={tmp_path}")]
+    assert sum(sizes) == 45 and min(sizes) >= 10 and len(sizes) < 9
+    assert cli.main([*command, "--min-size", "23"]) == 2
+    assert "45 samples, too few for two clusters of 23: lower --min-size" in capsys.readouterr().err
 
 
 def test_size_report_tells_even_from_uneven():

@@ -186,6 +186,13 @@ def add_cluster(commands) -> None:
     cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")
     cluster.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     cluster.add_argument("--clusters", type=int, default=100, metavar="K", help="default %(default)s")
+    cluster.add_argument(
+        "--min-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="dissolve clusters below N samples: the effective batch to come",
+    )
     cluster.add_argument("--features", choices=("image", "text", "both"), default="image", help="default %(default)s")
     cluster.add_argument("--reshard", action="store_true", help="write each cluster as a source (as much disk again)")
     cluster.add_argument(
@@ -211,6 +218,7 @@ def _run_cluster(arguments: argparse.Namespace) -> None:
         arguments.model,
         arguments.out,
         clusters=arguments.clusters,
+        min_size=arguments.min_size,
         features=arguments.features,
         reshard=arguments.reshard,
         preview=arguments.preview,

@@ -87,6 +87,38 @@ def spherical_kmeans(
     return labels, distances, centroids
 
 
+def dissolve_small(
+    features: NDArray,
+    labels: NDArray[np.int32],
+    distances: NDArray[np.float32],
+    centroids: NDArray[np.float32],
+    least: int,
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+    """Labels, distances and centroids of the K' <= K clusters that are left when none may hold fewer than `least` samples.
+
+    The smallest cluster goes first, each of its samples to the nearest centroid of the others, until all are large enough:
+    a source must fill an effective batch to be drawn. Samples of clusters that stay keep theirs.
+
+    Raises:
+        UserError: fewer than two clusters would be left.
+    """
+    labels, distances = labels.copy(), distances.copy()
+    left = np.arange(len(centroids))
+    counts = np.bincount(labels, minlength=len(centroids))
+    while counts[left].min() < least:
+        smallest = left[counts[left].argmin()]
+        left = left[left != smallest]
+        if len(left) < 2:
+            raise UserError(
+                f"{len(labels)} samples do not make two clusters of {least} samples: lower the least size of a cluster."
+            )
+        moved = np.flatnonzero(labels == smallest)
+        cosines = np.asarray(features[moved], np.float32) @ centroids[left].T  # (moved, clusters left)
+        labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
+        counts = np.bincount(labels, minlength=len(centroids))
+    return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
+
+
 def _fit(features: NDArray, clusters: int, passes: int, seed: int, chunk_samples: int) -> NDArray[np.float32]:
     rng = np.random.default_rng(seed)
     try:
@@ -211,5 +243,5 @@ def size_text(clustering: Clustering) -> str:
     return (
         f"{clustering.source}: {sizes['samples']:,} samples in {sizes['clusters']} clusters of {sizes['smallest']:,} to "
         f"{sizes['largest']:,} (median {sizes['median']:,.0f}; as even as {sizes['effective_clusters']:.1f} equal ones). A "
-        "cluster below the effective batch gives no batch in an epoch."
+        "cluster below the effective batch gives no batch in an epoch: --min-size gives it to its neighbours."
     )

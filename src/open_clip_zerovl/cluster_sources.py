@@ -150,7 +150,7 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
     if gone and (strict or len(gone) == len(shards)):
         raise UserError(
             f"{len(gone)} of {len(shards)} clustered shards of {clustering.source} do not exist, first {gone[0]}: where they "
-            f"have moved, write {path}@FOLDER in --train-data."
+            f"have moved, write {path}@FOLDER."
         )
     if gone:
         logging.warning(

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from open_clip_zerovl.cluster_assignment import (
     Clustering,
+    dissolve_small,
     load_clustering,
     save_clustering,
     size_report,
@@ -48,6 +49,7 @@ def cluster_source(
     out: str | Path,
     *,
     clusters: int = 100,
+    min_size: int = 1,
     features: str = "image",
     reshard: bool = False,
     preview: int = 25,
@@ -68,6 +70,8 @@ def cluster_source(
         model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
         out: a folder for the results.
         clusters: K.
+        min_size: samples a cluster must hold, as many as the effective batch to come; smaller ones are dissolved, which
+            leaves fewer than K.
         features: "image", "text", or "both" (side by side).
         reshard: also write the clusters anew, for speed where a disk reads best in order.
         preview: pictures a contact sheet shows; 0 draws none.
@@ -81,10 +85,10 @@ def cluster_source(
     out = Path(out).expanduser()
     if features not in FEATURES:
         raise UserError(f"features is {features!r}: take one of {', '.join(FEATURES)}.")
-    if min(clusters - 1, passes, shard_size, batch_size) < 1 or min(preview, workers) < 0:
+    if min(clusters - 1, min_size, passes, shard_size, batch_size) < 1 or min(preview, workers) < 0:
         raise UserError(
-            f"clusters must be 2 or more; passes, shard_size and batch_size 1 or more; preview and workers 0 or more: got "
-            f"{clusters}, {passes}, {shard_size}, {batch_size}, {preview}, {workers}."
+            "clusters must be 2 or more; min_size, passes, shard_size and batch_size 1 or more; preview and workers 0 or more: "
+            f"got {clusters}, {min_size}, {passes}, {shard_size}, {batch_size}, {preview}, {workers}."
         )
     sources = parse_sources(data, on_bad_sample="fail")
     if len(sources) != 1:
@@ -95,6 +99,10 @@ def cluster_source(
     if source.num_samples < clusters:
         raise UserError(
             f"{source.name} holds {source.num_samples} samples, fewer than {clusters} clusters: lower --clusters."
+        )
+    if source.num_samples < 2 * min_size:
+        raise UserError(
+            f"{source.name} holds {source.num_samples} samples, too few for two clusters of {min_size}: lower --min-size."
         )
     source = replace(source, shards=_absolute(source))
     _claim(out, source, model, features)
@@ -111,6 +119,9 @@ def cluster_source(
         progress=progress,
     )
     labels, distances, centroids = spherical_kmeans(table, clusters, passes=passes, seed=seed)
+    labels, distances, centroids = dissolve_small(table, labels, distances, centroids, min_size)
+    if progress and len(centroids) < clusters:
+        print(f"{clusters - len(centroids)} clusters below {min_size:,} samples were given to their neighbours.")
     shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
     clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids, shard_bytes)
     save_clustering(clustering, out)

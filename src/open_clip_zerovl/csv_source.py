@@ -120,7 +120,7 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
                     name = fields[identity] if identity < len(fields) else f"\0row {len(rows)}"
                     images.append(number.setdefault(name, len(number)))
     except OSError as error:
-        raise UserError(f"table {path} cannot be read ({error.strerror}); correct --train-data") from error
+        raise UserError(f"table {path} cannot be read ({error.strerror}); correct its path") from error
     except csv.Error as error:
         raise UserError(f"table {path} cannot be read as CSV ({error}); check its quotes and line ends") from error
     if not rows:

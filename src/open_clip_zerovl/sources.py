@@ -124,12 +124,10 @@ def parse_sources(
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
         if not pattern.strip():
-            raise UserError(
-                f"source {position} of --train-data {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar"
-            )
+            raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
         name, contents = _contents(match["name"] if match else None, pattern, strict)
         if name in members or contents.keys() & named.keys():
-            raise UserError(f"two sources of --train-data are called {name!r}; give each its own name with name=shards")
+            raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
         named.update(contents)
         members[name] = list(contents)
     factors = _parse_weights(weights, members)
@@ -224,18 +222,18 @@ def _expand(pattern: str) -> tuple[str, ...]:
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
         shards = tuple(sorted(str(path) for path in Path(pattern).glob("*.tar")))
         if not shards:
-            raise UserError(f"folder {pattern} holds no *.tar shards; point --train-data at webdataset shards")
+            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
         return shards
     try:
         return tuple(braceexpand.braceexpand(pattern))
     except ValueError as error:  # its UnbalancedBracesError
-        raise UserError(f"the braces of {pattern!r} in --train-data do not match; write {{00000..00099}}") from error
+        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
 
 
 def _folder_name(shard: str) -> str:
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", folder):
-        raise UserError(f"no source name can be read off {shard!r}; name the source: --train-data name={shard}")
+        raise UserError(f"no source name can be read off {shard!r}; name the source: name={shard}")
     return folder
 
 
@@ -252,7 +250,7 @@ def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -
     if lost or len(missing) == len(shards):
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
-            "correct the path or the range in --train-data"
+            "correct the path or the range"
         )
     if missing:
         logging.warning(
