@@ -148,6 +148,21 @@ def as_arguments(flags: Settings) -> list[str]:
     return arguments
 
 
+def check_flags(arguments: Sequence[str]) -> None:
+    """Training's own reading of its flags, so that a slip is told at once and not by a job that waited for its turn.
+
+    Raises:
+        SystemExit: flags that training does not know or refuses.
+    """
+    from open_clip_zerovl.errors import UserError
+    from training.params import parse
+
+    try:
+        parse(arguments)
+    except UserError as error:
+        raise SystemExit(f"recipes.py: {error}") from error
+
+
 def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str | None) -> list[str]:
     """`zerovl plan` for a recipe: it chooses micro-batch and DGA steps itself, unless --set says them."""
     batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
@@ -300,6 +315,8 @@ def main() -> int:
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
+    if settings:  # the table's own flags are tested; torch comes with the check
+        check_flags(arguments)
     if submits(options, hardware):
         return run_line(name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run)
     return train(name, arguments, hardware, dry_run=dry_run)

@@ -133,6 +133,20 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
     assert (given(line, "--device"), given(line, "--precision")) == ("cpu", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("slip", "said"),
+    [
+        ("loss-chunks=64", "unrecognized arguments: --loss-chunks 64"),
+        ("lr=fast", "--lr: invalid float value: 'fast'"),
+        ("accum-freq=2", "--accum-freq"),
+    ],
+)
+def test_a_slip_in_a_setting_is_told_before_anything_is_started(tmp_path, slip, said):
+    done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip))
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    assert "torch.distributed.run" not in done.stdout
+
+
 def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "Submitted batch job 7"; echo "$@" > {tmp_path}/submitted\n')
     (tmp_path / "sbatch").chmod(0o755)
