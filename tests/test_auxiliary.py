@@ -1,6 +1,7 @@
 """Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; what the optimizer is given."""
 
 import copy
+import math
 import pickle
 
 import open_clip
@@ -15,7 +16,7 @@ from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models import create_model_and_transforms
-from open_clip_zerovl.optimizer import constant_temperature, parameter_groups
+from open_clip_zerovl.optimizer import constant_temperature, optimizer_step, parameter_groups
 from tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
 
 EMBED_DIM = 24
@@ -357,6 +358,35 @@ def test_the_default_groups_are_open_clips(bert):
         assert (spared["weight_decay"], decayed["weight_decay"]) == (0.0, 0.2)
         for group, expected in zip((spared, decayed), open_clip_groups(model), strict=True):
             assert [id(p) for p in group["params"]] == [id(p) for p in expected]
+
+
+@pytest.mark.parametrize(("clip", "moved"), [(None, 5.0), (1.0, 1.0)])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_step_clips_unscaled_gradients_and_leaves_out_infinite_ones(clip, moved, scale):
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))  # as a loss would: the scaler starts here
+    layer.weight.grad = (scale or 1.0) * torch.tensor([[3.0, 4.0]])
+    optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+    assert (layer.weight - before).norm().item() == pytest.approx(moved, rel=1e-5)
+    if scaler is not None:
+        after = layer.weight.detach().clone()
+        layer.weight.grad = torch.tensor([[torch.inf, 1.0]])
+        optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+        assert torch.equal(layer.weight, after) and scaler.get_scale() == scale / 2
+
+
+def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wrapped():
+    for wrap in (lambda model: model, torch.compile, lambda model: nn.ModuleDict({"module": model})):
+        for given, expected in ((5.0, math.log(100)), (-0.5, 0.0), (1.5, 1.5)):
+            model = native()
+            with torch.no_grad():
+                model.logit_scale.fill_(given)
+            optimizer_step(wrap(model), torch.optim.SGD(model.parameters(), lr=1.0))
+            assert model.logit_scale.item() == pytest.approx(expected)
 
 
 def test_embeddings_are_spared_on_request(bert):

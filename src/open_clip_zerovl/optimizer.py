@@ -1,4 +1,4 @@
-"""What the optimizer may touch, and how much it decays (sections 2.2 and A.9): parameter groups, the temperature held.
+"""The optimizer's step (sections 2.2 and A.9): what it may touch and decay, clipping, the temperature's bounds.
 
 open_clip exempts from weight decay what has fewer than two axes or a name of a norm, a bias or the logit scale. It thus
 decays class tokens and position and word embeddings, which are lookup tables rather than weights of a product.
@@ -6,11 +6,15 @@ decays class tokens and position and word embeddings, which are lookup tables ra
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from open_clip_zerovl.errors import UserError
+
+MAX_LOGIT_SCALE = math.log(100)  # open_clip and the paper keep the temperature at 1/100 at least
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(
@@ -66,6 +70,35 @@ def constant_temperature(model: nn.Module) -> None:
     if not isinstance(logit_scale, nn.Parameter):
         raise UserError(f"{type(model).__name__} has no logit_scale, so its temperature cannot be held.")
     logit_scale.requires_grad_(False)
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    grad_clip_norm: float | None = None,
+) -> None:
+    """Use the gradients once they are whole: clip them, step, keep the temperature in its bounds.
+
+    Args:
+        model: plain, compiled or in DistributedDataParallel.
+        scaler: that multiplied the gradients, if one did; a step with infinite ones is left out, and its scale lowered.
+        grad_clip_norm: largest norm of all gradients together.
+    """
+    if grad_clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] == "logit_scale":
+                parameter.clamp_(0, MAX_LOGIT_SCALE)
 
 
 def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:

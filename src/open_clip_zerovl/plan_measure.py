@@ -26,6 +26,7 @@ from torch import Tensor
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling
+from open_clip_zerovl.optimizer import optimizer_step
 from open_clip_zerovl.plan_estimate import USABLE_SHARE, loss_products
 from open_clip_zerovl.plan_model import PlannedModel
 from open_clip_zerovl.plan_settings import PlanSettings
@@ -78,7 +79,7 @@ class Stepper:
             self._dga[retain] = DecoupledGradientAccumulation(
                 self.planned.model, loss, autocast=self.planned.autocast, scaler=self.scaler, retain=retain
             )
-        model, mixup = self.planned.model, self.planned.mixup
+        mixup = self.planned.mixup
         self.optimizer.zero_grad()
         if mixup is not None:
             mixup.seek(self._count)
@@ -91,17 +92,9 @@ class Stepper:
 
             inputs = mix.loss_inputs([len(images) for images, _ in micro_batches]) if mix is not None else {}
             self._dga[retain].backward(micro_batches, prepare=prepare, **inputs)
-        if self.settings.grad_clip_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.grad_clip_norm)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, np.log(100))
+        optimizer_step(
+            self.planned.model, self.optimizer, scaler=self.scaler, grad_clip_norm=self.settings.grad_clip_norm
+        )
 
 
 def kinds_of_steps(dga_steps: int, retained: int, high: int) -> list[tuple[int, int]]:

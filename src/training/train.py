@@ -23,19 +23,19 @@ from open_clip import create_loss as create_stock_loss
 from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
-from open_clip_train.train import AverageMeter, unwrap_model
+from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.dga import DecoupledGradientAccumulation, Prepare
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.frozen_cache import FrozenCache
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.mixup import CoinFlipMixup
+from open_clip_zerovl.optimizer import optimizer_step
 from training.buckets import settle_buckets
 from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
 from training.config import RecipeConfig
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), texts (B, L)
-MAX_LOGIT_SCALE = math.log(100)  # open_clip clamps the temperature at 1/100
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
@@ -129,7 +129,7 @@ class Trainer:
                 losses = self.dga.backward(micro_batches, prepare=prepare, **loss_inputs)
             if self.cache is not None:
                 self.cache.forget()
-            _optimizer_step(model, optimizer, scaler, args.grad_clip_norm)
+            optimizer_step(model, optimizer, scaler=scaler, grad_clip_norm=args.grad_clip_norm)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
             if self.cache is not None and (index + 1 == steps or checkpoints.due(step + 1)):
                 self.cache.flush()
@@ -184,20 +184,6 @@ def _chain(*parts: Prepare | None) -> Prepare:
         return images, texts
 
     return prepare
-
-
-def _optimizer_step(model, optimizer: torch.optim.Optimizer, scaler, grad_clip_norm: float | None) -> None:
-    if grad_clip_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm, norm_type=2.0)
-    if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
-    with torch.no_grad():
-        unwrap_model(model).logit_scale.clamp_(0, MAX_LOGIT_SCALE)
 
 
 class StepLog:
