@@ -55,7 +55,7 @@ def retrieval_metrics(
         text_features: (T, D), likewise, on the same device.
         text_to_image: (T,) index in [0, I) of the image that each caption belongs to.
         ks: the K of recall@K, positive. A K beyond the number of candidates gives 1.
-        chunk_size: `C`, rows of scores alive at once; None takes as many as CHUNK_BYTES hold at about 14 bytes a score. A
+        chunk_size: `C`, rows of scores alive at once; None takes as many as CHUNK_BYTES hold at 16 bytes a score. A
             float64 copy of the features comes on top. It does not change the result.
 
     Returns:
@@ -87,7 +87,7 @@ def retrieval_metrics_from_scores(
         positive=scores[links, torch.arange(len(links), device=scores.device)],
         links=links,
         num_images=scores.shape[0],
-        chunk_size=chunk_size,
+        chunk_size=min(_rows_at_once(chunk_size, len(links)), len(scores)),
     )
     return recalls(ranks, ks)
 
@@ -122,36 +122,66 @@ def retrieval_ranks(
     _check_features(image_features, text_features)
     links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
     images, texts = image_features.double(), text_features.double()
-    positive = torch.cat(
-        [(images[part] * text).sum(dim=1) for part, text in zip(links.split(4096), texts.split(4096), strict=True)]
-    )
+    rows = min(_rows_at_once(chunk_size, len(links)), len(images))
+    # Blocks are written into the same memory, for glibc before 2.38 does not find a freed aligned block again: a new one a
+    # block of rows let a process grow to the size of all scores.
+    exact = images.new_empty(rows, len(texts))
+    rounded = torch.empty_like(exact, dtype=torch.float32)
+
+    def score_rows(start: int, stop: int) -> Tensor:
+        torch.mm(images[start:stop], texts.T, out=exact[: stop - start])
+        return rounded[: stop - start].copy_(exact[: stop - start])
+
     return _rank(
-        score_rows=lambda start, stop: (images[start:stop] @ texts.T).float(),
-        positive=positive.float(),
+        score_rows=score_rows,
+        positive=_paired_scores(images, texts, links).float(),
         links=links,
         num_images=len(images),
-        chunk_size=chunk_size,
+        chunk_size=rows,
     )
+
+
+def _paired_scores(images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096) -> Tensor:
+    """(T,) score of each caption with its own image."""
+    scores = texts.new_empty(len(texts))
+    own = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
+    for start in range(0, len(texts), captions_at_once):
+        part = slice(start, min(start + captions_at_once, len(texts)))
+        products = torch.index_select(images, 0, links[part], out=own[: part.stop - start]).mul_(texts[part])
+        torch.sum(products, dim=1, out=scores[part])
+    return scores
+
+
+def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
+    if chunk_size is None:
+        return max(1, CHUNK_BYTES // (16 * num_texts))
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1, got {chunk_size}")
+    return chunk_size
 
 
 def _rank(
-    score_rows: Callable[[int, int], Tensor], positive: Tensor, links: Tensor, num_images: int, chunk_size: int | None
+    score_rows: Callable[[int, int], Tensor], positive: Tensor, links: Tensor, num_images: int, chunk_size: int
 ) -> dict[str, QueryRanks]:
     """Both directions from one pass over the scores, a block of rows at a time.
 
     Args:
-        score_rows: (a, b) -> (b - a, T) scores of images a..b.
+        score_rows: (a, b) -> (b - a, T) scores of images a..b; the memory may be that of the block before.
         positive: (T,) score of each caption with its image.
     """
-    if chunk_size is None:
-        chunk_size = max(1, CHUNK_BYTES // (14 * len(links)))
-    if chunk_size < 1:
-        raise UserError(f"chunk_size must be at least 1, got {chunk_size}")
     texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
     image_of_sorted = links[texts_by_image].contiguous()
     starts = range(0, num_images, chunk_size)
     edges = torch.tensor([*starts, num_images], device=links.device)
     bounds = torch.searchsorted(image_of_sorted, edges).tolist()
+
+    # Ones and zeros to be summed: a sum of booleans makes a copy of 8 bytes each. Of fewer than 2^24 it is exact in float32.
+    marks = torch.empty(
+        chunk_size, len(links), dtype=torch.float32 if len(links) < 2**24 else torch.float64, device=links.device
+    )
+
+    def count(compare: Callable[..., Tensor], scores: Tensor, others: Tensor, dim: int) -> Tensor:
+        return compare(scores, others, out=marks[: len(scores)]).sum(dim=dim).long()
 
     by_image: list[tuple[Tensor, Tensor, Tensor]] = []
     text_above = torch.zeros(len(links), dtype=torch.long, device=links.device)
@@ -162,13 +192,12 @@ def _rank(
         own = scores[rows, columns]
 
         best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, own, reduce="amax")  # (C,)
-        above = torch.count_nonzero(scores > best[:, None], dim=1)
-        tied = torch.count_nonzero(scores == best[:, None], dim=1)
+        above, tied = (count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq))
         tied_positives = torch.zeros_like(tied).index_add_(0, rows, (own == best[rows]).to(tied.dtype))
         by_image.append((above, tied, tied_positives))
 
-        text_above += torch.count_nonzero(scores > positive, dim=0)
-        text_tied += torch.count_nonzero(scores == positive, dim=0)
+        text_above += count(torch.gt, scores, positive, dim=0)
+        text_tied += count(torch.eq, scores, positive, dim=0)
         # A caption's own image ties with itself, whatever the last bit of two ways to the same inner product says.
         text_above[columns] -= (own > positive[columns]).long()
         text_tied[columns] += (own != positive[columns]).long()
