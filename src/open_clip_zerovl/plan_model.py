@@ -27,13 +27,14 @@ from open_clip.factory import get_model_config, parse_model_name
 from torch import Tensor, nn
 from transformers import BertConfig
 
-from open_clip_zerovl.augment import WordAugment, with_auto_augment
-from open_clip_zerovl.auxiliary import check_token_drop, freeze, lock_text_layers
+from open_clip_zerovl.augment import WordAugment
+from open_clip_zerovl.auxiliary import lock_text_layers
 from open_clip_zerovl.decoding import normalize, split_normalize
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.methods import apply_methods
 from open_clip_zerovl.mixup import CoinFlipMixup
 from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
-from open_clip_zerovl.optimizer import constant_temperature, parameter_groups
+from open_clip_zerovl.optimizer import parameter_groups
 from open_clip_zerovl.plan_settings import PlanSettings
 
 BERT_BASE = ("bert-base-uncased", "google-bert/bert-base-uncased")
@@ -129,24 +130,13 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
         )
         options = {} if settings.force_context_length is None else {"context_length": settings.force_context_length}
         tokenizer = open_clip.get_tokenizer(name, **options)
-    if settings.token_drop is not None:
-        check_token_drop(model, settings.token_drop)
-    if settings.freeze:
-        freeze(model, settings.freeze)
+    transform, mixup = apply_methods(model, transform, settings, seed=settings.seed)
     if settings.lock_image:
         model.lock_image_tower()
     if settings.lock_text:
         lock_text_layers(model) if hasattr(getattr(model, "text", None), "config") else model.lock_text_tower()
-    if settings.temperature_constant:
-        constant_temperature(model)
     if settings.grad_checkpointing:
         model.set_grad_checkpointing()
-    mixup = None
-    if settings.coin_flip_mixup:
-        mixup = CoinFlipMixup(settings.mixup_alpha, seed=settings.seed)
-        mixup.attach(model)
-    if settings.auto_augment is not None:
-        transform = with_auto_augment(transform, settings.auto_augment)
     normalizer = None
     try:
         transform, mean, std = split_normalize(transform)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.augment import with_auto_augment
-from open_clip_zerovl.auxiliary import check_token_drop, freeze, init_from, lock_text_layers
+from open_clip_zerovl.auxiliary import init_from, lock_text_layers
+from open_clip_zerovl.methods import apply_methods
 from open_clip_zerovl.mixup import CoinFlipMixup
 from open_clip_zerovl.models import create_model_and_transforms, load_pretrained_tower
-from open_clip_zerovl.optimizer import constant_temperature, parameter_groups
+from open_clip_zerovl.optimizer import parameter_groups
 from training.config import RecipeConfig
 
 
@@ -33,22 +33,10 @@ def create_model(
         if path is not None:
             loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
             logging.info(f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}")
-    if config.token_drop is not None:
-        check_token_drop(model, config.token_drop)
-    if config.freeze:
-        count = freeze(model, config.freeze)
-        logging.info(f"Frozen: {' and '.join(config.freeze)} ({count / 1e6:.1f} M parameters).")
+    transform_train, mixup = apply_methods(model, transform_train, config, seed=args.seed)
     if config.active and hasattr(getattr(model, "text", None), "config"):
         # open_clip's table lacks the names of BERT's layers, so that --lock-text-unlocked-layers ends in a KeyError.
         model.lock_text_tower = partial(lock_text_layers, model)
-    if config.temperature_constant:
-        constant_temperature(model)
-    mixup = None
-    if config.coin_flip_mixup:
-        mixup = CoinFlipMixup(config.mixup_alpha, seed=args.seed)
-        mixup.attach(model)
-    if config.auto_augment is not None:
-        transform_train = with_auto_augment(transform_train, config.auto_augment)
     return model, transform_train, transform_eval, mixup
 
 
