@@ -46,7 +46,8 @@ from open_clip_zerovl.workers import SharedNumbers, explain_worker_error, heed_s
 
 POLICIES = ("replace", "fail")  # for bad samples
 SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
-_STREAM_ORDER, _STREAM_SAMPLE = 3, 4  # as in sampling.py: independent random streams of one seed
+_STREAM_ORDER = 3  # as in sampling.py: independent random streams of one seed
+_STREAM_SAMPLE = 4
 
 
 @dataclass(frozen=True)
