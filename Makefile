@@ -24,11 +24,11 @@ $(STAMP): setup.py
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
-	$(BIN)/python scripts/demo.py $(if $(ARGS),-- $(ARGS))
+	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
 
 ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (an hour on 2 idle cores; QUICK=1: a few minutes)
-	$(BIN)/python scripts/ablation.py $(if $(QUICK),--quick) $(ARGS)
-	$(BIN)/python scripts/ablation_report.py $(if $(QUICK),--quick)
+	$(BIN)/python -m scripts.ablation.run $(if $(QUICK),--quick) $(ARGS)
+	$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick)
 
 test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -37,7 +37,7 @@ test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --timeout 1800
 
 # The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR [ASSUME=v100:8]
-RECIPE = $(BIN)/python scripts/recipes.py
+RECIPE = $(BIN)/python -m scripts.paper.recipes
 GIVEN  = $(if $(DATA),--data $(DATA)) $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 train-%: $(STAMP)
@@ -50,7 +50,7 @@ plan-%: $(STAMP)
 	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(ASSUME)) $(GIVEN))
 
 recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
-	$(BIN)/python scripts/recipes.py --list
+	$(RECIPE) --list
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"open_clip_zerovl": ["model_configs/*.json", "py.typed"]},
+    package_data={"open_clip_zerovl": ["models/model_configs/*.json", "py.typed"]},
     install_requires=[
         # 3.3 is the release whose training seams training/seams.py knows; 4.x renames them.
         "open_clip_torch>=3.3,<3.4",

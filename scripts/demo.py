@@ -13,7 +13,7 @@ training for both runs side by side, after the environment and the data are ther
 
 Training flags after -- apply to both runs and replace the demo's own where they name the same flag:
 
-    python scripts/demo.py -- --coin-flip-mixup --text-augment 0.2 --model zerovl-emoji-vit --token-drop 0.25
+    python -m scripts.demo -- --coin-flip-mixup --text-augment 0.2 --model zerovl-emoji-vit --token-drop 0.25
 """
 
 from __future__ import annotations
@@ -33,20 +33,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from emoji_runs import Encoder, Pool, TrainingRun, emoji_flags, flag_names, flag_value, measure
-from open_clip_zerovl.bias_report import SourceSample, measure_bias
-from open_clip_zerovl.checkpoints import export_local_dir
+from open_clip_zerovl.bias.run import measure_bias
+from open_clip_zerovl.bias.samples import SourceSample
+from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.pages import demo_page
-from open_clip_zerovl.reports import (
-    MIXED_POOL_NOTE,
-    POOLS,
-    RunRecord,
-    demo_picture,
-    results_table,
-    retrieval_examples,
-)
+from scripts.emoji.page import demo_page
+from scripts.emoji.picture import demo_picture
+from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RunRecord, results_table, retrieval_examples
+from scripts.emoji.runs import Encoder, Pool, TrainingRun, emoji_flags, flag_names, flag_value, measure
 
 SAMPLINGS = ("debiased", "random")
 # What makes the two runs what they are, with what to do instead.

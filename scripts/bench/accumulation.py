@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
-from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.models import with_text_model
-from open_clip_zerovl.retain import PeakBytes
+from open_clip_zerovl.memory import PeakBytes
+from open_clip_zerovl.models.build import with_text_model
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
 BERT_SIZES = {

@@ -36,15 +36,16 @@ from loader import BATCH, photograph, picture_of, write_shards
 from open_clip import SimpleTokenizer
 from open_clip.transform import image_transform
 
-from open_clip_zerovl.cluster_assignment import Clustering, save_clustering
-from open_clip_zerovl.cluster_folders import write_clusters
-from open_clip_zerovl.decoding import split_normalize
-from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling
-from open_clip_zerovl.pieces import PieceReader
-from open_clip_zerovl.reading import Reading
-from open_clip_zerovl.sampling import Batching, epoch_pieces
-from open_clip_zerovl.sources import parse_sources
-from open_clip_zerovl.tar_index import open_index
+from open_clip_zerovl.clustering.folders import write_clusters
+from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.images import split_normalize
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.pieces import PieceReader
+from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data.schedule import Batching, epoch_pieces
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.tar.index import open_index
 
 WAYS = ("source", "index", "reshard")
 

@@ -58,7 +58,7 @@ from open_clip.loss import ClipLoss
 from torch import nn
 
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.retain import PeakBytes, available_bytes
+from open_clip_zerovl.memory import PeakBytes, available_bytes
 
 SEED = 1  # of micro-batches and masks; ranks add their own number
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second

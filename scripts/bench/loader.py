@@ -40,10 +40,11 @@ from open_clip.transform import image_transform
 from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
-from open_clip_zerovl.decoding import normalize, split_normalize
-from open_clip_zerovl.mixture import Mixture, MixtureLoader
-from open_clip_zerovl.sampling import Batching
-from open_clip_zerovl.sources import parse_sources
+from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32

@@ -18,7 +18,7 @@ from accumulation import simulated_peak_bytes
 from methods import build
 from transformers import BertConfig
 
-from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 
 

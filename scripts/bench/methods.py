@@ -35,12 +35,12 @@ from open_clip_train.precision import get_autocast
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
-from open_clip_zerovl.auxiliary import freeze
-from open_clip_zerovl.dga import DecoupledGradientAccumulation
-from open_clip_zerovl.frozen_cache import FrozenCache
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.sources import Source
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.towers import freeze
 
 BASELINES = ("baseline", "ViT-B/32")
 MODES = (

@@ -68,8 +68,8 @@ def as_child(program: str, clock: str, arguments: list[str]) -> int:
     """Run a program in this process, under the clock asked for."""
     now = {"wall": time.time, "cpu": time.process_time}[clock]
     if program == "plan":
-        from open_clip_zerovl import plan_measure
-        from open_clip_zerovl.cli import main as plan
+        from open_clip_zerovl.cli.program import main as plan
+        from open_clip_zerovl.plan import measure as plan_measure
 
         plan_measure.time = SimpleNamespace(perf_counter=now)  # type: ignore[assignment]
         return plan(["plan", "--json", *arguments])

@@ -15,9 +15,9 @@ import time
 
 from open_clip.tokenizer import HFTokenizer
 
-from open_clip_zerovl.augment import WordAugment
+from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.datasets.vocabulary import write_bert
-from open_clip_zerovl.mixture import sample_seed
+from open_clip_zerovl.randomness import sample_seed
 
 WORDS = (
     *("a", "the", "of", "on", "in", "with", "and", "two", "man", "woman", "dog", "cat", "street", "house", "table"),

@@ -1,28 +1,31 @@
 """ZeroVL's recipe (Cui et al., ECCV 2022) for open_clip: strong contrastive image-text models on few GPUs.
 
-Importing the package registers its model configs (`zerovl-ViT-B-16-BERT-base` ...) with open_clip.
+Importing the package makes its model configs (`zerovl-ViT-B-16-BERT-base` ...) known to open_clip, whichever of the two is
+imported first. It imports neither open_clip nor torch itself.
 """
 
-from open_clip_zerovl.dga import DecoupledGradientAccumulation, ReplayError
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
-from open_clip_zerovl.mixup import CoinFlipMixup
-from open_clip_zerovl.models import register_model_configs
-from open_clip_zerovl.retrieval import retrieval_metrics
-from open_clip_zerovl.sampling import source_schedule
-from open_clip_zerovl.sources import parse_sources
+from open_clip_zerovl.late import handed_on, when_imported
 
-__all__ = [
-    "CoinFlipMixup",
-    "ContrastiveLoss",
-    "DecoupledGradientAccumulation",
-    "ReplayError",
-    "UserError",
-    "parse_sources",
-    "register_model_configs",
-    "retrieval_metrics",
-    "reversed_partner",
-    "source_schedule",
-]
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.data.schedule": ["source_schedule"],
+        "open_clip_zerovl.data.sources": ["parse_sources"],
+        "open_clip_zerovl.dga.replay": ["ReplayError"],
+        "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],
+        "open_clip_zerovl.errors": ["UserError"],
+        "open_clip_zerovl.losses": ["ContrastiveLoss", "reversed_partner"],
+        "open_clip_zerovl.models.configs": ["register_model_configs"],
+        "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],
+        "open_clip_zerovl.retrieval.metrics": ["retrieval_metrics"],
+    },
+)
 
-register_model_configs()
+
+def _register_model_configs() -> None:
+    from open_clip_zerovl.models.configs import register_model_configs
+
+    register_model_configs()
+
+
+when_imported("open_clip", _register_model_configs)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.dga import Prepare
-from open_clip_zerovl.replay import norm_statistics_kept
+from open_clip_zerovl.dga.replay import norm_statistics_kept
+from open_clip_zerovl.dga.step import Prepare
 
 
 def settle_buckets(

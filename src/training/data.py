@@ -13,15 +13,16 @@ import torch
 from open_clip_train.data import get_data as get_stock_data
 from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
 
-from open_clip_zerovl.augment import WordAugment
-from open_clip_zerovl.csv_source import CsvFormat
-from open_clip_zerovl.decoding import normalize, split_normalize
+from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Sampling, schedule_of
+from open_clip_zerovl.data.schedule import Batching, Schedule
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import CsvFormat
+from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.frozen_cache import FrozenCache, fingerprint, require_deterministic
-from open_clip_zerovl.mixture import Mixture, MixtureLoader, Sampling, schedule_of
-from open_clip_zerovl.retrieval_data import RetrievalSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.sampling import Batching, Schedule
-from open_clip_zerovl.sources import Source, parse_sources
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
+from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
 

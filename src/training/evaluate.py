@@ -15,7 +15,7 @@ from open_clip_train.precision import get_autocast
 from open_clip_train.train import evaluate as evaluate_stock
 from open_clip_train.train import unwrap_model
 
-from open_clip_zerovl.retrieval import evaluate_retrieval
+from open_clip_zerovl.retrieval.encode import evaluate_retrieval
 from training.config import RecipeConfig
 from training.data import RetrievalData
 

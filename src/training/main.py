@@ -22,9 +22,9 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
+from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.mixture import MixtureLoader
-from open_clip_zerovl.models import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from training import checkpointing, data, evaluate, model, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse

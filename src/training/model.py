@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.auxiliary import init_from, lock_text_layers
-from open_clip_zerovl.methods import apply_methods
-from open_clip_zerovl.mixup import CoinFlipMixup
-from open_clip_zerovl.models import create_model_and_transforms, load_pretrained_tower
-from open_clip_zerovl.optimizer import parameter_groups
+from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.recipe.towers import lock_text_layers
 from training.config import RecipeConfig
 
 

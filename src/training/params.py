@@ -12,11 +12,11 @@ from dataclasses import asdict, fields
 
 from open_clip_train.params import parse_args as parse_open_clip_args
 
+from open_clip_zerovl.data.mixture import POLICIES
+from open_clip_zerovl.data.schedule import DRAWS, STRATEGIES
+from open_clip_zerovl.data.sources import CAPTIONS, is_named
+from open_clip_zerovl.dga.retain import parse_retain
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.mixture import POLICIES
-from open_clip_zerovl.retain import parse_retain
-from open_clip_zerovl.sampling import DRAWS, STRATEGIES
-from open_clip_zerovl.sources import CAPTIONS, is_named
 from training.config import ABLATIONS, RecipeConfig
 from training.refusals import check
 

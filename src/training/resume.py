@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from open_clip_train.file_utils import pt_load as load_stock
 
+from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.loading import UNREADABLE, first_line, unpickling_reason
 
 PREFIX = "module."  # what DDP puts before every name
 

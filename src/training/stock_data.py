@@ -13,7 +13,7 @@ from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar_members import local_path
+from open_clip_zerovl.tar.members import local_path
 
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
 

@@ -25,12 +25,12 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 from open_clip_train.train import AverageMeter
 
-from open_clip_zerovl.dga import DecoupledGradientAccumulation, Prepare
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, Prepare
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.frozen_cache import FrozenCache
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.mixup import CoinFlipMixup
-from open_clip_zerovl.optimizer import optimizer_step
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import optimizer_step
 from training.buckets import settle_buckets
 from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
 from training.config import RecipeConfig

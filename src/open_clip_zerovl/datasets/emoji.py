@@ -31,17 +31,17 @@ from open_clip_zerovl.datasets.drawings import is_blank, rasterise
 from open_clip_zerovl.datasets.emoji_card import data_card
 from open_clip_zerovl.datasets.emoji_sources import LICENCES, PACKAGES, SOURCES, Emoji, licence_text, read_sources
 from open_clip_zerovl.datasets.fetch import fetch_npm_package
-from open_clip_zerovl.datasets.shards import (
+from open_clip_zerovl.datasets.vocabulary import write_bert
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.shards import (
     Sample,
     read_retrieval_set,
     read_shard,
-    write_atomically,
     write_retrieval_set,
     write_shard,
     write_source,
 )
-from open_clip_zerovl.datasets.vocabulary import write_bert
-from open_clip_zerovl.errors import UserError
 
 SPLITS = ("test", "val")
 

@@ -23,10 +23,11 @@ from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.datasets.manifest import read_manifest
-from open_clip_zerovl.datasets.shards import SIZES_FILE, write_atomically
-from open_clip_zerovl.datasets.tar_headers import BrokenTar, Member, end_of, grouped, plain_run, walk_tar
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar_members import group
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, grouped, plain_run, walk_tar
+from open_clip_zerovl.tar.members import group
+from open_clip_zerovl.tar.shards import SIZES_FILE
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 #: First and last bytes of a whole picture, by extension.
@@ -266,7 +267,7 @@ class _Window:
         return begins, rest <= size and self(offset + rest, size - rest).endswith(last)
 
     def plain_run(self, position: int) -> list[Member]:
-        """The members of `tar_headers.plain_run` that are in the window, from the header at `position` on."""
+        """The members of `headers.plain_run` that are in the window, from the header at `position` on."""
         if position < self._start:
             return []
         return plain_run(self._bytes, position - self._start, self._length, self._start)

@@ -25,8 +25,8 @@ from open_clip_zerovl.datasets.inputs import PictureStore, described, find_membe
 from open_clip_zerovl.datasets.json_stream import json_array
 from open_clip_zerovl.datasets.pairs import SHARD_SIZE, Row, Work, prepare_pairs
 from open_clip_zerovl.datasets.pictures import Encoding
-from open_clip_zerovl.datasets.shards import write_atomically
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
 SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.datasets.shards import SIZES_FILE, write_atomically
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.shards import SIZES_FILE
 
 MANIFEST_FILE = "manifest.json"
 RECORDS = "records"

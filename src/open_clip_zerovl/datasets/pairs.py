@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from open_clip_zerovl.datasets import manifest
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
-from open_clip_zerovl.datasets.shards import Sample, read_shard, write_shard
 from open_clip_zerovl.datasets.spool import Spool
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.shards import Sample, read_shard, write_shard
 
 SHARD_SIZE = 10_000
 

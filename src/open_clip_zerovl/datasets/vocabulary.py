@@ -18,8 +18,8 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
 
-from open_clip_zerovl.datasets.shards import write_atomically
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 
 #: In the order of their ids: [PAD] is 0, as open_clip's and BERT's configurations expect.
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

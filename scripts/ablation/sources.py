@@ -1,0 +1,171 @@
+"""Sources that the ablation makes of the emoji data: two contexts of one source (A.5), and clusters of all (A.6)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+
+from open_clip_zerovl.bias.measures import SourceFeatures
+from open_clip_zerovl.datasets.emoji import EmojiSample
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.tar.shards import Sample, read_shard, write_source
+from scripts.ablation.conditions import CLUSTERS
+from scripts.emoji.records import RunRecord, read_training_log
+from scripts.emoji.runs import SOURCES, Encoder, Pool, TrainingRun, bias_record
+
+CONTEXT_SOURCE = "twemoji"  # keyword lists of 1 to 13 words: the widest spread of caption lengths
+CONTEXTS = ("long", "short")
+FRAME, FRAME_PX = (255, 0, 0), 4  # of a picture of 64 px
+
+
+def framed(picture: Image.Image) -> Image.Image:
+    """The picture with a red frame drawn over its edge."""
+    picture = picture.convert("RGB")
+    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=FRAME, width=FRAME_PX)
+    return picture
+
+
+def length(caption: str) -> tuple[int, int]:
+    """What the halves are split by: words, then characters."""
+    return len(caption.split()), len(caption)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A.5: two contexts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def context_data(out: Path) -> str:
+    """The `--train-data` value of what `write_contexts` writes."""
+    return "::".join(f"{context}={out / context}" for context in CONTEXTS)
+
+
+def write_contexts(data: Path, out: Path) -> None:
+    """One source in two halves, `OUT/long` with frames and `OUT/short` without; nothing is done where they are."""
+    if (out / "context.json").is_file():
+        return
+    shards = sorted((data / CONTEXT_SOURCE).glob("*.tar"))
+    if not shards:
+        raise UserError(f"{data / CONTEXT_SOURCE} holds no shards; write them with `zerovl data emoji --out {data}`")
+    pairs = [pair for shard in shards for pair in read_shard(shard)]  # shuffled on disk: their order is kept
+    by_length = sorted(range(len(pairs)), key=lambda i: (length(_caption(pairs[i])), pairs[i].key))
+    longer = set(by_length[len(pairs) // 2 :])
+    halves: Mapping[str, list[Sample]] = {
+        "long": [_framed_pair(pair) for i, pair in enumerate(pairs) if i in longer],
+        "short": [pair for i, pair in enumerate(pairs) if i not in longer],
+    }
+    for context, half in halves.items():
+        write_source(out / context, half, shard_size=256)
+    shortest = min(length(_caption(pairs[i])) for i in longer)
+    facts = {"source": CONTEXT_SOURCE, "pairs": {c: len(half) for c, half in halves.items()}, "long_from": shortest}
+    write_atomically(out / "context.json", json.dumps(facts) + "\n")
+
+
+def _caption(pair: Sample) -> str:
+    return pair.files["txt"].decode().strip()
+
+
+def _framed_pair(pair: Sample) -> Sample:
+    buffer = io.BytesIO()
+    framed(Image.open(io.BytesIO(pair.files["png"]))).save(buffer, "PNG")
+    return Sample(pair.key, {**pair.files, "png": buffer.getvalue()})
+
+
+@dataclass(frozen=True)
+class ContextPairs:
+    """The held-out pairs of the source by context, their pictures with their own context's frame and with the other's."""
+
+    own: dict[str, list[EmojiSample]]
+    other: dict[str, list[EmojiSample]]
+
+    @classmethod
+    def of(cls, samples: Sequence[EmojiSample], contexts: Path) -> ContextPairs:
+        """Args: the source's held-out samples; the folder of `write_contexts`, whose training captions set the bound."""
+        bound = tuple(json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"])
+        own: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
+        other: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
+        for sample in samples:
+            if sample.held_out:
+                context = "long" if length(sample.caption) >= bound else "short"
+                with_frame = replace(sample, image=framed(sample.image), source=context)
+                without = replace(sample, source=context)
+                own[context].append(with_frame if context == "long" else without)
+                other[context].append(without if context == "long" else with_frame)
+        return cls(own, other)
+
+
+def measure_contexts(run: TrainingRun, encoder: Encoder, pairs: ContextPairs, *, seed: int) -> RunRecord:
+    """RSUM within a half (mean of both), across (every picture with the other half's frame), mixed (with its own)."""
+    pool = Pool.of(pairs.own)
+    own = {context: encoder(samples) for context, samples in pairs.own.items()}
+    other = {context: encoder(samples) for context, samples in pairs.other.items()}
+    images, texts = pool.features(own)
+    rsum = {
+        "within": sum(_rsum([one]) for one in own.values()) / len(own),
+        "across": _rsum([other[context] for context in CONTEXTS]),
+        "mixed": _rsum([own[context] for context in CONTEXTS]),
+    }
+    return bias_record(rsum, images, texts, encoder.logit_scale, pool, read_training_log(run.log), seed)
+
+
+def _rsum(features: Sequence[SourceFeatures]) -> float:
+    images = torch.cat([one.image_features for one in features])
+    texts = torch.cat([one.text_features for one in features])
+    return retrieval_metrics(images, texts, torch.arange(len(texts)))["rsum"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A.6: clusters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_union(data: Path, out: Path) -> Path:
+    """All sources' shards as one source without names: links in one folder, with a `sizes.json` for all."""
+    sizes: dict[str, int] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    for source in SOURCES:
+        own = json.loads((data / source / "sizes.json").read_text(encoding="utf-8"))
+        for name, count in own.items():
+            link = out / f"{source}-{name}"
+            link.unlink(missing_ok=True)
+            link.symlink_to((data / source / name).resolve())
+            sizes[link.name] = count
+    write_atomically(out / "sizes.json", json.dumps(sizes, indent=1) + "\n")
+    return out
+
+
+def cluster_data(out: Path) -> str:
+    """The `--train-data` value of what `write_clusters` writes."""
+    return "::".join(f"emoji-{k:03d}={out / f'cluster-{k:03d}'}" for k in range(CLUSTERS))
+
+
+def write_clusters(data: Path, checkpoint: Path, out: Path, *, seed: int) -> None:
+    """`zerovl cluster` on the union of the sources, by a checkpoint's image features, always made anew.
+
+    Raises:
+        UserError: the command fails.
+    """
+    union = write_union(data, out.with_name("union"))
+    shutil.rmtree(out, ignore_errors=True)
+    command = [
+        sys.executable, "-m", "open_clip_zerovl.cli", "cluster", str(checkpoint), "--data", f"emoji={union}",
+        "--out", str(out), "--features", "image", "--clusters", str(CLUSTERS), "--reshard", "--preview", "0",
+        "--seed", str(seed), "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines()
+        raise UserError(f"zerovl cluster ended with status {done.returncode}: {words[-1] if words else 'no message'}")

@@ -1,0 +1,91 @@
+"""The demo's page: both runs with their bias report, loss curves and retrieval examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from open_clip_zerovl.bias.page import bias_sections
+from open_clip_zerovl.bias.report import BiasReport
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table, thumbnail
+from open_clip_zerovl.files import write_atomically
+from scripts.emoji.picture import loss_picture
+from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RetrievalExample, RunRecord
+
+
+def demo_page(
+    path: str | Path,
+    records: Mapping[str, RunRecord],
+    examples: Sequence[RetrievalExample] = (),
+    *,
+    bias: BiasReport | None = None,
+    title: str = "Debiased against random sampling",
+    lead: str = "",
+) -> Path:
+    """Write the demo's report: results, loss curves, retrieval examples, and the bias report of the same runs.
+
+    Args:
+        records: by run, as `picture.demo_picture` takes them.
+        examples: see `records.retrieval_examples`.
+        bias: `bias.measure_bias` of the same runs.
+        lead: a sentence or two under the title.
+
+    Raises:
+        UserError: no run, or an example that lacks one.
+    """
+    if not records:
+        raise UserError("a demo page needs at least one run")
+    for example in examples:
+        if missing := [name for name in records if name not in example.top]:
+            raise UserError(f"the retrieval example {example.query!r} has no pictures of run {missing[0]}")
+    body = [paragraph(lead, "lead")] if lead else []
+    body += [
+        heading("Retrieval of held-out pairs"),
+        table(
+            ("run", *(f"RSUM {pool}" for pool in POOLS)),
+            [(name, *(f"{record.rsum[pool]:.1f}" for pool in POOLS)) for name, record in records.items()],
+        ),
+        paragraph(
+            "RSUM sums recall at 1, 5 and 10 in both directions, 600 at most. Within: the pairs of one source. Across: "
+            "pictures of one source, captions of another. Mixed: all sources in one pool."
+        ),
+        paragraph(MIXED_POOL_NOTE),
+        heading("Training loss"),
+        paragraph(
+            "Each run on its own kind of batch, so that the losses are not of one task: where all negatives come from one "
+            "source, knowing the source helps nothing, and the loss stays higher for the same knowledge."
+        ),
+        chart(loss_picture(records), "Training loss over the samples seen, by run"),
+    ]
+    if examples:
+        body += [
+            heading("Text to picture, all sources mixed"),
+            paragraph("A caption and its own picture; then each run's best pictures, the right one framed in green."),
+            *(_example(example, list(records)) for example in examples),
+        ]
+    if bias is not None:
+        body += bias_sections(bias)
+    write_atomically(path, html_page(title, body))
+    return Path(path)
+
+
+def _example(example: RetrievalExample, runs: Sequence[str]) -> str:
+    lines = []
+    for run in runs:
+        shown = "".join(
+            thumbnail(
+                one.pixels, f"{one.source}{', the right picture' if one.right else ''}", "right" if one.right else ""
+            )
+            for one in example.top[run]
+        )
+        lines.append(
+            f'<div class="ranking"><div class="run">{escape(run)}<br><small>right picture at rank {example.rank[run]}'
+            f"</small></div>{shown}</div>"
+        )
+    query = f"<span>{escape(example.query)}<br><small>{escape(example.source)}</small></span>"
+    return (
+        f'<div class="example"><div class="query">{thumbnail(example.target, "the own picture")}{query}</div>'
+        f"{''.join(lines)}</div>"
+    )

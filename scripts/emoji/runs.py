@@ -1,0 +1,285 @@
+"""Runs of open_clip's training program on the emoji sources: their flags, their processes, what is measured of them.
+
+Shared by the demo (two runs) and the ablation (the paper's tables): the same hyperparameters, the same held-out pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.bias.measures import SourceFeatures, mean_log_p_negatives, pool_metrics, source_probe_accuracy
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.datasets.emoji import EmojiSample
+from open_clip_zerovl.errors import UserError
+from scripts.emoji.records import POOLS, RunRecord, read_training_log
+
+SOURCES = ("noto", "twemoji", "openmoji", "fluent")
+MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def emoji_flags(data: Path, *, sampling: str, epochs: int, seed: int, more: Sequence[str] = ()) -> list[str]:
+    """The recipe that `make demo` and `make ablation` train by, chosen on the validation split (docs/models.md).
+
+    Args:
+        data: the folder of `zerovl data emoji`.
+        more: further training flags, which replace those of the same name.
+    """
+    flags = [
+        "--model", "zerovl-emoji", "--text-model", str(data / "bert"),
+        "--train-data", "::".join(f"{source}={data / source}" for source in SOURCES), "--sampling", sampling,
+        "--batch-size", str(MICRO_BATCH), "--dga-steps", str(DGA_STEPS), "--dga-retain", "auto",
+        "--epochs", str(epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", "--warmup", "50",
+        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6",
+        "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)",
+        "--precision", "fp32", "--workers", "0", "--seed", str(seed),
+        "--log-every-n-steps", "10", "--save-frequency", "0",
+    ]  # fmt: skip
+    return merge_flags(flags, more)
+
+
+def merge_flags(base: Sequence[str], more: Sequence[str]) -> list[str]:
+    """`base` without the flags that `more` names, then `more`.
+
+    Raises:
+        UserError: `more` does not begin with a flag.
+    """
+    named = {group[0] for group in _groups(more)}
+    return [word for group in _groups(base) if group[0] not in named for word in group] + _words(more)
+
+
+def flag_names(flags: Sequence[str]) -> list[str]:
+    """The flags themselves, in order, without their values."""
+    return [group[0] for group in _groups(flags)]
+
+
+def flag_value(flags: Sequence[str], name: str) -> str:
+    """The last single value of a flag.
+
+    Raises:
+        KeyError: the flag is not there.
+    """
+    return {group[0]: group[-1] for group in _groups(flags)}[name]
+
+
+def _words(flags: Sequence[str]) -> list[str]:
+    """`--flag=value` as two words."""
+    return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
+def _groups(flags: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    for word in _words(flags):
+        if word.startswith("--"):
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            raise UserError(f"training flags begin with --, and the first of these is {word!r}")
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run of `training.main`: where it writes, and the flags that it was asked to train by.
+
+    Attributes:
+        folder: what the program makes of --logs and --name.
+        flags: everything but these two.
+        ranks: processes; more than one by torchrun.
+    """
+
+    folder: Path
+    flags: tuple[str, ...]
+    ranks: int = 1
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / f"epoch_{flag_value(self.flags, '--epochs')}.pt"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "out.log"
+
+    @property
+    def errors(self) -> Path:
+        """What the processes wrote to stderr."""
+        return self.folder.with_name(self.folder.name + ".err")
+
+    @property
+    def asked(self) -> Path:
+        """The flags of the run that is in `folder`."""
+        return self.folder.with_name(self.folder.name + ".flags.json")
+
+    def command(self) -> list[str]:
+        """What a person would type."""
+        launch = ["-m", "training.main"]
+        if self.ranks > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *launch, "--"]
+        return [
+            sys.executable, *launch, *self.flags, "--logs", str(self.folder.parent), "--name", self.folder.name,
+        ]  # fmt: skip
+
+    def is_finished(self) -> bool:
+        """Whether the last checkpoint is there and came of these flags."""
+        return self.checkpoint.is_file() and self.was_asked_for()
+
+    def was_asked_for(self) -> bool:
+        """Whether what is in the folder was started with these flags."""
+        return self.asked.is_file() and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
+
+    def start(self) -> subprocess.Popen:
+        """Begin from nothing, one thread a process: small models scale badly over threads."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
+        with self.errors.open("w", encoding="utf-8") as errors:
+            return subprocess.Popen(
+                self.command(),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+
+    def last_words(self) -> str:
+        words = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return words[-1] if words else "no message"
+
+    def _identity(self) -> dict[str, Any]:
+        return {"flags": list(self.flags), "ranks": self.ranks}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The held-out pairs of all sources, in one order."""
+
+    samples: list[EmojiSample]
+    rows: dict[str, Tensor]  # of each source's samples, those held out of it
+
+    @classmethod
+    def of(cls, samples: Mapping[str, list[EmojiSample]]) -> Pool:
+        rows = {
+            source: torch.tensor([index for index, sample in enumerate(own) if sample.held_out])
+            for source, own in samples.items()
+        }
+        return cls([samples[source][row] for source, held_out in rows.items() for row in held_out.tolist()], rows)
+
+    @property
+    def sources(self) -> list[str]:
+        return [sample.source for sample in self.samples]
+
+    def features(self, by_source: Mapping[str, SourceFeatures]) -> tuple[Tensor, Tensor]:
+        """Image and text features of the pool (P, D)."""
+        return (
+            torch.cat([by_source[source].image_features[rows] for source, rows in self.rows.items()]),
+            torch.cat([by_source[source].text_features[rows] for source, rows in self.rows.items()]),
+        )
+
+    def queries(self) -> list[int]:
+        """One caption a source for the picture: the middle one of its own, not chosen by how well it does."""
+        indices: dict[str, list[int]] = {}
+        for index, source in enumerate(self.sources):
+            indices.setdefault(source, []).append(index)
+        return [own[len(own) // 2] for own in indices.values()]
+
+
+@dataclass
+class Encoder:
+    """Features of samples by one model; pictures that are ready for a model are kept for the next of the same transform."""
+
+    model: torch.nn.Module
+    preprocess: Callable[[Any], Tensor]
+    tokenizer: Callable[[list[str]], Tensor]
+    ready: dict[tuple[str, int], tuple[Any, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Path, ready: dict[tuple[str, int], tuple[Any, Tensor]] | None = None) -> Encoder:
+        """Args: `ready` pictures, to be handed from one call to the next."""
+        return cls(*load_model(checkpoint), {} if ready is None else ready)
+
+    @property
+    def logit_scale(self) -> float:
+        scale = self.model.logit_scale
+        assert isinstance(scale, Tensor)
+        return scale.exp().item()
+
+    @torch.inference_mode()
+    def __call__(self, samples: list[EmojiSample]) -> SourceFeatures:
+        """L2-normalised features of one source's samples."""
+        key = (repr(self.preprocess), id(samples))
+        if key not in self.ready:  # the list is kept beside its pictures, so that its id stays its own
+            self.ready[key] = (samples, torch.stack([self.preprocess(sample.image) for sample in samples]))
+        texts = self.tokenizer([sample.caption for sample in samples])
+        model: Any = self.model
+        return SourceFeatures(
+            image_features=model.encode_image(self.ready[key][1], normalize=True),
+            text_features=model.encode_text(texts, normalize=True),
+            concepts=[sample.concept for sample in samples],
+            held_out=[sample.held_out for sample in samples],
+        )
+
+
+def measure(
+    run: TrainingRun, encoder: Encoder, samples: Mapping[str, list[EmojiSample]], pool: Pool, *, seed: int
+) -> tuple[RunRecord, tuple[Tensor, Tensor, float]]:
+    """The table's row of one run (three pools, source probe, log p of negatives); its features of the pool and its scale."""
+    by_source = {source: encoder(own) for source, own in samples.items()}
+    pools = pool_metrics(by_source)
+    images, texts = pool.features(by_source)
+    record = bias_record(
+        {name: pools[name] for name in POOLS},
+        images,
+        texts,
+        encoder.logit_scale,
+        pool,
+        read_training_log(run.log),
+        seed,
+    )
+    return record, (images, texts, encoder.logit_scale)
+
+
+def bias_record(
+    rsum: Mapping[str, float],
+    images: Tensor,
+    texts: Tensor,
+    logit_scale: float,
+    pool: Pool,
+    loss_curve: Sequence[tuple[int, float]],
+    seed: int,
+) -> RunRecord:
+    """RSUM as given, with the signs of source bias in a pool's features (P, D)."""
+    concepts = [sample.concept for sample in pool.samples]
+    log_p = mean_log_p_negatives(images, texts, pool.sources, logit_scale)["mean"]
+    return RunRecord(
+        loss_curve=loss_curve,
+        rsum=rsum,
+        probe_images=source_probe_accuracy(images, pool.sources, concepts=concepts, seed=seed),
+        probe_texts=source_probe_accuracy(texts, pool.sources, concepts=concepts, seed=seed),
+        probe_chance=1 / len(pool.rows),
+        log_p_same_source=log_p["same_source"],
+        log_p_other_source=log_p["other_source"],
+    )

@@ -1,0 +1,145 @@
+"""What a fine-tuning changed: retrieval on its test set by the checkpoint it started from and by its last one.
+
+    python -m scripts.paper.finetune_report logs/finetune-coco [--recipe finetune-coco] [--transform checkpoint]
+
+Prints one table and writes it into the run's folder as finetune.json and finetune.md. The run's params.txt says what it
+started from (`--init-from`) and where its set lies (`--retrieval-data`); a recipe's name adds the paper's row of Table 10.
+Images are squashed to 256 and cropped at 224 as the paper's are (A.9), and the first five captions of each are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.checkpoints.spec import read_params
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.retrieval.run import run_retrieval
+from open_clip_zerovl.retrieval.sets import parse_retrieval_data
+from scripts.paper.table import RECIPES, find_recipe
+from training.checkpointing import newest_whole
+
+SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
+ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {"rsum": "RSUM"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Retrieval before and after a fine-tuning.
+
+    Attributes:
+        before, after: metrics by the names of ROWS, recalls and RSUM in percent points, and how many `images` and `captions`.
+        paper: likewise, what the paper reports; only what it does.
+        checkpoints: what was measured, before and after.
+        data: the retrieval set.
+    """
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    paper: Mapping[str, float]
+    checkpoints: tuple[str, str]
+    data: str
+    transform: str
+
+    def table(self) -> str:
+        """As Markdown, which reads well in a terminal, too."""
+        columns = {"before": self.before, "after": self.after, **({"paper": self.paper} if self.paper else {})}
+        lines = ["|          |" + "|".join(f"{name:>7} " for name in columns) + "|"]
+        lines.append("|----------|" + "|".join("-------:" for _ in columns) + "|")
+        for key, label in ROWS.items():
+            cells = (f"{values[key]:7.1f} " if key in values else f"{'':8}" for values in columns.values())
+            lines.append(f"| {label:9}|{'|'.join(cells)}|")
+        return "\n".join(lines)
+
+    def caption(self) -> str:
+        """What was measured, in Markdown."""
+        before, after = self.checkpoints
+        return (
+            f"Recalls in percent and their sum, on {self.data}: {self.after['images']:,} images, "
+            f"{self.after['captions']:,} captions, transform: {self.transform}.\nBefore: `{before}`. After: `{after}`."
+        )
+
+
+def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = True, device: str = "auto") -> Comparison:
+    """Score the checkpoint that a run started from and its last one.
+
+    Raises:
+        UserError: a run without checkpoint, without --init-from or without --retrieval-data; what cannot be loaded.
+    """
+    after = newest_whole(str(run / "checkpoints"))
+    if after is None:
+        raise UserError(f"{run} holds no whole checkpoint; give the folder of a run, such as logs/finetune-coco")
+    params = read_params(Path(after))
+    for flag in ("init_from", "retrieval_data"):
+        if not params.get(flag):
+            raise UserError(f"{run} was trained without --{flag.replace('_', '-')}, so there is nothing to compare")
+    sets = parse_retrieval_data(str(params["retrieval_data"]))
+    wanted = RECIPES[recipe].finetuned_on if recipe else next(iter(sets))
+    if wanted not in sets:
+        raise UserError(f"{run} was trained beside the sets {', '.join(sets)}, and the recipe is scored on {wanted}")
+    before = Path(str(params["init_from"]))
+    if before.suffix == ".safetensors":
+        before = before.parent  # an exported folder's weights; its config lies beside them
+    scores = []
+    for model in (str(before), after):
+        with contextlib.redirect_stdout(io.StringIO()):  # run_retrieval prints a table of one checkpoint
+            result = run_retrieval(model, f"{wanted}={sets[wanted]}", paper_transform=paper_transform, device=device)[
+                wanted
+            ]
+        scores.append(
+            {key: value if key in ("images", "captions", "rsum") else 100 * value for key, value in result.items()}
+        )
+    return Comparison(
+        scores[0],
+        scores[1],
+        RECIPES[recipe].paper_row if recipe else {},
+        (str(before), after),
+        str(sets[wanted]),
+        "squash 256, crop 224, scaled to the model's size (A.9)" if paper_transform else "the checkpoint's own",
+    )
+
+
+def write(run: Path, comparison: Comparison) -> list[Path]:
+    """finetune.json and finetune.md in the run's folder."""
+    content = {
+        "data": comparison.data,
+        "transform": comparison.transform,
+        "before": {"checkpoint": comparison.checkpoints[0], **comparison.before},
+        "after": {"checkpoint": comparison.checkpoints[1], **comparison.after},
+        "paper": dict(comparison.paper),
+    }
+    files = [run / "finetune.json", run / "finetune.md"]
+    files[0].write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    files[1].write_text(f"{comparison.table()}\n\n{comparison.caption()}\n", encoding="utf-8")
+    return files
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--recipe", choices=[name for name in RECIPES if RECIPES[name].finetuned_on])
+    parser.add_argument("--transform", choices=("paper", "checkpoint"), default="paper")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    options = parser.parse_args()
+    recipe = find_recipe(options.recipe) if options.recipe else None
+    try:
+        comparison = compare(
+            options.run, recipe=recipe, paper_transform=options.transform == "paper", device=options.device
+        )
+        files = write(options.run, comparison)
+    except UserError as error:
+        print(f"finetune_report: error: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{comparison.table()}\n\n{comparison.caption()}\nWritten: {' '.join(map(str, files))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""One node's part of a training: a process for each GPU, stopped with a checkpoint when the scheduler or a person says so.
+
+    python -m scripts.paper.launch --ranks 8 -- TRAINING ARGUMENTS            this machine alone
+    srun ... python -m scripts.paper.launch --ranks 8 --slurm -- ARGUMENTS    one on each node of a job, see train.sbatch
+
+SIGTERM and SIGUSR1 reach the ranks as SIGUSR1, which asks them to agree on a step, save it and end. torchrun is kept out of
+it: told to stop, it kills the ranks after 30 s, and an optimizer step with its checkpoint can take longer.
+
+Exit status: training's own; 85 where it was stopped with a step checkpoint, so that the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PREEMPTED_STATUS = 85  # of training.main; torchrun turns it into 1
+REQUEUE_MARKER = "requeue"  # what training.main leaves in the run's folder then
+REMIND_SECONDS = 5.0  # a rank that is still starting ignores the signal, so it is sent again
+# open_clip would take the launcher's own place in a SLURM job for the rank's.
+SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node's place in the job.
+
+    Attributes:
+        ranks: processes on it.
+        nodes: launchers in the job, one a node.
+        index: of this node; node 0 holds rank 0.
+        master_addr, master_port: where node 0 is met, if there are several.
+    """
+
+    ranks: int
+    nodes: int = 1
+    index: int = 0
+    master_addr: str = ""
+    master_port: str = ""
+
+    @classmethod
+    def of_slurm(cls, ranks: int, environment: Mapping[str, str]) -> Node:
+        """The place that srun gave this task, with the meeting point that train.sbatch exports."""
+        return cls(
+            ranks,
+            int(environment["SLURM_NNODES"]),
+            int(environment["SLURM_NODEID"]),
+            environment["MASTER_ADDR"],
+            environment["MASTER_PORT"],
+        )
+
+
+def command_line(node: Node, arguments: Sequence[str]) -> list[str]:
+    """torchrun for this node's ranks, or plain Python where there is one in all."""
+    if node.ranks * node.nodes == 1:
+        return [sys.executable, "-m", "training.main", *arguments]
+    place = ["--standalone"]
+    if node.nodes > 1:
+        # Ranks in the order of the nodes, where a rendezvous backend would give them in the order of arrival.
+        place = [f"--nnodes={node.nodes}", f"--node-rank={node.index}"]
+        place += [f"--master-addr={node.master_addr}", f"--master-port={node.master_port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={node.ranks}"]
+    return [*torchrun, "-m", "training.main", "--", *arguments]
+
+
+def run_folder(arguments: Sequence[str]) -> Path | None:
+    """The folder of the run that training arguments name, None without `--name`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--logs", default="logs")
+    parser.add_argument("--name")
+    known, _ = parser.parse_known_args(list(arguments))
+    return Path(known.logs) / known.name if known.name else None
+
+
+def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -> int:
+    """Train with this node's ranks and hand on what asks them to stop.
+
+    Returns:
+        The exit status of training, or 85 if it left the marker of a run that is to be started again.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in SLURM_RANKS}
+    folder = run_folder(arguments)
+    marker = (cwd or Path()) / folder / REQUEUE_MARKER if folder is not None else None
+    if marker is not None and node.index == 0:
+        marker.unlink(missing_ok=True)  # of an earlier stop: a run that cannot start must not seem to have been stopped
+    with StopSignals() as stop:
+        child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=ignore_sigusr1)
+        single = node.ranks * node.nodes == 1
+        while True:
+            try:
+                status = child.wait(timeout=REMIND_SECONDS if stop.asked else 0.2)
+                break
+            except subprocess.TimeoutExpired:
+                if stop.asked:
+                    for pid in [child.pid] if single else children_of(child.pid):
+                        _ask_to_stop(pid)
+    if status != 0 and marker is not None and marker.exists():
+        return PREEMPTED_STATUS
+    return status if status >= 0 else 128 - status
+
+
+def ignore_sigusr1() -> None:
+    """For torchrun, which SIGUSR1 would end; a scheduler may send it to all processes of a job. The ranks inherit it until
+    they listen themselves."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+class StopSignals:
+    """Remembers SIGTERM and SIGUSR1 while it is open."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._kept: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._kept[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._ask)
+        self._kept[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._kept.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes that one has started and that still run, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state ppid ...", where a name may hold blanks and brackets
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended since it was listed
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _ask_to_stop(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, help="processes on this node")
+    parser.add_argument("--slurm", action="store_true", help="one of a SLURM job's nodes")
+    parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENTS", help="of training.main")
+    options = parser.parse_args()
+    node = Node.of_slurm(options.ranks, os.environ) if options.slurm else Node(options.ranks)
+    return run_node(node, options.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

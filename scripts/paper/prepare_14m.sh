@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The paper's pre-training data (table 2: SBU, VG, CC3M, CC12M; 14.23 M pairs then, about 9 to 10.5 M of them today).
+#
+#   CC3M_TSV=Train_GCC-training.tsv scripts/paper/prepare_14m.sh DATA_DIR [PROCESSES]
+#
+# Needs: a processor core for every 100 pairs/s, 600 GB of disk (docs/data.md), an open line to the web; no GPU.
+# Takes: about 12 hours on 8 cores where the network keeps up. Stop it at any time; called again it goes on.
+# Ends with: table 2 beside what came. Everything is also in DATA_DIR/prepare_14m.log.
+#
+# CC3M_TSV names CC3M's list, which asks for a sign-in and cannot be fetched by a script. VG_SOURCE, SBU_SOURCE and
+# CC12M_SOURCE name files that are here already (see `zerovl data vg --help`), separated by spaces.
+set -euo pipefail
+
+if [[ $# -lt 1 || "$1" == -* ]]; then
+    sed -n '2,12s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
+data=$1
+processes=${2:-$(( ($(nproc) + 1) / 2 ))}
+if [[ -z "${CC3M_TSV:-}" ]]; then
+    echo "CC3M_TSV is not set: get Train_GCC-training.tsv from ai.google.com/research/ConceptualCaptions and name it there." >&2
+    exit 2
+fi
+mkdir -p "$data"
+exec > >(tee -a "$data/prepare_14m.log") 2>&1
+
+# One dataset, shared by several processes; each writes every n-th shard. Fails when one of them does.
+share() {
+    local name=$1 pids=() failed=0
+    shift
+    echo "$(date '+%F %T') $name: $processes processes"
+    for ((i = 0; i < processes; i++)); do
+        zerovl data "$name" --out "$data/$name" --part "$i/$processes" --quiet "$@" &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do
+        wait "$pid" || failed=1
+    done
+    return "$failed"
+}
+
+# A stop reaches the processes in the background too.
+trap 'trap - INT TERM; kill 0' INT TERM
+
+echo "$(date '+%F %T') begin: $data"
+# Each source by itself, and a failure does not keep the others from being made.
+failures=()
+# shellcheck disable=SC2086  # the variables hold lists of paths
+{
+    zerovl data vg --out "$data/vg" ${VG_SOURCE:+--source $VG_SOURCE} --quiet || failures+=(vg)
+    share cc3m --source "$CC3M_TSV" || failures+=(cc3m)
+    share sbu ${SBU_SOURCE:+--source $SBU_SOURCE} || failures+=(sbu)
+    share cc12m ${CC12M_SOURCE:+--source $CC12M_SOURCE} || failures+=(cc12m)
+}
+zerovl data report "$data"
+if ((${#failures[@]})); then
+    echo "$(date '+%F %T') NOT DONE: ${failures[*]}; the reason stands above; call this again to go on."
+    exit 1
+fi
+echo "$(date '+%F %T') done. Train with:"
+echo "  --train-data 'sbu=$data/sbu::vg=$data/vg::cc3m=$data/cc3m::cc12m=$data/cc12m' --debiased-sampling"

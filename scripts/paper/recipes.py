@@ -1,0 +1,326 @@
+"""Start one of the paper's runs (table.py) on what is here; behind `make train-14m` and the others.
+
+    python -m scripts.paper.recipes train-14m --data /data [--dry-run] [--set lr=5e-5 ...]
+    python -m scripts.paper.recipes train-14m --data /data --plan [--assume v100:8]
+    python -m scripts.paper.recipes --list | NAME --describe
+
+Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and starts torchrun here or
+submits train.sbatch where there is SLURM. Runs save step checkpoints; stopped, the same command goes on exactly.
+
+DATA holds what `zerovl data NAME --out DATA/NAME` writes: a folder of webdataset shards a source (sbu, vg, cc3m, cc12m, and web
+for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.paper.launch import PREEMPTED_STATUS, Node, command_line, run_folder, run_node
+from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RETRIEVAL_SETS = ("coco", "f30k")
+SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")
+CPU_MICRO_BATCH = 16
+
+Settings = dict[str, "str | None"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run is started on.
+
+    Attributes:
+        gpus: of one node; 0 trains on the CPU.
+        memory_gib: of the smallest GPU.
+        nodes: in the job.
+        processes: ranks of a node without GPUs.
+    """
+
+    gpus: int
+    memory_gib: float
+    nodes: int = 1
+    processes: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus or self.processes
+
+    @property
+    def ranks(self) -> int:
+        return self.ranks_per_node * self.nodes
+
+
+def find_gpus() -> tuple[int, float]:
+    """How many GPUs nvidia-smi lists here (respecting CUDA_VISIBLE_DEVICES), and GiB of the smallest."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "" or shutil.which("nvidia-smi") is None:
+        return 0, 0.0
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    memories = [float(line) / 1024 for line in done.stdout.split() if done.returncode == 0]
+    count = len(visible.split(",")) if visible else len(memories)
+    return min(count, len(memories)), min(memories, default=0.0)
+
+
+def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple[int, int]:
+    """Micro-batch B and DGA steps K, so that B*K*ranks is the recipe's effective batch or the nearest that B divides.
+
+    Raises:
+        SystemExit: a run without DGA on GPUs that do not hold its batch.
+    """
+    target = int(settings.get("effective-batch") or recipe.effective_batch)
+    fits = CPU_MICRO_BATCH
+    if hardware.gpus:
+        from open_clip_zerovl.plan.make import micro_batch_for
+
+        fits = micro_batch_for(hardware.memory_gib)
+    micro_batch = int(settings.get("batch-size") or min(fits, max(1, target // hardware.ranks)))
+    steps = max(1, round(target / (micro_batch * hardware.ranks)))
+    if steps > 1 and not recipe.dga:
+        raise SystemExit(
+            f"recipes.py: the paper ran this without DGA; that needs {-(-target // micro_batch)} GPUs of this size and "
+            f"{hardware.ranks} are there: take dga-8 or dga-16, which give the same batch"
+        )
+    if (reached := micro_batch * steps * hardware.ranks) != target:
+        print(
+            f"recipes.py: the effective batch is {reached} in place of {target} "
+            f"({hardware.ranks} ranks x {micro_batch} x {steps})",
+            file=sys.stderr,
+        )
+    return micro_batch, steps
+
+
+def data_flags(recipe: Recipe, data: Path) -> Settings:
+    """--train-data of the recipe's sources, --retrieval-data of the sets that are there."""
+    sources = {source.split("/")[0]: data / source for source in recipe.sources}
+    flags: Settings = {"train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())}
+    sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
+    if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
+        flags["retrieval-data"] = "::".join(there)
+    return flags
+
+
+def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
+    """The first thing that the recipe cannot start without, in a sentence; None if all is there."""
+    for need in recipe.needs:
+        if not settings.get(need):
+            return f"give --set {need}=... ({recipe.paper})"
+    if recipe.program == "training" and "train-data" in settings:
+        return None
+    folders = [data / source for source in recipe.sources]
+    folders += [data / recipe.finetuned_on / "test"] if recipe.finetuned_on and "retrieval-data" not in settings else []
+    for folder in folders:
+        if not folder.is_dir():
+            return (
+                f"{folder} is not there; docs/data.md tells how it is made (--data or DATA= says where the data lies)"
+            )
+    return None
+
+
+def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> Settings:
+    """The flags of training.main for a recipe, without those of its batch."""
+    flags: Settings = {**data_flags(recipe, data), **BASE, **recipe.flags, "name": name, "resume": "latest"}
+    if recipe.samples is not None:
+        flags.update({"train-num-samples": str(recipe.samples), "epochs": "1"})
+    if not hardware.gpus:
+        flags.update({"device": "cpu", "precision": "fp32", "workers": "1"})
+    flags.update(settings)
+    for flag in ("effective-batch", "batch-size"):
+        flags.pop(flag, None)
+    return flags
+
+
+def as_arguments(flags: Settings) -> list[str]:
+    """A command line of flags; None leaves one out, "" is a switch."""
+    arguments: list[str] = []
+    for flag, value in flags.items():
+        if value is not None:
+            arguments += [f"--{flag}", *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value))]
+    return arguments
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Training's own reading of its flags, so that a slip is told at once and not by a job that waited for its turn.
+
+    Raises:
+        SystemExit: flags that training does not know or refuses.
+    """
+    from open_clip_zerovl.errors import UserError
+    from training.params import parse
+
+    try:
+        parse(arguments)
+    except UserError as error:
+        raise SystemExit(f"recipes.py: {error}") from error
+
+
+def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str | None) -> list[str]:
+    """`zerovl plan` for a recipe: it chooses micro-batch and DGA steps itself, unless --set says them."""
+    batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
+    batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
+    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
+
+
+def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
+    """`zerovl linear-probe` for a recipe; `--set model=` names what is probed."""
+    train, test = recipe.sources
+    flags: Settings = {"train": str(data / train), "test": str(data / test), "out": f"logs/{name}", **recipe.flags}
+    flags |= {"batch-size": str(recipe.effective_batch), **({"amp": ""} if hardware.gpus else {}), **settings}
+    model = flags.pop("model", None) or "MODEL"
+    return [sys.executable, "-m", "open_clip_zerovl.cli", "linear-probe", model, *as_arguments(flags)]
+
+
+def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], site: Sequence[str]) -> list[str]:
+    """What is submitted to SLURM."""
+    return [
+        "sbatch", f"--nodes={hardware.nodes}", f"--job-name={name}",
+        *([f"--gres=gpu:{hardware.gpus}"] if hardware.gpus else []), *site,
+        str(ROOT / "scripts" / "paper" / "train.sbatch"), "--ranks", str(hardware.ranks_per_node),
+        *(["--report", name] if RECIPES[name].finetuned_on else []), "--", *arguments,
+    ]  # fmt: skip
+
+
+def report_line(name: str, arguments: Sequence[str]) -> list[str]:
+    """What a fine-tuning ends with."""
+    return [sys.executable, "-m", "scripts.paper.finetune_report", str(run_folder(arguments)), "--recipe", name]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="of --list, with or without train-")
+    parser.add_argument("--list", action="store_true", help="list the recipes")
+    parser.add_argument("--describe", action="store_true", help="say what the recipe is and start nothing")
+    parser.add_argument(
+        "--data", type=Path, default=Path(os.environ.get("DATA") or "data"), help="default: $DATA, or data/"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FLAG=VALUE",
+        help="set or replace a flag of training; FLAG alone is a switch, FLAG= leaves it out",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print")
+    parser.add_argument("--plan", action="store_true", help="zerovl plan: what is missing, how long, how much memory")
+    parser.add_argument("--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8")
+    parser.add_argument("--gpus", type=int, help="GPUs a node, in place of those found here; 0 trains on the CPU")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each, likewise")
+    parser.add_argument("--processes", type=int, default=1, help="ranks of a node without GPUs (default 1)")
+    parser.add_argument("--nodes", type=int, default=int(os.environ.get("NODES") or "1"), help="SLURM nodes")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="for sbatch: --sbatch=--partition=gpu"
+    )
+    parser.add_argument("--no-slurm", action="store_true", help="start here even where sbatch is installed")
+    return parser
+
+
+def parse_settings(texts: Sequence[str]) -> Settings:
+    """`--set` as flags: "a=1" sets, "a" is a switch, "a=" leaves the flag out."""
+    settings: Settings = {}
+    for text in texts:
+        flag, separator, value = text.partition("=")
+        settings[flag.removeprefix("--")] = value if value or not separator else None
+    return settings
+
+
+def hardware_of(options: argparse.Namespace) -> Hardware:
+    """What the options say, or what is here."""
+    found, memory_gib = find_gpus()
+    gpus = found if options.gpus is None else options.gpus
+    if options.assume:
+        gpus = max(1, gpus)  # flags for GPUs, not for the CPU that plans
+    return Hardware(gpus, options.gpu_memory or memory_gib or 32.0, options.nodes, options.processes)
+
+
+def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
+    """Whether the run goes to SLURM.
+
+    Raises:
+        SystemExit: a node's GPUs that nothing tells; several nodes without SLURM.
+    """
+    if shutil.which("sbatch") and not options.no_slurm and "SLURM_JOB_ID" not in os.environ:
+        if not hardware.gpus and options.gpus is None:
+            raise SystemExit(
+                "recipes.py: this machine has no GPUs to tell what a SLURM node has: give --gpus 8 --gpu-memory 32 or the "
+                "like (--gpus 0 trains on CPUs, --no-slurm here)"
+            )
+        return True
+    if hardware.nodes > 1:
+        raise SystemExit(f"recipes.py: --nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm")
+    return False
+
+
+def announce(name: str, *lines: Sequence[str]) -> None:
+    """Print what is started, so that it can be typed."""
+    recipe = RECIPES[name]
+    print(f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}")
+    print("\n".join(shlex.join(line) for line in lines), flush=True)
+
+
+def run_line(name: str, line: Sequence[str], *, dry_run: bool) -> int:
+    """Announce one command and run it; its exit status."""
+    announce(name, line)
+    return 0 if dry_run else subprocess.run(line, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}).returncode
+
+
+def train(name: str, arguments: Sequence[str], hardware: Hardware, *, dry_run: bool) -> int:
+    """Train here, and end a fine-tuning with its report; the exit status, 85 for a run that was stopped and goes on."""
+    node = Node(hardware.ranks_per_node)
+    report = report_line(name, arguments) if RECIPES[name].finetuned_on else None
+    announce(name, command_line(node, arguments), *([report] if report else []))
+    if dry_run:
+        return 0
+    status = run_node(node, arguments, cwd=ROOT)
+    if status == PREEMPTED_STATUS:
+        print("recipes.py: stopped with a step checkpoint; the same command goes on from it", flush=True)
+    if status == 0 and report:
+        os.chdir(ROOT)
+        os.execv(sys.executable, report)
+    return status
+
+
+def main() -> int:
+    parser = build_parser()
+    options = parser.parse_args()
+    if options.list or options.recipe is None:
+        for each, recipe in RECIPES.items():
+            print(f"{each:20} {recipe.paper}: {recipe.result}  [{recipe.hardware}; {recipe.time}]")
+        return 0
+    name = find_recipe(options.recipe)
+    if name is None:
+        parser.error(f"there is no recipe {options.recipe!r}; --list shows them")
+    if options.describe:
+        print(described(name))
+        return 0
+
+    recipe, data, settings = RECIPES[name], options.data.absolute(), parse_settings(options.set)
+    hardware, dry_run = hardware_of(options), options.dry_run
+    if (missing := missing_for(recipe, data, settings)) and not options.plan:
+        if not dry_run:
+            raise SystemExit(f"recipes.py: {name}: {missing}")
+        print(f"recipes.py: missing: {missing}", file=sys.stderr)
+    if recipe.program == "linear-probe":
+        if options.plan:
+            raise SystemExit("recipes.py: zerovl plan knows trainings; a linear probe goes on where it was interrupted")
+        return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
+    flags = training_flags(recipe, name, data, hardware, settings)
+    if options.plan:
+        return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
+    micro_batch, dga_steps = batching_of(recipe, hardware, settings)
+    batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
+    arguments = as_arguments({**batch, **flags})
+    if settings:  # the table's own flags are tested; torch comes with the check
+        check_flags(arguments)
+    if submits(options, hardware):
+        return run_line(name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run)
+    return train(name, arguments, hardware, dry_run=dry_run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

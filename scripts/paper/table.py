@@ -1,0 +1,229 @@
+"""The paper's runs as one table: what differs from the base, on what hardware, how long, and what the paper reports.
+
+`recipes.py` starts them. A source is a folder under DATA, named by its first part: `coco/train` is the source `coco`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Flags = Mapping[str, "str | None"]
+
+SOURCES_14M = ("sbu", "vg", "cc3m", "cc12m")
+IMAGENET: Flags = {"image-mean": "0.485 0.456 0.406", "image-std": "0.229 0.224 0.225"}
+HALF: Flags = {"image-mean": "0.5 0.5 0.5", "image-std": "0.5 0.5 0.5"}
+
+# Section 2.2 and A.9; warm-up, betas and epsilon from the paper's released code. "" is a switch, None removes a flag.
+BASE: Flags = {
+    "model": "zerovl-ViT-B-16-BERT-base",
+    "pretrained-image": "",
+    "aug-cfg": "scale=(0.6,1.0)",
+    "auto-augment": "imagenet",
+    "text-augment": "0.2",
+    **IMAGENET,
+    "epochs": "20",
+    "lr": "1e-4",
+    "lr-min": "1e-5",
+    "wd": "1e-3",
+    "beta1": "0.9",
+    "beta2": "0.98",
+    "eps": "1e-6",
+    "warmup-share": "0.025",
+    "precision": "amp",
+    "workers": "8",
+    "save-every-steps": "250",
+    "loss-chunk": "1024",
+}
+METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
+# "Identical to pre-training's" but for rate, length and batch (5.2); the floor keeps pre-training's tenth of the rate.
+FINETUNE: Flags = {**METHODS, "lr": "1e-5", "lr-min": "1e-6", "pretrained-image": None}
+FINETUNE_288: Flags = {**FINETUNE, **HALF, "model": "zerovl-ViT-B-16-288-BERT-base"}
+
+NOT_GIVEN = "not given"
+ZERO_SHOT = "RSUM of COCO 5K / Flickr30K 1K, zero-shot"
+FINE_TUNED = "RSUM of the set's test split, fine-tuned"
+TOP_1 = "top-1 accuracy on ImageNet-1K, percent"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run of the paper.
+
+    Attributes:
+        paper: where the paper reports it.
+        result: what it reports there, in the unit of `metric`.
+        hardware: what the paper ran it on.
+        effective_batch: N over all GPUs and DGA steps.
+        flags: what differs from BASE (of a linear probe: all flags).
+        time: what the paper says it took.
+        metric: what is measured.
+        sources: folders under DATA that it trains on.
+        samples: of the whole run, where the paper counts steps and not epochs.
+        dga: whether K may exceed 1; False asks for GPUs that hold the batch.
+        needs: flags that have no default and must be given with --set.
+        finetuned_on: the retrieval set under DATA that the run is scored on before and after.
+        paper_row: the paper's recalls on that set in percent, and its RSUM.
+        program: "training", or "linear-probe" for `zerovl linear-probe`.
+    """
+
+    paper: str
+    result: str
+    hardware: str
+    effective_batch: int
+    flags: Flags = field(default_factory=dict)
+    time: str = NOT_GIVEN
+    metric: str = ZERO_SHOT
+    sources: tuple[str, ...] = SOURCES_14M
+    samples: int | None = None
+    dga: bool = True
+    needs: tuple[str, ...] = ()
+    finetuned_on: str | None = None
+    paper_row: Mapping[str, float] = field(default_factory=dict)
+    program: str = "training"
+
+
+def _finetune(
+    set_name: str, steps: int, rsum: float, row: tuple[float, ...], flags: Flags, pretrained_on: str
+) -> Recipe:
+    names = ("image_to_text_R@1", "image_to_text_R@10", "text_to_image_R@1", "text_to_image_R@10")
+    return Recipe(
+        f"Table 10, pre-trained on {pretrained_on} and fine-tuned on {set_name} for {steps:,} steps",
+        f"{rsum}",
+        "8 V100",
+        2048,
+        flags,
+        metric=FINE_TUNED,
+        sources=(f"{set_name}/train",),
+        samples=steps * 2048,
+        needs=("init-from",),
+        finetuned_on=set_name,
+        paper_row={**dict(zip(names, row, strict=True)), "rsum": rsum},
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "train-14m": Recipe(
+        "Table 7, TokenDrop",
+        "424.8 / 535.5",
+        "8 V100 32 GB",
+        16384,
+        {**METHODS, "token-drop": "0.25"},
+        time="470 GPU hours",
+    ),
+    "train-100m": Recipe(
+        "Table 9, ZeroVL with 100M web data",
+        "442.1 / 546.5",
+        "8 V100 32 GB",
+        16384,
+        {**METHODS, **HALF, "token-drop": "0.25"},
+        sources=(*SOURCES_14M, "web"),
+    ),
+    # Tables 3 and 4, the ladder. The rows before "gradient reserved gather" detach the gather.
+    "baseline": Recipe(
+        "Table 3, baseline", "371.6 / 483.3", "8 V100", 1024, {"sampling": "random", "ablate": "detached-gather"}
+    ),
+    "debiased": Recipe(
+        "Table 3, + debiased sampling",
+        "392.3 / 510.1",
+        "8 V100",
+        1024,
+        {"sampling": "debiased", "ablate": "detached-gather"},
+    ),
+    "mixup": Recipe(
+        "Table 3, + coin flipping mixup", "402.8 / 519.2", "8 V100", 1024, {**METHODS, "ablate": "detached-gather"}
+    ),
+    "gather": Recipe(
+        "Table 4, + gradient reserved gather", "415.0 / 524.1", "8 V100", 1024, METHODS, time="430 GPU hours"
+    ),
+    "batch-2048": Recipe("Table 4, batch 2,048", "418.0 / 527.5", "16 V100", 2048, METHODS),
+    "batch-4096": Recipe("Table 4, batch 4,096", "425.9 / 531.7", "32 V100", 4096, METHODS),
+    "batch-8192": Recipe("Table 4, batch 8,192", "424.4 / 531.8", "64 V100", 8192, METHODS, dga=False),
+    "batch-16384": Recipe("Table 4, batch 16,384", "425.0 / 536.2", "128 V100", 16384, METHODS, dga=False),
+    "dga-8": Recipe("Table 5, DGA 8 steps", "424.1 / 532.2", "8 V100", 8192, METHODS, time="600 GPU hours"),
+    "dga-16": Recipe("Table 5, DGA 16 steps", "425.2 / 535.9", "8 V100", 16384, METHODS, time="680 GPU hours"),
+    "no-replay": Recipe(
+        "Table 6, DGA without the same random masks twice",
+        "413.4 / 527.1",
+        "8 V100",
+        16384,
+        {**METHODS, "ablate": "no-replay"},
+    ),
+    "auxiliary": Recipe(
+        "Table 8, ViT-B/32 beside the frozen BERT of another run",
+        "381.2 / 493.9",
+        "8 V100",
+        1024,
+        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "freeze": "text", "ablate": "detached-gather"},
+        time="110 GPU hours",
+        needs=("init-from",),
+    ),
+    "auxiliary-baseline": Recipe(
+        "Table 8, baseline ViT-B/32",
+        "379.5 / 494.1",
+        "8 V100",
+        1024,
+        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "ablate": "detached-gather"},
+        time="240 GPU hours",
+    ),
+    "clip": Recipe("Table 9, CLIP (our impl.), batch 1,024", "392.5 / 518.4", "8 V100", 1024, {"sampling": "random"}),
+    "clip-16384": Recipe(
+        "Table 9, CLIP (our impl.), batch 16,384", "416.0 / 527.3", "128 V100", 16384, {"sampling": "random"}
+    ),
+    "sequential": Recipe(
+        "Figure of A.4, sequential sampling with SBU last",
+        "bars without numbers",
+        NOT_GIVEN,
+        1024,
+        {"sampling": "sequential", "source-order": "cc12m::cc3m::vg::sbu"},
+    ),
+    "clusters": Recipe(
+        "A.6, CC12M in 100 clusters as sources",
+        "384.4 / 511.1 (random sampling: 370.8 / 502.5)",
+        NOT_GIVEN,
+        1024,
+        {"sampling": "debiased"},
+        sources=("cc12m-clusters",),
+    ),
+    "finetune-coco": _finetune("coco", 5000, 485.0, (72.9, 95.9, 55.1, 88.6), FINETUNE, "14M"),
+    "finetune-f30k": _finetune("f30k", 1000, 561.6, (91.7, 99.5, 79.2, 97.1), FINETUNE, "14M"),
+    "finetune-coco-288": _finetune("coco", 5000, 500.5, (77.2, 97.1, 59.3, 90.2), FINETUNE_288, "100M, at 288 px,"),
+    "finetune-f30k-288": _finetune("f30k", 1000, 573.6, (95.0, 100.0, 83.7, 98.6), FINETUNE_288, "100M, at 288 px,"),
+    "linear-probe": Recipe(
+        "Table 11 (5.3), linear probe of ZeroVL",
+        "80.9",
+        NOT_GIVEN,
+        16384,
+        {"way": "paper", "epochs": "90", "lr": "6.4", "wd": "0", "workers": "8"},
+        metric=TOP_1,
+        sources=("imagenet/train", "imagenet/val"),
+        needs=("model",),
+        program="linear-probe",
+    ),
+}
+
+
+def find_recipe(name: str) -> str | None:
+    """The recipe's name for what was typed, with or without the `train-` of the make targets; None where there is none."""
+    return next((known for known in (name, name.removeprefix("train-"), f"train-{name}") if known in RECIPES), None)
+
+
+def described(name: str) -> str:
+    """A recipe as a few lines: paper, metric, hardware, time, data, batch, what differs from the base, command."""
+    recipe = RECIPES[name]
+    given = [f"--{flag}" + (f" {value}" if value else "") for flag, value in recipe.flags.items() if value is not None]
+    removed = [f"no --{flag}" for flag, value in recipe.flags.items() if value is None]
+    needed = "".join(f" ARGS='--set {flag}=...'" for flag in recipe.needs[:1])
+    target = name if name.startswith(("train-", "finetune-")) else f"train-{name}"
+    length = f"{recipe.samples // recipe.effective_batch:,} steps of " if recipe.samples else ""
+    lines = {
+        "paper": recipe.paper,
+        "metric": f"{recipe.metric}: {recipe.result}",
+        "hardware": recipe.hardware,
+        "time": recipe.time,
+        "data": " ".join(f"DATA/{source}" for source in recipe.sources),
+        "batch": f"{length}{recipe.effective_batch:,}" + ("" if recipe.dga else ", without DGA"),
+        "flags": ", ".join([*given, *removed]),
+        "command": f"make {target} DATA=DIR{needed}",
+    }
+    return "\n".join([name, *(f"  {key:9} {value}" for key, value in lines.items())])

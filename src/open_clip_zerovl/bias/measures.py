@@ -1,0 +1,282 @@
+"""Did the model learn its sources instead of their content? The measurements of section 3.1, figures 3 and 4.
+
+Figure 4 averages `log p_jk` over negative pairs: p is the softmax of eq. 2, the stop-gradient weight that a negative pair
+has in eq. 3. Figure 3 shows embeddings that fall apart by source; a linear probe puts a number on it, and retrieval over
+three kinds of pools says what it costs.
+
+Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources, `C` concepts of one source. Features are
+L2-normalised, float, on the CPU or elsewhere; row i of images and texts is a pair.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval.metrics import retrieval_metrics
+
+DIRECTIONS = ("image_to_text", "text_to_image")
+GROUPS = ("all", "same_source", "other_source")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figure 4: log p of negatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mean_log_p_negatives(
+    image_features: Tensor,
+    text_features: Tensor,
+    source: Sequence[Any],
+    logit_scale: float,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    chunk_size: int = 1024,
+) -> dict[str, Any]:
+    """Mean of log p_jk over negative pairs j != k, by whether both come from one source (figure 4).
+
+    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, the sum running over the batch, positive included;
+    for text queries alike over images. The lower a group lies, the less its pairs contribute to the gradient: a model
+    that tells sources apart pushes the other-source negatives down without learning what they show.
+
+    Args:
+        image_features, text_features: (N, D).
+        source: (N,) the source of each pair, any hashable names.
+        logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
+        batch_size: `B`; the pairs are shuffled and cut into batches of B, a last incomplete one is left out. None takes
+            all pairs as one batch. The mean falls with the batch size, as log p of a uniform softmax is -ln B.
+        seed: of the shuffle.
+        chunk_size: rows of the logit matrix alive at once; it does not change the result.
+
+    Returns:
+        `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
+        `by_source`, such a dict (both directions averaged) for each source of the query. None where there is no pair.
+
+    Raises:
+        UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
+    """
+    codes, names = _source_codes(source, image_features, text_features)
+    total = len(codes)
+    size = total if batch_size is None else batch_size
+    if not 2 <= size <= total:
+        raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
+    if not logit_scale > 0:
+        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
+    order = torch.arange(total)
+    if batch_size is not None:
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    codes = codes.to(image_features.device)
+
+    # Sums and counts over pairs: [direction, same (0) or other (1) source, source of the query].
+    sums = torch.zeros(2, 2, len(names), dtype=torch.float64)
+    counts = torch.zeros(2, 2, len(names), dtype=torch.float64)
+    for start in range(0, total - size + 1, size):
+        batch = order[start : start + size].to(image_features.device)
+        images, texts, own = image_features[batch].double(), text_features[batch].double(), codes[batch]
+        for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
+            for low in range(0, size, chunk_size):
+                rows = torch.arange(low, min(low + chunk_size, size), device=own.device)
+                log_p = (logit_scale * queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
+                negative = rows[:, None] != torch.arange(size, device=own.device)
+                same = own[rows][:, None] == own
+                for group, mask in enumerate((negative & same, negative & ~same)):
+                    sums[direction, group].index_add_(0, own[rows].cpu(), (log_p * mask).sum(dim=1).cpu())
+                    counts[direction, group].index_add_(0, own[rows].cpu(), mask.sum(dim=1).double().cpu())
+
+    def means(values: Tensor, numbers: Tensor) -> dict[str, float | None]:
+        """Of sums (2,) and counts (2,) for same and other source."""
+        pairs = ((values.sum(), numbers.sum()), (values[0], numbers[0]), (values[1], numbers[1]))
+        return {g: float(v / n) if n > 0 else None for g, (v, n) in zip(GROUPS, pairs, strict=True)}
+
+    result: dict[str, Any] = {way: means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)}
+    # Both directions hold the same pairs, so the mean over both is the mean of the two.
+    result["mean"] = means(sums.sum(dim=(0, 2)), counts.sum(dim=(0, 2)))
+    result["by_source"] = {
+        name: means(sums[:, :, i].sum(dim=0), counts[:, :, i].sum(dim=0)) for i, name in enumerate(names)
+    }
+    return result
+
+
+def _source_codes(source: Sequence[Any], image_features: Tensor, text_features: Tensor) -> tuple[Tensor, list[Any]]:
+    if image_features.ndim != 2 or image_features.shape != text_features.shape:
+        raise UserError(
+            "image and text features of the same pairs must have one shape (N, D), got "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    labels = source.tolist() if isinstance(source, (Tensor, np.ndarray)) else list(source)
+    if len(labels) != len(image_features):
+        raise UserError(
+            f"there are {len(image_features)} pairs but {len(labels)} sources; give one source for each pair"
+        )
+    names = sorted(set(labels))
+    index = {name: i for i, name in enumerate(names)}
+    return torch.tensor([index[label] for label in labels], dtype=torch.long), names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figure 3 as a number: how well a linear probe guesses the source
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def source_probe_accuracy(
+    features: Tensor | np.ndarray,
+    source: Sequence[Any],
+    *,
+    concepts: Sequence[Any] | None = None,
+    seed: int = 0,
+    folds: int = 5,
+) -> float:
+    """Accuracy with which a linear probe guesses the source from one embedding; chance is the largest source's share.
+
+    Logistic regression on standardised features (L2, C = 0.1, chosen once: as many as 0.2 dimensions a sample overfit
+    without), cross-validated in stratified, shuffled folds; each sample is guessed once by a probe that did not see it.
+
+    Args:
+        features: (N, D).
+        source: (N,).
+        concepts: (N,) what each sample shows. Where concepts come in several sources, all of a concept goes to one
+            fold, so that a probe cannot fail, or succeed, by remembering concepts. Without it each sample stands alone.
+        seed: of the folds.
+        folds: at least 2; no source may have fewer samples (or concepts).
+
+    Returns:
+        The share of right guesses, 0 to 1.
+
+    Raises:
+        UserError: scikit-learn is missing, fewer than two sources, or a source smaller than the number of folds.
+    """
+    try:
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
+    x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
+    y = np.asarray(source)
+    if x.ndim != 2 or y.shape != (len(x),):
+        raise UserError(f"the probe wants features (N, D) and N sources, got {x.shape} and {y.shape}")
+    names, sizes = np.unique(y, return_counts=True)
+    if len(names) < 2:
+        raise UserError("a source probe needs at least two sources to tell apart")
+    if folds < 2 or sizes.min() < folds:
+        raise UserError(f"{folds} folds cannot be cut from a source of {sizes.min()} samples; take 2 to {sizes.min()}")
+    if concepts is None:
+        splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(x, y)
+    else:
+        groups = np.asarray(concepts)
+        splits = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(x, y, groups)
+    right = 0
+    for train, test in splits:
+        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ConvergenceWarning)
+            try:
+                probe.fit(x[train], y[train])
+            except ConvergenceWarning as error:
+                raise UserError(
+                    "the source probe did not converge in 2000 steps; look for NaN or huge features"
+                ) from error
+        right += int((probe.predict(x[test]) == y[test]).sum())
+    return right / len(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it costs: retrieval within one source, across two, and over all
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SourceFeatures:
+    """One source's version of its concepts: pictures and captions, and which of the pairs it never trained on.
+
+    `image_features` and `text_features` are (C, D), `concepts` and `held_out` (C,).
+    """
+
+    image_features: Tensor
+    text_features: Tensor
+    concepts: Sequence[str]
+    held_out: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}
+        if len(lengths) != 1 or len(set(self.concepts)) != len(self.concepts):
+            raise UserError("a source's features, concepts and held-out marks must be as many, each concept once")
+
+    def held_out_rows(self) -> Tensor:
+        """Rows of the held-out pairs."""
+        return torch.tensor([i for i, held_out in enumerate(self.held_out) if held_out], dtype=torch.long)
+
+
+def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
+    """RSUM (0 to 600) of retrieval in three kinds of pools.
+
+    - `within`: the held-out pairs of one source, averaged over sources: nothing but the content tells them apart.
+    - `across`: held-out pictures of one source with the captions of the same concepts in another (whose pair with that
+      source's own picture may have been trained on), averaged over all ordered pairs of sources: the source is of no
+      use, and a model that relies on it fails.
+    - `mixed`: the held-out pairs of all sources in one pool. Knowing the source of the query alone shrinks this pool
+      S-fold, so it rewards the very bias that the other two lay open; a drop here can go with a better model.
+
+    Each pool's RSUM sums the recalls of both directions.
+
+    Args:
+        features: by source; concepts that two sources share are matched by name.
+
+    Returns:
+        `within`, `across`, `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values;
+        `pool_sizes` of the three kinds (a pool of another size has another chance level).
+
+    Raises:
+        UserError: no source, a source without held-out pairs, two sources without shared concepts.
+    """
+    if not features:
+        raise UserError("retrieval pools need at least one source")
+    held_out = {name: one.held_out_rows() for name, one in features.items()}
+    for name, rows in held_out.items():
+        if not len(rows):
+            raise UserError(f"source {name} has no held-out pair to retrieve")
+
+    by_source = {
+        name: _rsum(one.image_features[held_out[name]], one.text_features[held_out[name]])
+        for name, one in features.items()
+    }
+    by_pair: dict[str, float] = {}
+    across_sizes = []
+    for name, one in features.items():
+        for partner, other in features.items():
+            if partner == name:
+                continue
+            row_of = {concept: row for row, concept in enumerate(other.concepts)}
+            rows = [row for row in held_out[name].tolist() if one.concepts[row] in row_of]
+            if not rows:
+                raise UserError(f"source {partner} has none of the concepts held out of {name}")
+            partners = [row_of[one.concepts[row]] for row in rows]
+            by_pair[f"{name}->{partner}"] = _rsum(one.image_features[rows], other.text_features[partners])
+            across_sizes.append(len(rows))
+    mixed = _rsum(
+        torch.cat([one.image_features[held_out[name]] for name, one in features.items()]),
+        torch.cat([one.text_features[held_out[name]] for name, one in features.items()]),
+    )
+    sizes = [len(rows) for rows in held_out.values()]
+    return {
+        "within": sum(by_source.values()) / len(by_source),
+        "across": sum(by_pair.values()) / len(by_pair) if by_pair else None,
+        "mixed": mixed,
+        "by_source": by_source,
+        "by_pair": by_pair,
+        "pool_sizes": {"within": sizes, "across": across_sizes, "mixed": sum(sizes)},
+    }
+
+
+def _rsum(image_features: Tensor, text_features: Tensor) -> float:
+    return retrieval_metrics(image_features, text_features, torch.arange(len(text_features)))["rsum"]

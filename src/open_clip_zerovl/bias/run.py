@@ -1,0 +1,222 @@
+"""`zerovl bias`: what several models learned of their sources, measured on the same samples (figures 3 and 4, A.5).
+
+For each model: mean log p of negatives at several batch sizes (figure 4), how well a linear probe guesses the source from
+an image or a text embedding, and a t-SNE map of the embeddings coloured by source (figure 3). For the data: how many words
+the captions of each source have. Written as JSON and as one HTML page (page.py).
+
+Legend: `N` samples of all sources together, `M` of them on the maps, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
+from open_clip_zerovl.bias.report import BiasReport, ModelBias, bias_table
+from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+
+BATCH_SIZES = (16, 64, 256, 1024, 4096)
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def embed_samples(
+    model: nn.Module,
+    preprocess: Callable[[Any], Tensor],
+    tokenizer: Callable[[list[str]], Tensor],
+    samples: Sequence[SourceSample],
+    *,
+    batch_size: int = 64,
+    device: str | torch.device = "cpu",
+    name: str = "embedding",
+) -> tuple[Tensor, Tensor]:
+    """L2-normalised image_features and text_features (N, D), float32, on the CPU; the model is in eval mode."""
+    images, texts = [], []
+    for start in tqdm(range(0, len(samples), batch_size), desc=name, unit="batch", leave=False):
+        batch = samples[start : start + batch_size]
+        pixels = torch.stack([preprocess(sample.picture()) for sample in batch])
+        tokens = tokenizer([sample.caption for sample in batch])
+        images.append(model.encode_image(pixels.to(device), normalize=True).float().cpu())
+        texts.append(model.encode_text(tokens.to(device), normalize=True).float().cpu())
+    return torch.cat(images), torch.cat(texts)
+
+
+def measure_model(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: float,
+    samples: Sequence[SourceSample],
+    *,
+    batch_sizes: Sequence[int],
+    map_rows: Sequence[int],
+    seed: int = 0,
+) -> ModelBias:
+    """All measurements of one model's features (N, D) of the samples; see `ModelBias`.
+
+    Raises:
+        UserError: what `measures` refuses: fewer samples than a batch, a single source, a source too small for the probe.
+    """
+    sources = [sample.source for sample in samples]
+    known = [sample.concept for sample in samples]
+    concepts = None if None in known else known
+    rows = list(map_rows)
+    return ModelBias(
+        logit_scale=logit_scale,
+        log_p={
+            size: mean_log_p_negatives(image_features, text_features, sources, logit_scale, batch_size=size, seed=seed)
+            for size in batch_sizes
+        },
+        probe_images=source_probe_accuracy(image_features, sources, concepts=concepts, seed=seed),
+        probe_texts=source_probe_accuracy(text_features, sources, concepts=concepts, seed=seed),
+        map_images=embedding_map(image_features[rows], seed=seed),
+        map_texts=embedding_map(text_features[rows], seed=seed),
+    )
+
+
+def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
+    """t-SNE (scikit-learn, started from PCA, perplexity 30 or less) of L2-normalised features (M, D) -> (M, 2).
+
+    Raises:
+        UserError: scikit-learn is missing, or fewer than 5 samples.
+    """
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise UserError("the embedding map needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
+    if len(features) < 5:
+        raise UserError(f"a map of {len(features)} samples shows nothing; take at least 5")
+    tsne = TSNE(init="pca", perplexity=min(30.0, (len(features) - 1) / 3), random_state=seed)
+    return tsne.fit_transform(features.numpy().astype(np.float64))
+
+
+def measure_bias(
+    features: Mapping[str, tuple[Tensor, Tensor, float]],
+    samples: Sequence[SourceSample],
+    *,
+    skipped: Mapping[str, int] | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    map_samples: int = 300,
+    seed: int = 0,
+) -> BiasReport:
+    """Measure models side by side.
+
+    Args:
+        features: by model, image_features and text_features (N, D), and the factor `logit_scale.exp()`.
+        samples: the N samples, in the features' order.
+        batch_sizes: None takes those of 16, 64, 256, 1024, 4096 that the samples fill, else all samples as one batch.
+        map_samples: samples of each source on the maps, spaced evenly.
+
+    Raises:
+        UserError: no model, and what `measure_model` refuses.
+    """
+    if not features:
+        raise UserError("a bias report needs at least one model")
+    if batch_sizes is None:
+        batch_sizes = [size for size in BATCH_SIZES if size <= len(samples)] or [len(samples)]
+    if too_large := [size for size in batch_sizes if size > len(samples)]:
+        raise UserError(f"a batch of {too_large[0]} cannot be cut from {len(samples)} samples; raise --samples")
+    rows: dict[str, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows.setdefault(sample.source, []).append(row)
+    map_rows = [row for own in rows.values() for row in own[:: max(1, -(-len(own) // map_samples))]]
+    models = {}
+    for name, (image_features, text_features, logit_scale) in tqdm(features.items(), desc="measuring", unit="model"):
+        models[name] = measure_model(
+            image_features, text_features, logit_scale, samples, batch_sizes=batch_sizes, map_rows=map_rows, seed=seed
+        )
+    return BiasReport(
+        samples=samples,
+        skipped=dict(skipped or {}),
+        probe_chance=max(map(len, rows.values())) / len(samples),
+        caption_words={name: [len(samples[row].caption.split()) for row in own] for name, own in rows.items()},
+        map_rows=map_rows,
+        models=models,
+    )
+
+
+def name_models(models: Sequence[str]) -> dict[str, str]:
+    """`["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]` -> {"random": "a.pt", "run": "logs/..."}.
+
+    Raises:
+        UserError: two models of one name.
+    """
+    named: dict[str, str] = {}
+    for entry in models:
+        name, equals, path = entry.partition("=")
+        if not equals or "/" in name:
+            name, path = "", entry
+        if not name:
+            place = Path(path.removeprefix("local-dir:"))
+            name = place.parent.parent.name if place.parent.name == "checkpoints" else place.stem
+        if not name or not path or name in named:
+            raise UserError(f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}")
+        named[name] = path
+    return named
+
+
+def run_bias(
+    models: Sequence[str],
+    data: str,
+    *,
+    out: str | os.PathLike[str],
+    samples_per_source: int = 500,
+    batch_sizes: Sequence[int] | None = None,
+    map_samples: int = 300,
+    concept_field: str | None = None,
+    text_model: str | None = None,
+    seed: int = 0,
+    batch_size: int = 64,
+    device: str = "auto",
+) -> BiasReport:
+    """Measure checkpoints on named sources; prints a table, writes `bias.json` and `bias.html` into `out`.
+
+    Args:
+        models: `NAME=MODEL` or `MODEL`, each what `checkpoints.load_model` takes.
+        data: `name=shards::name=shards`, as `--train-data`; held-out pairs tell more than pairs trained on.
+        batch_size: samples encoded at once.
+
+    Raises:
+        UserError: whatever of this cannot be read, does not fit, or is missing.
+    """
+    from open_clip_zerovl.bias.page import bias_page
+    from open_clip_zerovl.figures.plot import require_matplotlib
+
+    require_matplotlib()
+    named = name_models(models)
+    sources = parse_sources(data)
+    if len(sources) < 2:
+        raise UserError(f"--data {data!r} names one source; bias is told between two or more: a=SHARDS::b=SHARDS")
+    samples, skipped = read_source_samples(sources, samples_per_source, concept_field=concept_field)
+    for name, count in skipped.items():
+        if count:
+            log.warning("Source %s: %d samples without a readable picture and a caption were passed over.", name, count)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    features = {}
+    for name, path in named.items():
+        model, preprocess, tokenizer = load_model(path, text_model=text_model, device=device)
+        pair = embed_samples(model, preprocess, tokenizer, samples, batch_size=batch_size, device=device, name=name)
+        features[name] = (*pair, model.logit_scale.exp().item())
+    report = measure_bias(
+        features, samples, skipped=skipped, batch_sizes=batch_sizes, map_samples=map_samples, seed=seed
+    )
+    out = Path(out)
+    write_atomically(out / "bias.json", json.dumps(report.to_json(), indent=1) + "\n")
+    bias_page(out / "bias.html", report)
+    print(f"{bias_table(report)}\nWritten: {out / 'bias.html'}, {out / 'bias.json'}")
+    return report

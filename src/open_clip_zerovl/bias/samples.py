@@ -1,0 +1,108 @@
+"""The samples that the bias report measures: some of each source, read from its first shards."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from PIL import Image, UnidentifiedImageError
+
+from open_clip_zerovl.data.sources import REMOTE, Source
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.shards import read_shard
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+SHARDS_READ = 8  # a source's samples come from at most that many shards, evenly spaced, while those suffice
+
+
+@dataclass(frozen=True)
+class SourceSample:
+    """One pair: its source, its encoded picture, its caption, and what it shows where a field of its json says so."""
+
+    source: str
+    image: bytes
+    caption: str
+    concept: str | None = None
+
+    def picture(self) -> Image.Image:
+        return Image.open(io.BytesIO(self.image)).convert("RGB")
+
+
+def read_source_samples(
+    sources: Sequence[Source], limit: int, *, concept_field: str | None = None
+) -> tuple[list[SourceSample], dict[str, int]]:
+    """Up to `limit` pairs of each source, out of up to 8 evenly spaced shards, in their order there.
+
+    A sample without a caption or a picture that decodes is passed over and counted.
+
+    Args:
+        concept_field: a field of each sample's json that says what it shows; the source probe then keeps all samples of a
+            concept together, so that it cannot succeed by remembering what a source shows.
+
+    Returns:
+        The samples, source by source, and how many were passed over by source.
+
+    Raises:
+        UserError: remote shards, clusters read by index, a shard that is no tar, a source without a usable sample, a sample
+            without the field.
+    """
+    if limit < 2:
+        raise UserError(f"{limit} samples a source measure nothing; take at least 2")
+    samples: list[SourceSample] = []
+    skipped: dict[str, int] = {}
+    for source in sources:
+        if remote := [shard for shard in source.shards if REMOTE.match(shard)]:
+            raise UserError(f"the bias report reads local shards, and {remote[0]} of source {source.name!r} is not")
+        if source.picked is not None:
+            raise UserError(
+                f"the bias report reads whole shards, and {source.name!r} is a cluster read by the index; write the clusters "
+                "as sources first, with `zerovl cluster --reshard`"
+            )
+        spaced = source.shards[:: -(-len(source.shards) // SHARDS_READ)]
+        share = -(-limit // len(spaced))
+        own: list[SourceSample] = []
+        skipped[source.name] = 0
+        for shard in [*spaced, *(shard for shard in source.shards if shard not in spaced)]:
+            taken = 0
+            try:
+                for sample in read_shard(shard):
+                    if taken == share or len(own) == limit:
+                        break
+                    pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {shard}")
+                    if pair is None:
+                        skipped[source.name] += 1
+                    else:
+                        own.append(pair)
+                        taken += 1
+            except (tarfile.TarError, OSError) as error:
+                raise UserError(f"shard {shard} cannot be read as a tar file ({error}); fetch it again") from error
+            if len(own) == limit:
+                break
+        if not own:
+            raise UserError(f"source {source.name!r} has no pair of a readable picture and a caption in its shards")
+        samples += own
+    return samples, skipped
+
+
+def _pair(source: str, files: Mapping[str, bytes], concept_field: str | None, where: str) -> SourceSample | None:
+    image = next((files[extension] for extension in IMAGE_EXTENSIONS if extension in files), None)
+    caption = files.get("txt", b"").decode("utf-8", errors="replace").strip()
+    if image is None or not caption:
+        return None
+    concept = None
+    if concept_field is not None:
+        try:
+            concept = str(json.loads(files["json"])[concept_field])
+        except (KeyError, ValueError, TypeError) as error:
+            raise UserError(
+                f"sample {where} has no field {concept_field!r} in its json; leave --concept out"
+            ) from error
+    sample = SourceSample(source, image, caption, concept)
+    try:
+        sample.picture()
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError):
+        return None
+    return sample

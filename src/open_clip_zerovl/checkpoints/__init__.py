@@ -1,0 +1,14 @@
+"""Checkpoints: opened, exported for stock open_clip, converted."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.checkpoints.loading": ["load_model"],
+        "open_clip_zerovl.checkpoints.export": ["export_local_dir"],
+        "open_clip_zerovl.checkpoints.convert": ["convert_checkpoint"],
+        "open_clip_zerovl.checkpoints.spec": ["ModelSpec", "read_model_spec"],
+        "open_clip_zerovl.checkpoints.weights": ["read_state_dict"],
+    },
+)

@@ -1,0 +1,218 @@
+"""The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
+
+Everything in it was read: the run's `params.txt`, the `results.jsonl` that open_clip writes beside the checkpoints, and the
+config that the weights fit. What is not known is said to be not known. The licence is the owner's to add.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
+from open_clip_zerovl.checkpoints.weights import read_epoch
+from open_clip_zerovl.errors import UserError
+
+CARD_FILE = "README.md"
+
+# Of params.txt: what makes the training what it was, in the order of the card. A falsy value means "not used".
+_RECIPE = (
+    ("epochs", "epochs"),
+    ("train_num_samples", "samples an epoch"),
+    ("lr", "learning rate"),
+    ("lr_min", "learning rate, floor"),
+    ("lr_scheduler", "schedule"),
+    ("warmup", "warm-up steps"),
+    ("warmup_share", "warm-up, share of all steps"),
+    ("wd", "weight decay"),
+    ("beta1", "AdamW beta1"),
+    ("beta2", "AdamW beta2"),
+    ("eps", "AdamW epsilon"),
+    ("grad_clip_norm", "gradient clipping"),
+    ("precision", "precision"),
+    ("sampling", "sampling of sources"),
+    ("coin_flip_mixup", "coin flipping mixup"),
+    ("mixup_alpha", "mixup alpha"),
+    ("text_augment", "share of words augmented"),
+    ("auto_augment", "AutoAugment policy"),
+    ("token_drop", "share of image tokens dropped"),
+    ("force_patch_dropout", "share of image tokens dropped"),
+    ("freeze", "frozen towers"),
+    ("init_from", "started from checkpoint"),
+    ("init_image", "image tower started from"),
+    ("init_text", "text tower started from"),
+    ("pretrained", "started from tag"),
+    ("pretrained_image", "image tower pretrained"),
+    ("seed", "seed"),
+)
+# Their values are paths of the machine that trained: only the name of the file goes public.
+_PATHS = frozenset({"init_from", "init_image", "init_text"})
+_RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
+
+
+def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -> str:
+    """The card of a training checkpoint, with the metrics of its own epoch.
+
+    Raises:
+        UserError: `results.jsonl` beside the checkpoint is no JSON.
+    """
+    params = read_params(checkpoint)
+    epoch = read_epoch(checkpoint)
+    metrics = read_results(checkpoint.parent / "results.jsonl", epoch) if epoch is not None else {}
+    when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
+    origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
+    return model_card(spec, weights, origin=origin, params=params, metrics=metrics)
+
+
+def read_results(file: Path, epoch: int) -> dict[str, float]:
+    """The numbers that a run measured after an epoch; a later line of the same name counts. {} without a file."""
+    metrics: dict[str, float] = {}
+    if not file.is_file():
+        return metrics
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file}, line {number} is not JSON ({error}): mend or remove it") from error
+        if row.pop("epoch", None) == epoch:
+            metrics.update({name: value for name, value in row.items() if isinstance(value, (int, float))})
+    return metrics
+
+
+def model_card(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    *,
+    origin: str,
+    params: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The card as Markdown with the front matter that a hub reads.
+
+    Args:
+        origin: a sentence: where the weights come from.
+        params: arguments of the run, by name.
+        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
+        notes: more sentences for the end.
+    """
+    parts = [
+        "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n- clip\n- zerovl\n---",
+        f"# {_title(spec, params or {})}",
+        f"{origin} It loads in stock [open_clip](https://github.com/mlfoundations/open_clip):",
+        "```python\nimport open_clip\n\n"
+        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:/path/to/this/folder")\n'
+        'tokenizer = open_clip.get_tokenizer("local-dir:/path/to/this/folder")\n```',
+        "## Model\n\n" + _list(_model_facts(spec, weights)),
+    ]
+    if params:
+        parts.append("## Recipe\n\n" + _list(_recipe_facts(params)))
+        parts.append("## Data\n\n" + _data(params))
+    parts.append(
+        "## Measured\n\n" + (_measured(metrics) if metrics else "No metrics were recorded with this checkpoint.")
+    )
+    if notes:
+        parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(spec: ModelSpec, params: Mapping[str, Any]) -> str:
+    name = params.get("name")
+    return f"{name} ({_public(spec.name)})" if name else _public(spec.name)
+
+
+def _public(name: str) -> str:
+    """A name without the folders of the machine it was made on."""
+    return Path(name.partition(":")[2]).name if name.startswith("local-dir:") else name
+
+
+def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    vision, text = spec.model_cfg["vision_cfg"], spec.model_cfg["text_cfg"]
+    image_tower = vision.get("timm_model_name") or (
+        f"open_clip ViT, {vision.get('layers')} layers, width {vision.get('width')}, patch {vision.get('patch_size')}"
+    )
+    source = spec.text_source
+    text_tower = (Path(source).name if source else None) or (
+        f"open_clip transformer, {text.get('layers')} layers, width {text.get('width')}"
+    )
+    cfg = spec.preprocess_cfg
+    facts = [
+        ("image tower", f"{image_tower}, {vision.get('image_size')} px"),
+        ("text tower", f"{text_tower}, {text.get('context_length', 77)} tokens"),
+        ("embedding width", f"{spec.model_cfg['embed_dim']}"),
+        ("parameters", f"{sum(tensor.numel() for tensor in weights.values()) / 1e6:,.1f} M"),
+        ("image mean, standard deviation", f"{tuple(cfg['mean'])}, {tuple(cfg['std'])}"),
+        ("resize", f"{cfg['resize_mode']}, {cfg['interpolation']}"),
+    ]
+    if (scale := weights.get("logit_scale")) is not None:
+        facts.append(("temperature (1 / exp(logit_scale))", f"{1 / scale.double().exp().item():.5f}"))
+    return facts
+
+
+def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    facts = []
+    if batch := params.get("batch_size"):
+        ranks, steps = params.get("world_size") or 1, params.get("dga_steps") or params.get("accum_freq") or 1
+        sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
+        facts.append(("effective batch", sizes))
+    for name, label in _RECIPE:
+        value = params.get(name)
+        if (
+            value is None
+            or value is False
+            or value in ("", ())
+            or (name == "mixup_alpha" and not params["coin_flip_mixup"])
+        ):
+            continue
+        facts.append((label, Path(str(value)).name if name in _PATHS else str(value)))
+    return facts
+
+
+def _data(params: Mapping[str, Any]) -> str:
+    train_data = params.get("train_data")
+    if not train_data:
+        return "The run named no training data."
+    factors = str(params.get("train_data_upsampling_factors") or "").split("::")
+    lines = []
+    for i, entry in enumerate(str(train_data).split("::")):
+        name, equals, _ = entry.partition("=")
+        if not equals or "/" in name:
+            # open_clip's unnamed data: a folder, a file in one, or a pattern of shards in one. The folder's name says most.
+            is_folder = "{" not in entry and not Path(entry).suffix
+            folder = entry if is_folder else entry.partition("{")[0].rpartition("/")[0]
+            name = Path(folder).name
+        weight = f", weight {factors[i]}" if i < len(factors) and factors[i] else ""
+        lines.append(f"- {name}{weight}")
+    return "\n".join(lines)
+
+
+def _measured(metrics: Mapping[str, float]) -> str:
+    tables: dict[str, dict[tuple[str, int], float]] = {}
+    others: list[tuple[str, str]] = []
+    for name, value in metrics.items():
+        if match := _RECALL.fullmatch(name):
+            tables.setdefault(match[1] or "validation pairs", {})[match[2], int(match[3])] = value
+        elif not name.endswith("rsum"):
+            others.append((name, f"{value:.4f}"))
+    lines = []
+    if tables:
+        ways = ("image_to_text", "text_to_image")
+        ks = sorted({k for row in tables.values() for _, k in row})
+        heads = [f"{'I2T' if way == ways[0] else 'T2I'} R@{k}" for way in ways for k in ks]
+        lines += [f"| retrieval, zero-shot | {' | '.join(heads)} | RSUM |", "|---" + "|---:" * (len(heads) + 1) + "|"]
+        for name, row in tables.items():
+            cells = [f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks]
+            total = 100 * sum(row.get((way, k), float("nan")) for way in ways for k in (1, 5, 10))
+            lines.append(f"| {name} | {' | '.join(cells)} | {total:.1f} |")
+    return "\n".join(lines) + ("\n\n" if lines and others else "") + _list(others)
+
+
+def _list(facts: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"- {label}: {value}" for label, value in facts)

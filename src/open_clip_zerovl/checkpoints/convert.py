@@ -1,0 +1,369 @@
+"""`zerovl convert`: a checkpoint of the paper's released code, or of open_clip's training, as a folder for stock open_clip.
+
+The released layout, under `state_dict`:
+
+    image_encoder.model.model.*     timm ViT without classifier; its feature is the class token after the last norm
+    text_encoder.model.model.*      Hugging Face BERT; its feature is the [CLS] of the last hidden state
+    image_projection.linear.weight  (D, image width), text_projection.linear.weight (D, text width), no bias
+    loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent where it was constant
+
+open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also under `module.` and `_orig_mod.`) is taken apart into the
+same pieces. Every tensor is placed, or named among those that no embedding depends on, or the conversion is refused.
+
+timm builds a ViT at its own image size only (as far as open_clip lets it). Weights for another size, trained at it or
+interpolated to it (`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import timm
+import torch
+import torch.nn.functional as F
+from open_clip.factory import get_model_config
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.spec import LOCAL_DIR, ModelSpec, read_params
+from open_clip_zerovl.checkpoints.weights import first_line, read_state_dict
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
+
+log = logging.getLogger(__name__)
+
+NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
+CONTEXT_LENGTH = 25  # of the released configurations
+TEMPERATURE_RANGE = (0.001, 0.5)  # the released code clamps what it uses
+TOLERANCE = 1e-5  # largest difference of an entry of an L2-normalised embedding that --verify lets pass
+
+# prefix in the file -> piece; the longer prefixes come first
+_RELEASED = {
+    "image_encoder.model.model.": "image",
+    "text_encoder.model.model.": "text",
+    "image_projection.linear.weight": "image_projection",
+    "text_projection.linear.weight": "text_projection",
+    "loss.temperature": "temperature",
+}
+_OPEN_CLIP = {
+    "visual.trunk.": "image",
+    "text.transformer.": "text",
+    "visual.head.proj.weight": "image_projection",
+    "text.proj.weight": "text_projection",
+    "logit_scale": "logit_scale",
+}
+# Of BERT: an index that is no weight, and the pooler behind the raw [CLS].
+_WITHOUT_EFFECT = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+
+
+@dataclass(frozen=True)
+class DualEncoder:
+    """A checkpoint taken apart.
+
+    Attributes:
+        image, text: state dicts of the timm ViT and of the Hugging Face encoder, under their own names.
+        image_projection, text_projection: (D, width).
+        logit_scale: (), the logarithm of the factor on the cosines.
+        without_effect: names of the file's tensors on which no embedding depends; they are left behind.
+    """
+
+    image: dict[str, Tensor]
+    text: dict[str, Tensor]
+    image_projection: Tensor
+    text_projection: Tensor
+    logit_scale: Tensor
+    without_effect: tuple[str, ...]
+
+
+def convert_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    image_model: str | None = None,
+    text_model: str | None = None,
+    image_size: int | None = None,
+    normalization: str = "imagenet",
+    verify: bool = False,
+    force: bool = False,
+) -> Path:
+    """Writes a checkpoint as a folder that stock open_clip loads, see `export_local_dir`.
+
+    Args:
+        checkpoint: of the paper's released code, or of open_clip's training. Of the latter with a `params.txt` beside it
+            the two models need not be named.
+        out_dir: the folder to make.
+        image_model: the timm ViT (`vit_base_patch16_224.augreg_in21k`), or a model of open_clip that has one.
+        text_model: folder or hub name of the Hugging Face text tower: its config and its tokenizer.
+        image_size: side in pixels of the images that the folder's model takes. None takes the size that the position
+            embedding was trained for; for another size it is interpolated.
+        normalization: of images: `imagenet` (the released 14M weights) or `half`, 0.5 for both (100M).
+        verify: compare embeddings of the written folder with a forward of the checkpoint's own towers.
+        force: replace an earlier export in `out_dir`.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        UserError: a file that cannot be read, holds a tensor that has no place, or belongs to other models; a destination
+            that is not free; embeddings that differ by more than TOLERANCE.
+    """
+    checkpoint = Path(checkpoint)
+    check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
+    if normalization not in NORMALIZATIONS:
+        raise UserError(f"normalization '{normalization}' is not one of {', '.join(NORMALIZATIONS)}")
+    weights = read_state_dict(checkpoint)
+    if not any(key.startswith("image_encoder.") for key in weights) and image_model is None and read_params(checkpoint):
+        if image_size is not None:
+            raise UserError("--image-size goes with --image-model; without it the run's params.txt tells the size")
+        folder = export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
+        if verify:
+            loaded, _, tokenizer = load_model(checkpoint, text_model=text_model)
+            _compare(folder, loaded.encode_image, lambda tokens: loaded.encode_text(tokens), tokenizer)
+        return folder
+    if image_model is None or text_model is None:
+        raise UserError(
+            f"{checkpoint} does not say which models it holds: name them with --image-model and --text-model"
+        )
+    encoder = take_apart(weights, checkpoint)
+    trunk, timm_name = _timm_skeleton(image_model)
+    trained_side, patch = _trained_side(encoder.image, checkpoint)
+    side = image_size or trained_side
+    if side % patch:
+        raise UserError(f"--image-size {side} is no multiple of the patches' {patch} px; give {side // patch * patch}")
+    placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side, checkpoint)
+
+    text_folder = Path(text_model).expanduser()
+    source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
+    mean, std = NORMALIZATIONS[normalization]
+    spec = ModelSpec(
+        name=f"{timm_name} with {Path(source).name}",
+        model_cfg={
+            "embed_dim": encoder.image_projection.shape[0],
+            "init_logit_scale": float(encoder.logit_scale),
+            "vision_cfg": vision_cfg,
+            "text_cfg": {
+                "hf_model_name": source,
+                "hf_tokenizer_name": source,
+                "hf_model_pretrained": False,
+                "hf_pooler_type": "cls_last_hidden_state_pooler",
+                "hf_proj_type": "linear",
+                "context_length": CONTEXT_LENGTH,
+            },
+        },
+        # The paper squashes to 256 and crops 224, which open_clip cannot say; squashing alone keeps the shape of it.
+        preprocess_cfg=merge_preprocess_dict(
+            PreprocessCfg(),
+            {"size": side, "mean": mean, "std": std, "interpolation": "bilinear", "resize_mode": "squash"},
+        ),
+    )
+    notes = [
+        f"Images are normalised with mean {mean} and standard deviation {std}, as was asked for (`{normalization}`).",
+        "The paper's evaluation squashes to 256 px and crops 224, which open_clip's config cannot express: this folder "
+        "squashes to the size alone. `zerovl retrieval --paper-transform` measures with the paper's.",
+    ]
+    if side != trained_side:
+        notes.append(
+            f"Its position embedding was interpolated from {trained_side} px, at which it was trained, to {side} px."
+        )
+    if encoder.without_effect:
+        notes.append(f"Left behind, since no embedding depends on it: {', '.join(encoder.without_effect)}.")
+    card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
+    folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
+    if verify:
+        image_tower, text_tower = _own_towers(encoder, timm_name, side, source)
+        _compare(folder, image_tower, text_tower, open_clip.get_tokenizer(LOCAL_DIR + str(folder)))
+    return folder
+
+
+def take_apart(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
+    """Sorts all tensors of a checkpoint, of either layout, into its pieces.
+
+    Raises:
+        UserError: a tensor that belongs to no piece, a piece that is missing, projections of different widths.
+    """
+    released = any(key.startswith("image_encoder.") for key in weights)
+    layout = _RELEASED if released else _OPEN_CLIP
+    towers: dict[str, dict[str, Tensor]] = {"image": {}, "text": {}}
+    singles: dict[str, Tensor] = {}
+    without_effect, strange = [], []
+    for key, tensor in weights.items():
+        prefix = next((prefix for prefix in layout if key.startswith(prefix)), None)
+        if prefix is None:
+            strange.append(key)
+        elif (piece := layout[prefix]) not in towers:
+            if key == prefix:
+                singles[piece] = tensor
+            else:
+                strange.append(key)
+        elif piece == "text" and key.removeprefix(prefix) in _WITHOUT_EFFECT:
+            without_effect.append(key)
+        else:
+            towers[piece][key.removeprefix(prefix)] = tensor
+    if strange:
+        kind = "the released ZeroVL layout" if released else "an open_clip model with timm and Hugging Face towers"
+        raise UserError(
+            f"{checkpoint} holds {len(strange)} tensors that have no place in {kind} (first: {', '.join(strange[:3])}); "
+            "a checkpoint of another open_clip model is written by zerovl export --model NAME"
+        )
+    needed = [piece for piece in layout.values() if piece != "temperature"]
+    if missing := [piece for piece in needed if not towers.get(piece) and piece not in singles]:
+        raise UserError(f"{checkpoint} has no {' and no '.join(piece.replace('_', ' ') for piece in missing)}")
+    image_projection, text_projection = singles["image_projection"], singles["text_projection"]
+    if image_projection.shape[0] != text_projection.shape[0]:
+        raise UserError(
+            f"the projections of {checkpoint} differ in width: {image_projection.shape[0]} for images, "
+            f"{text_projection.shape[0]} for texts"
+        )
+    scale = singles.get("logit_scale", _logit_scale(singles.get("temperature")))
+    return DualEncoder(towers["image"], towers["text"], image_projection, text_projection, scale, tuple(without_effect))
+
+
+def _logit_scale(temperature: Tensor | None) -> Tensor:
+    if temperature is None:
+        return torch.tensor(logit_scale_of(INITIAL_TEMPERATURE))
+    if temperature.numel() != 1:
+        raise UserError(f"loss.temperature must be one number, got shape {tuple(temperature.shape)}")
+    low, high = TEMPERATURE_RANGE
+    return torch.tensor(logit_scale_of(min(max(float(temperature), low), high)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The image tower
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
+    """The ViT without memory for weights, and timm's name of it."""
+    name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        raise UserError(
+            f"timm has no model '{name}'{f'; did you mean {near[0]}?' if near else ''}: give --image-model a timm ViT such "
+            "as vit_base_patch16_224.augreg_in21k"
+        )
+    with torch.device("meta"):
+        trunk = timm.create_model(name, pretrained=False, num_classes=0)
+    if not isinstance(trunk, timm.models.VisionTransformer) or trunk.cls_token is None:
+        raise UserError(f"'{name}' is no ViT with a class token, the only image tower that the paper released")
+    return trunk, name
+
+
+def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
+    """Side in pixels of the square that the position embedding was made for, and of a patch."""
+    if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
+        raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is no ViT of timm")
+    patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
+    grid = math.isqrt(patches)
+    if grid * grid != patches:
+        raise UserError(f"the position embedding of {checkpoint} is for {patches} patches, which make no square")
+    return grid * patch, patch
+
+
+def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
+    """The encoder with the position embedding of `grid` patches a side."""
+    if encoder.image["pos_embed"].shape[1] == 1 + grid * grid:
+        return encoder
+    resized = resample_positions(encoder.image["pos_embed"], grid)
+    return replace(encoder, image={**encoder.image, "pos_embed": resized})
+
+
+def _placed(
+    encoder: DualEncoder, trunk: nn.Module, timm_name: str, side: int, checkpoint: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All weights under the names of open_clip's model, and its vision config."""
+    expected = trunk.state_dict()
+    resized = {"pos_embed"} if side != trunk.patch_embed.img_size[0] else set()
+    wrong = sorted(
+        expected.keys() ^ encoder.image.keys()
+        | {k for k in expected.keys() & encoder.image.keys() - resized if expected[k].shape != encoder.image[k].shape}
+    )
+    if wrong:
+        raise UserError(
+            f"the image tower of {checkpoint} is no {timm_name}: {len(wrong)} tensors differ ({wrong[0]} ...)"
+        )
+    placed = {f"text.transformer.{key}": tensor for key, tensor in encoder.text.items()}
+    placed |= {"text.proj.weight": encoder.text_projection, "logit_scale": encoder.logit_scale}
+    if not resized:
+        placed |= {f"visual.trunk.{key}": tensor for key, tensor in encoder.image.items()}
+        placed["visual.head.proj.weight"] = encoder.image_projection
+        return placed, {
+            "timm_model_name": timm_name,
+            "timm_model_pretrained": False,
+            "timm_pool": "token",
+            "timm_proj": "linear",
+            "timm_proj_bias": False,
+            "image_size": side,
+        }
+    log.info("timm's %s takes %d px, not %d: the weights go into open_clip's own ViT.", timm_name, *_sides(trunk, side))
+    placed |= {f"visual.{key}": tensor for key, tensor in as_native_vit(encoder.image).items()}
+    placed["visual.proj"] = encoder.image_projection.T
+    return placed, native_vision_config(trunk, side)
+
+
+def _sides(trunk: nn.Module, side: int) -> tuple[int, int]:
+    return trunk.patch_embed.img_size[0], side
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --verify
+# ---------------------------------------------------------------------------------------------------------------------
+
+Encode = Callable[[Tensor], Tensor]
+_PROBE_TEXTS = ["a photo of a cat", "two dogs on a street, one of them brown", "x", "one two three four " * 20]
+
+
+def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: str) -> tuple[Encode, Encode]:
+    """The checkpoint's towers as timm and transformers build them, without open_clip."""
+    trunk = timm.create_model(timm_name, pretrained=False, num_classes=0, img_size=side).eval()
+    positions = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], trunk.patch_embed.grid_size)
+    trunk.load_state_dict({**encoder.image, "pos_embed": positions})
+    try:
+        config = AutoConfig.from_pretrained(text_source)
+        bert = AutoModel.from_config(config, add_pooling_layer=False).eval()
+        bert.load_state_dict(encoder.text)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"the text tower '{text_source}' cannot be rebuilt to verify: {first_line(error)}") from error
+
+    def image_features(images: Tensor) -> Tensor:
+        return trunk(images) @ encoder.image_projection.float().T
+
+    def text_features(tokens: Tensor) -> Tensor:
+        hidden = bert(input_ids=tokens, attention_mask=(tokens != config.pad_token_id).long()).last_hidden_state
+        return hidden[:, 0] @ encoder.text_projection.float().T
+
+    return image_features, text_features
+
+
+def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: Callable[[list[str]], Tensor]) -> None:
+    """Embeddings of the folder in stock open_clip against the given towers, on noise and on some texts."""
+    model, _, _ = open_clip.create_model_and_transforms(LOCAL_DIR + str(folder))
+    model.eval()
+    size = model.visual.image_size
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    tokens = tokenizer(_PROBE_TEXTS)
+    with torch.no_grad():
+        for name, ours, theirs in (
+            ("image", model.encode_image(images), image_tower(images)),
+            ("text", model.encode_text(tokens), text_tower(tokens)),
+        ):
+            difference = float((F.normalize(ours, dim=-1) - F.normalize(theirs, dim=-1)).abs().max())
+            if not difference <= TOLERANCE:
+                raise UserError(
+                    f"{folder} was written, but its {name} embeddings differ from the checkpoint's own towers by "
+                    f"{difference:.1e} (bound {TOLERANCE:.0e}): do not use it"
+                )
+            log.info("Verified: %s embeddings differ by %.1e at most.", name, difference)

@@ -1,0 +1,199 @@
+"""Export: a training checkpoint as a `local-dir:` folder that open_clip opens without this package.
+
+    open_clip_config.json         model_cfg (complete) and preprocess_cfg
+    open_clip_model.safetensors   the weights, under open_clip's own names
+    config.json                   of the Hugging Face text tower, where the model has one
+    tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
+    README.md                     the model card: how to load it, recipe, sources, metrics measured (`model_card`)
+
+open_clip looks for the tokenizer in the folder itself, but takes `text_cfg.hf_model_name` as it stands. The export
+writes its absolute path there, so a folder that was moved must be exported again or have that one line edited
+(`relocation_note`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card
+from open_clip_zerovl.checkpoints.loading import assemble, load_model
+from open_clip_zerovl.checkpoints.spec import (
+    CONFIG_FILE,
+    LOCAL_DIR,
+    ModelSpec,
+    read_config,
+    read_model_spec,
+    read_params,
+    write_config,
+)
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
+from open_clip_zerovl.errors import UserError
+
+__all__ = [
+    "ModelSpec",
+    "check_destination",
+    "export_local_dir",
+    "load_model",
+    "read_model_spec",
+    "read_params",
+    "read_state_dict",
+    "relocation_note",
+    "write_local_dir",
+]
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Compared between the run's tokenizer and the exported one: case, accents, an unknown script, more words than fit.
+_PROBE_TEXTS = ["A photo of a cat.", "Ünïcode café naïve", "猫 кот", "one two three " * 40]
+
+
+def export_local_dir(
+    checkpoint: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    text_model: str | None = None,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes a training checkpoint as a folder that stock open_clip loads, offline and without this package:
+    `open_clip.create_model_and_transforms("local-dir:FOLDER")` and `open_clip.get_tokenizer("local-dir:FOLDER")`.
+
+    The folder is written beside its destination, loaded there by stock open_clip, compared tensor by tensor with the
+    checkpoint (and token by token with the run's tokenizer), and only then put in place.
+
+    Args:
+        checkpoint: open_clip's `epoch_N.pt`. Beside it, `params.txt` and `results.jsonl` fill the model card.
+        out_dir: the folder to make.
+        model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
+        precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
+        force: replaces an earlier export in `out_dir`. A folder that is something else is never touched.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        UserError: a checkpoint that cannot be read or belongs to another model, an unknown model, a missing text tower,
+            a destination that is not free.
+    """
+    checkpoint = Path(checkpoint)
+    check_destination(_absolute(out_dir), force)
+    weights = read_state_dict(checkpoint)
+    spec = read_model_spec(checkpoint, model=model, text_model=text_model)
+    card = run_card(checkpoint, spec, weights)
+    return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+
+
+def write_local_dir(
+    origin: Path,
+    weights: dict[str, Tensor],
+    spec: ModelSpec,
+    out_dir: str | os.PathLike[str],
+    *,
+    card: str,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """The folder of `export_local_dir` from weights under open_clip's names and the model they belong to.
+
+    Args:
+        origin: the file that the weights came from, for messages.
+        card: the text of the model card.
+
+    Raises:
+        UserError: as `export_local_dir`.
+    """
+    final = _absolute(out_dir)
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    check_destination(final, force)
+    built, tokenizer = assemble(origin, spec, weights)
+    if precision is not None:
+        dtype = PRECISIONS[precision]
+        weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
+
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as workshop:
+        folder = Path(workshop) / final.name
+        folder.mkdir()
+        # Cloned: shared storage (tied weights) is not for safetensors, and a mapped file should not stay open.
+        save_file(
+            {k: v.clone().contiguous() for k, v in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"}
+        )
+        if spec.text_source is not None:
+            built.text.config.save_pretrained(folder)
+        if isinstance(tokenizer, HFTokenizer):
+            tokenizer.save_pretrained(folder)
+        preprocess_cfg = built.visual.preprocess_cfg
+        write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
+        _prove(folder, weights, tokenizer, spec)
+        write_config(folder, _pointing_at(final, spec), preprocess_cfg)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        if final.exists():
+            # The old folder goes only once the new one stands ready beside it, with the temporary folder.
+            os.rename(final, Path(workshop) / "replaced")
+        os.rename(folder, final)
+    log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
+    if note := relocation_note(final):
+        log.info(note)
+    return final
+
+
+def relocation_note(folder: str | os.PathLike[str]) -> str | None:
+    """What to do when an exported folder moves, in a sentence; None where it moves freely (CLIP's own text tower)."""
+    config = read_config(Path(folder))
+    if not config["model_cfg"]["text_cfg"].get("hf_model_name"):
+        return None
+    return (
+        f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
+        "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "
+        "text tower)."
+    )
+
+
+def _absolute(folder: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(Path(folder).expanduser()))
+
+
+def check_destination(final: Path, force: bool) -> None:
+    """UserError unless a folder may be written there."""
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return
+    if not final.is_dir() or not (final / CONFIG_FILE).is_file():
+        raise UserError(f"{final} exists and is no earlier export: choose another folder")
+    if not force:
+        raise UserError(f"{final} already holds an export: choose another folder, or replace it with --force")
+
+
+def _pointing_at(folder: Path, spec: ModelSpec) -> dict[str, Any]:
+    model_cfg = deepcopy(spec.model_cfg)
+    if spec.text_source is not None:
+        model_cfg["text_cfg"]["hf_model_name"] = str(folder)
+    if spec.tokenizer_source is not None:
+        model_cfg["text_cfg"]["hf_tokenizer_name"] = str(folder)
+    return model_cfg
+
+
+def _prove(folder: Path, weights: dict[str, Tensor], tokenizer: HFTokenizer | SimpleTokenizer, spec: ModelSpec) -> None:
+    """Loads the folder as a stranger would and compares all that came back."""
+    name = LOCAL_DIR + str(folder)
+    model, _, _ = open_clip.create_model_and_transforms(name)
+    for key, tensor in model.state_dict().items():
+        if not torch.equal(tensor, weights[key].to(tensor.dtype)):
+            raise UserError(f"the export of {spec.name} does not give back '{key}' as the checkpoint holds it")
+    exported_tokenizer = open_clip.get_tokenizer(name)
+    for text in _PROBE_TEXTS:
+        if not torch.equal(exported_tokenizer([text]), tokenizer([text])):
+            raise UserError(f"the exported tokenizer of {spec.name} reads '{text[:20]}' differently from the run's")

@@ -1,0 +1,210 @@
+"""What opens a checkpoint: the model that its weights belong to, its evaluation transform, its tokenizer.
+
+`assemble` builds the model of a `ModelSpec` through open_clip's own constructor and checks every tensor; `load_model` takes
+every kind of checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.pretrained import list_pretrained_tags_by_model
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.spec import (
+    CONFIG_FILE,
+    LOCAL_DIR,
+    ModelSpec,
+    read_config,
+    read_model_spec,
+    write_config,
+)
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, first_line, no_alarm, read_state_dict
+from open_clip_zerovl.errors import UserError
+
+Preprocess = Callable[[Any], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+def _skeleton(spec: ModelSpec) -> nn.Module:
+    """The model without its weights, built by open_clip from the very config that an export holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
+        try:
+            with no_alarm():
+                return open_clip.create_model(LOCAL_DIR + folder, load_weights=False, pretrained_text=False)
+        # What open_clip, timm and transformers raise for a tower that is not there or a config that does not fit.
+        except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"open_clip cannot build {spec.name}: {first_line(error)}; its text tower is looked for in "
+                f"'{spec.text_source or 'open_clip'}': if that is missing, give the folder of the text model"
+            ) from error
+
+
+def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
+    """The tokenizer that open_clip would give, or a sentence where it would quietly give another."""
+    text_cfg = spec.model_cfg["text_cfg"]
+    source = spec.tokenizer_source
+    if source is None:
+        tokenizer = open_clip.get_tokenizer(spec.name, context_length=text_cfg.get("context_length"))
+        if not isinstance(tokenizer, SimpleTokenizer):
+            raise UserError(f"the tokenizer of {spec.name} ({type(tokenizer).__name__}) has no files to export")
+        return tokenizer
+    try:
+        tokenizer = HFTokenizer(
+            source,
+            context_length=text_cfg.get("context_length", 77),
+            tokenizer_mode=text_cfg.get("tokenizer_mode"),
+            **(text_cfg.get("tokenizer_kwargs") or {}),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"the tokenizer of {spec.name} cannot be loaded from '{source}' ({first_line(error)}): give the folder of "
+            "the text tower that the run was trained with"
+        ) from error
+    return tokenizer
+
+
+def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Path, spec: ModelSpec) -> None:
+    """Every tensor of the checkpoint has its place, of its shape, in the model, and none stays empty."""
+    expected = model.state_dict()
+    # transformers stopped to store this constant at 4.31.
+    position_ids = "text.transformer.embeddings.position_ids"
+    if position_ids not in expected:
+        weights.pop(position_ids, None)
+    missing = sorted(expected.keys() - weights.keys())
+    unexpected = sorted(weights.keys() - expected.keys())
+    reshaped = sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
+    if not (missing or unexpected or reshaped):
+        return
+    found = []
+    if missing:
+        found.append(f"{len(missing)} tensors are missing (first: {', '.join(missing[:3])})")
+    if unexpected:
+        found.append(f"{len(unexpected)} are unexpected (first: {', '.join(unexpected[:3])})")
+    if reshaped:
+        key = reshaped[0]
+        found.append(
+            f"{len(reshaped)} have another shape (first: {key} {tuple(weights[key].shape)} instead of "
+            f"{tuple(expected[key].shape)})"
+        )
+    hint = ""
+    if spec.force_image_size is not None and "timm_model_name" in spec.model_cfg["vision_cfg"]:
+        hint = (
+            f" (the run used --force-image-size {spec.force_image_size} with a timm tower, which stock open_clip cannot "
+            "rebuild at another size than its own; zerovl convert --image-model writes it as open_clip's own ViT)"
+        )
+    raise UserError(f"{checkpoint} is a checkpoint of another model than {spec.name}: {'; '.join(found)}{hint}")
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    model_name: str | None = None,
+    text_model: str | None = None,
+    device: str | torch.device = "cpu",
+) -> tuple[nn.Module, Preprocess, Tokenizer]:
+    """A model ready for evaluation, in float32 and eval mode, with its own evaluation transform and tokenizer.
+
+    Args:
+        name_or_path: `local-dir:/folder` or a folder with open_clip_config.json; a training checkpoint `epoch_N.pt`; or
+            open_clip's `NAME/pretrained` (a tag) or `hf-hub:org/name`, which may download.
+        model_name, text_model: for a checkpoint whose `params.txt` is away, or whose text tower has moved.
+
+    Raises:
+        UserError: whatever cannot be found, does not fit, or would leave the model at random weights.
+    """
+    text = os.fspath(name_or_path)
+    folder = Path(text.removeprefix(LOCAL_DIR)).expanduser()
+    if not text.startswith(LOCAL_DIR) and folder.is_file():
+        model, preprocess, tokenizer = _load_checkpoint(folder, model_name, text_model)
+        return model.to(device).eval(), preprocess, tokenizer
+    if model_name or text_model:
+        raise UserError(f"a model name or a text tower goes with a training checkpoint, and '{text}' is no such file")
+    if text.startswith(LOCAL_DIR) or folder.is_dir():
+        return _load_local_dir(folder, device)
+    return _load_stock(text, device)
+
+
+def _load_checkpoint(
+    checkpoint: Path, model_name: str | None, text_model: str | None
+) -> tuple[nn.Module, Preprocess, HFTokenizer | SimpleTokenizer]:
+    weights = read_state_dict(checkpoint)
+    spec = read_model_spec(checkpoint, model=model_name, text_model=text_model)
+    model, tokenizer = assemble(checkpoint, spec, weights)
+    return model, _evaluation_transform(model), tokenizer
+
+
+def assemble(
+    checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
+) -> tuple[nn.Module, HFTokenizer | SimpleTokenizer]:
+    model = _skeleton(spec)
+    _check_weights(weights, model, checkpoint, spec)
+    tokenizer = _tokenizer(spec)
+    model.load_state_dict(weights)
+    return model, tokenizer
+
+
+def _evaluation_transform(model: nn.Module) -> Preprocess:
+    return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
+
+
+def _load_local_dir(folder: Path, device: str | torch.device) -> tuple[nn.Module, Preprocess, Tokenizer]:
+    if not folder.is_dir():
+        raise UserError(f"folder {folder} does not exist")
+    config = read_config(folder)
+    # Without weights open_clip would go on with random ones.
+    if not any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
+        raise UserError(f"{folder} holds no weights: {WEIGHTS_FILE} is missing")
+    source = config["model_cfg"].get("text_cfg", {}).get("hf_model_name")
+    if source and os.path.isabs(source) and not os.path.isdir(source):
+        raise UserError(
+            f"{folder} was moved: its text tower is looked for in {source}; set hf_model_name in {CONFIG_FILE} to "
+            f"{folder.absolute()}, or export again"
+        )
+    name = LOCAL_DIR + str(folder)
+    try:
+        model, _, preprocess = open_clip.create_model_and_transforms(name, device=device)
+        tokenizer = open_clip.get_tokenizer(name)
+    except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"open_clip cannot load {name}: {first_line(error)}") from error
+    return model.eval(), preprocess, tokenizer
+
+
+def _load_stock(text: str, device: str | torch.device) -> tuple[nn.Module, Preprocess, Tokenizer]:
+    name, tag = (text, None) if text.startswith("hf-hub:") else _name_and_tag(text)
+    try:
+        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=tag, device=device)
+        tokenizer = open_clip.get_tokenizer(name)
+    except (RuntimeError, OSError, ValueError) as error:
+        raise UserError(f"open_clip cannot load {text}: {first_line(error)}") from error
+    return model.eval(), preprocess, tokenizer
+
+
+def _name_and_tag(text: str) -> tuple[str, str]:
+    """`ViT-B/32/laion2b_s34b_b79k` -> ("ViT-B-32", "laion2b_s34b_b79k")."""
+    known = open_clip.list_models()
+    if (bare := text.replace("/", "-")) in known:
+        raise UserError(f"'{text}' names no weights: write {bare}/TAG, {_tags(bare)}")
+    name, _, tag = text.rpartition("/")
+    name = name.replace("/", "-")
+    if name not in known:
+        raise UserError(
+            f"'{text}' is neither a folder with {CONFIG_FILE}, nor a checkpoint file, nor open_clip's NAME/TAG"
+        )
+    if tag not in list_pretrained_tags_by_model(name):
+        raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")
+    return name, tag
+
+
+def _tags(name: str) -> str:
+    tags = list_pretrained_tags_by_model(name)
+    return f"with a tag of {', '.join(tags)}" if tags else "open_clip has none for this model"

@@ -1,0 +1,156 @@
+"""The model that a checkpoint's weights belong to, as a description: a run's `params.txt`, or an exported folder's config.
+
+A training checkpoint (`logs/NAME/checkpoints/epoch_N.pt`) holds weights but not the model they belong to; the run's
+`params.txt` does. `read_model_spec` puts the two back together.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from open_clip.factory import get_model_config, parse_model_name
+from open_clip.pretrained import get_pretrained_cfg
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.build import check_model
+
+CONFIG_FILE = "open_clip_config.json"
+LOCAL_DIR = "local-dir:"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a training checkpoint leaves out: all that stock open_clip needs to rebuild the model."""
+
+    name: str
+    model_cfg: dict[str, Any]
+    preprocess_cfg: dict[str, Any]
+    force_image_size: Any = None  # kept only to explain a mismatch
+
+    @property
+    def text_source(self) -> str | None:
+        """Folder or hub name of the Hugging Face text tower, None for open_clip's own."""
+        return self.model_cfg["text_cfg"].get("hf_model_name") or None
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Folder or hub name of the Hugging Face tokenizer, None for CLIP's BPE."""
+        return self.model_cfg["text_cfg"].get("hf_tokenizer_name") or None
+
+
+def read_params(checkpoint: Path) -> dict[str, Any]:
+    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without one."""
+    for folder in (checkpoint.parent.parent, checkpoint.parent):
+        file = folder / "params.txt"
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            return {name: _literal(value) for name, colon, value in (line.partition(": ") for line in lines) if colon}
+    return {}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a plain string: params.txt writes them without quotes
+        return text
+
+
+def read_model_spec(
+    checkpoint: str | os.PathLike[str], *, model: str | None = None, text_model: str | None = None
+) -> ModelSpec:
+    """The complete model and preprocessing configs of a training checkpoint.
+
+    Honours the run's arguments that change either: `--model`, `--text-model`, `--siglip`, `--force-image-size`,
+    `--force-context-length`, `--force-custom-text`, `--force-quick-gelu`, the `--image-*` preprocessing and what a
+    `--pretrained` tag brings. `--force-patch-dropout` is a setting of the training and is left behind.
+
+    Args:
+        model: open_clip's name of the model; by default the run's.
+        text_model: folder (or hub name) of the Hugging Face text tower; by default the run's, else the config's.
+
+    Raises:
+        UserError: no model name to be found, or one that open_clip does not know.
+    """
+    checkpoint = Path(checkpoint)
+    params = read_params(checkpoint)
+    name = model or params.get("model")
+    if not name:
+        raise UserError(f"{checkpoint} has no params.txt beside it that names its model: give the model's name")
+    text_model = text_model or params.get("text_model")
+    name, model_cfg, base_preprocess = _registered(str(name), params.get("pretrained"), text_model)
+
+    vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]
+    image_size = _unwrapped(params.get("force_image_size"))
+    if image_size is not None:
+        vision_cfg["image_size"] = image_size
+    if params.get("force_context_length"):
+        text_cfg["context_length"] = params["force_context_length"]
+    if params.get("force_quick_gelu"):
+        model_cfg["quick_gelu"] = True
+    if params.get("force_custom_text"):
+        model_cfg["custom_text"] = True
+    if params.get("siglip"):
+        # open_clip's main passes these two to the constructor; the bias decides whether the parameter exists.
+        model_cfg.update(init_logit_scale=2.302585092994046, init_logit_bias=-10)
+
+    if "timm_model_name" in vision_cfg:
+        vision_cfg["timm_model_pretrained"] = False
+    if text_model:
+        source = str(Path(text_model).expanduser().absolute()) if Path(text_model).expanduser().is_dir() else text_model
+        text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(source)
+    if "hf_model_name" in text_cfg:
+        text_cfg["hf_model_pretrained"] = False
+        text_cfg["hf_tokenizer_name"] = text_cfg.get("hf_tokenizer_name") or text_cfg["hf_model_name"]
+
+    forced = {key: params.get(f"image_{key}") for key in ("mean", "std", "interpolation", "resize_mode")}
+    preprocess_cfg = merge_preprocess_dict(merge_preprocess_dict(PreprocessCfg(), base_preprocess), forced)
+    return ModelSpec(name, model_cfg, preprocess_cfg, force_image_size=image_size)
+
+
+def _registered(
+    name: str, pretrained: str | None, text_model: str | os.PathLike[str] | None
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """open_clip's config of a model name (with or without schema) and the preprocessing that comes with it."""
+    schema, identifier = parse_model_name(name)
+    # open_clip itself would hand out CLIP's BPE tokenizer for a name that it does not know.
+    check_model(name, text_model=text_model)
+    if schema is None:
+        name = identifier.replace("/", "-")
+        tag_cfg = (get_pretrained_cfg(name, pretrained) if pretrained else None) or {}
+        return name, get_model_config(name), tag_cfg
+    if schema == "local-dir":
+        config = read_config(Path(identifier))
+        return name, config["model_cfg"], config.get("preprocess_cfg", {})
+    raise UserError(f"training from '{name}' cannot be traced back offline: export from a model name or a local-dir")
+
+
+def _unwrapped(size: Any) -> Any:
+    """`[224]` -> 224, as open_clip's main reads `--force-image-size`."""
+    if isinstance(size, (list, tuple)):
+        return size[0] if len(size) == 1 else list(size)
+    return size
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{folder} is no local-dir folder: {CONFIG_FILE} is missing")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error})") from error
+    if not isinstance(config, dict) or "model_cfg" not in config:
+        raise UserError(f"{file} has no 'model_cfg': it is not an open_clip config")
+    return config
+
+
+def write_config(folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]) -> None:
+    config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess_cfg)}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,107 @@
+"""State dicts read from files, without running what a file may hold, and with a sentence where one cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.errors import UserError
+
+WEIGHTS_FILE = "open_clip_model.safetensors"
+
+
+def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights of a checkpoint under open_clip's own names: without `module.` (DDP) and `_orig_mod.` (compile).
+
+    Only tensors and plain containers are loaded (`weights_only=True`); a pickle that wants to run code is refused.
+
+    Raises:
+        UserError: no such file, a file that does not load so, or one without weights.
+    """
+    checkpoint = Path(checkpoint)
+    content = _read_content(checkpoint)
+    weights = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
+        raise UserError(f"{checkpoint} holds no 'state_dict' of tensors: give an open_clip training checkpoint")
+    plain: dict[str, Tensor] = {}
+    for key, tensor in weights.items():
+        name = key.replace("_orig_mod.", "").removeprefix("module.")
+        if name in plain:
+            raise UserError(f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix")
+        plain[name] = tensor
+    return plain
+
+
+def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
+    """The epoch after which open_clip saved a checkpoint, None where it does not say. Errors as `read_state_dict`."""
+    content = _read_content(Path(checkpoint))
+    epoch = content.get("epoch") if isinstance(content, dict) else None
+    return epoch if isinstance(epoch, int) else None
+
+
+# What torch's loader raises, beside its own refusal, on bytes that are no checkpoint or only the beginning of one.
+UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    AssertionError,
+    AttributeError,
+    TypeError,
+    struct.error,
+)
+
+
+def _read_content(checkpoint: Path) -> Any:
+    if checkpoint.is_dir():
+        raise UserError(f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt")
+    if not checkpoint.is_file():
+        raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
+    try:
+        # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{checkpoint} is no plain checkpoint of tensors and was refused, since loading it could run code: "
+            f"{unpickling_reason(error)}"
+        ) from error
+    except UNREADABLE as error:
+        raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def unpickling_reason(error: pickle.UnpicklingError) -> str:
+    """What torch found in the file, without its advice to load it unchecked, which comes first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines[1:] if not line.startswith(("Please file", "Check the documentation"))]
+    return (found or lines or [type(error).__name__])[0]
+
+
+@contextmanager
+def no_alarm() -> Iterator[None]:
+    """Keeps back open_clip's warning of random weights where weights are loaded right after."""
+    root = logging.getLogger()  # open_clip logs there
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(words in record.getMessage() for words in ("initialized randomly", "no CLIP weights found"))
+
+    root.addFilter(keep)
+    try:
+        yield
+    finally:
+        root.removeFilter(keep)

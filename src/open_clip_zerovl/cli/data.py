@@ -1,0 +1,232 @@
+"""The part of `zerovl`'s command line that prepares data: `zerovl data ...` and `zerovl cluster` (see cli.py)."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.errors import UserError
+
+_DATASETS = {
+    "sbu": "SBU Captioned Photos, from its list of addresses",
+    "cc3m": "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)",
+    "cc12m": "Conceptual 12M, from cc12m.tsv",
+    "vg": "Visual Genome: five largest regions' phrases an image",
+    "coco": "MS-COCO with Karpathy's splits",
+    "f30k": "Flickr30K with Karpathy's splits (--source)",
+}
+
+
+def add_data(commands) -> None:
+    """Add `zerovl data ...`: the emoji data, the paper's datasets, and tools for shards that are there."""
+    data = commands.add_parser("data", help="prepare a dataset as webdataset shards", description="Prepare a dataset.")
+    datasets = data.add_subparsers(title="datasets and tools", metavar="DATASET", required=True)
+    emoji = datasets.add_parser(
+        "emoji",
+        help="four emoji sets as four sources (the demo's data)",
+        description="Fetch Noto, Twemoji, OpenMoji and Fluent emoji with their metadata, rasterise them and write "
+        "webdataset shards a source, held-out retrieval sets and a small BERT folder. A second call does nothing.",
+    )
+    emoji.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    emoji.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
+    emoji.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
+    emoji.add_argument("--force", action="store_true", help="write again what is there already")
+    emoji.set_defaults(run=_run_emoji)
+    _add_url_lists(datasets)
+    _add_annotated(datasets)
+    _add_shard_tools(datasets)
+
+
+def _run_emoji(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.emoji import prepare_emoji
+
+    prepare_emoji(arguments.out, px=arguments.px, seed=arguments.seed, force=arguments.force)
+
+
+def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
+    parser = datasets.add_parser(
+        name,
+        help=_DATASETS[name],
+        description=f"{_DATASETS[name]}: webdataset shards with sizes.json and a manifest. Called again, it goes on where it "
+        "stopped; docs/data.md tells what to expect.",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        metavar="FILE",
+        help="annotation files, and folders or zips of pictures, that are here already",
+    )
+    parser.add_argument("--shard-size", type=int, default=10_000, help="rows a shard (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=32, help="pictures at the same time (default %(default)s)")
+    parser.add_argument("--retry-failed", action="store_true", help="try again what failed for a passing reason")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(dataset=name, attempts=1, part=(0, 1))
+    return parser
+
+
+def _add_url_lists(datasets) -> None:
+    for name in ("sbu", "cc3m", "cc12m"):
+        parser = _add_dataset(datasets, name)
+        parser.add_argument("--attempts", type=int, default=3, help="tries of an address (default %(default)s)")
+        parser.add_argument(
+            "--timeout", type=float, default=30.0, help="seconds a picture may take (default %(default)s)"
+        )
+        parser.add_argument("--no-tls-verify", action="store_true", help="accept hosts whose certificate is wrong")
+        parser.add_argument(
+            "--part", type=_part, default=(0, 1), metavar="I/N", help="do every N-th shard: N processes share a folder"
+        )
+        parser.set_defaults(run=_run_url_list)
+
+
+def _add_annotated(datasets) -> None:
+    for name in ("vg", "coco", "f30k"):
+        parser = _add_dataset(datasets, name)
+        parser.add_argument("--seed", type=int, default=0, help="of the order of the samples (default %(default)s)")
+        parser.set_defaults(run=_run_annotated)
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+    return int(index), int(count)
+
+
+def _work(arguments: argparse.Namespace):
+    from open_clip_zerovl.datasets.pairs import Work
+
+    return Work(
+        threads=arguments.threads,
+        attempts=arguments.attempts,
+        part=arguments.part,
+        retry_failed=arguments.retry_failed,
+        progress=not arguments.quiet,
+    )
+
+
+def _run_url_list(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.cc import prepare_cc
+    from open_clip_zerovl.datasets.download import Limits
+    from open_clip_zerovl.datasets.sbu import prepare_sbu
+
+    idle_seconds = min(Limits.idle_seconds, arguments.timeout)
+    limits = Limits(idle_seconds=idle_seconds, total_seconds=arguments.timeout, verify_tls=not arguments.no_tls_verify)
+    options: dict[str, Any] = dict(
+        source=arguments.source, shard_size=arguments.shard_size, limits=limits, work=_work(arguments)
+    )
+    if arguments.dataset == "sbu":
+        prepare_sbu(arguments.out, **options)
+    else:
+        prepare_cc(arguments.dataset, arguments.out, **options)
+
+
+def _run_annotated(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.karpathy import prepare_karpathy
+    from open_clip_zerovl.datasets.vg import prepare_vg
+
+    prepare = prepare_vg if arguments.dataset == "vg" else partial(prepare_karpathy, arguments.dataset)
+    prepare(
+        arguments.out,
+        source=arguments.source,
+        seed=arguments.seed,
+        shard_size=arguments.shard_size,
+        work=_work(arguments),
+    )
+
+
+def _add_shard_tools(datasets) -> None:
+    report = datasets.add_parser("report", help="table 2 of the paper, with what is in your folders beside it")
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    report.set_defaults(run=_run_report)
+    index = datasets.add_parser("index", help="count existing shards into sizes.json, from their headers")
+    index.add_argument("folder", metavar="DIR|s3://...", help="a source's folder, or a URL that fsspec opens")
+    index.add_argument("--threads", type=int, default=8, help="shards at the same time (default %(default)s)")
+    index.set_defaults(run=_run_index)
+    check = datasets.add_parser("check", help="open every shard and look at every sample; status 2 if one has a fault")
+    check.add_argument("folder", type=Path, metavar="DIR", help="a source's folder")
+    check.add_argument("--hash", action="store_true", help="also compare with the manifest's hashes")
+    check.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
+    check.add_argument("--threads", type=int, default=4, help="shards at the same time (default %(default)s)")
+    check.set_defaults(run=_run_check)
+
+
+def _run_report(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.plan.holdings import report
+
+    print(report(arguments.folders))
+
+
+def _run_index(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.index import index_shards
+
+    index_shards(arguments.folder, threads=arguments.threads)
+
+
+def _run_check(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.index import check_report, check_shards
+
+    result = check_shards(arguments.folder, threads=arguments.threads, hashes=arguments.hash, decode=arguments.decode)
+    print(check_report(result))
+    if result.faults:
+        raise UserError(f"{arguments.folder} has {sum(result.faults.values())} faults: see above.")
+
+
+def add_cluster(commands) -> None:
+    """Add `zerovl cluster`."""
+    cluster = commands.add_parser(
+        "cluster",
+        help="one source into k-means clusters, each a source of its own (A.6)",
+        description="Features of one source by any open_clip model, k-means, an assignment with a report and previews. "
+        "Training reads the clusters through the tar index; --reshard writes them anew as folders of their own.",
+    )
+    cluster.add_argument("model", metavar="MODEL", help="as for retrieval")
+    cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")
+    cluster.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    cluster.add_argument("--clusters", type=int, default=100, metavar="K", help="default %(default)s")
+    cluster.add_argument(
+        "--min-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="dissolve clusters below N samples: the effective batch to come",
+    )
+    cluster.add_argument("--features", choices=("image", "text", "both"), default="image", help="default %(default)s")
+    cluster.add_argument("--reshard", action="store_true", help="write each cluster as a source (as much disk again)")
+    cluster.add_argument(
+        "--preview", type=int, default=25, metavar="N", help="pictures a contact sheet (default %(default)s)"
+    )
+    cluster.add_argument("--passes", type=int, default=10, help="of k-means over the features (default %(default)s)")
+    cluster.add_argument("--batch-size", type=int, default=256, help="default %(default)s")
+    cluster.add_argument("--workers", type=int, default=0, help="loader processes (default %(default)s)")
+    cluster.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    cluster.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    cluster.add_argument(
+        "--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt"
+    )
+    cluster.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    cluster.set_defaults(run=_run_cluster)
+
+
+def _run_cluster(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.clustering.run import cluster_source
+
+    cluster_source(
+        arguments.data,
+        arguments.model,
+        arguments.out,
+        clusters=arguments.clusters,
+        min_size=arguments.min_size,
+        features=arguments.features,
+        reshard=arguments.reshard,
+        preview=arguments.preview,
+        passes=arguments.passes,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
+        device=arguments.device,
+        seed=arguments.seed,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+    )

@@ -1,0 +1,322 @@
+"""`zerovl <command>`: with data.py and plan.py beside it the one place in the library that reads a command line.
+
+Each command is a thin wrapper around a library function, imported when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from open_clip_zerovl.cli.data import add_cluster, add_data
+from open_clip_zerovl.cli.plan import add_plan
+from open_clip_zerovl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` also has 1)."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+    except UserError as error:
+        print(f"zerovl: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("zerovl: interrupted; call it again to go on", file=sys.stderr)
+        return 130
+    return status or 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="zerovl",
+        description="Data, evaluation and export around open_clip training with the ZeroVL recipe "
+        "(training itself: python -m training.main --help).",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_plan(commands)
+    add_data(commands)
+    add_cluster(commands)
+    _add_retrieval(commands)
+    _add_linear_probe(commands)
+    _add_bias(commands)
+    _add_export(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_retrieval(commands) -> None:
+    retrieval = commands.add_parser(
+        "retrieval",
+        help="recall@1/5/10 and RSUM of a model on retrieval sets",
+        description="Zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it. "
+        "On several GPUs: torchrun --nproc-per-node=N -m open_clip_zerovl.cli retrieval ...",
+    )
+    retrieval.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
+    )
+    retrieval.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SET::...",
+        help="a set is a folder in CLIP_benchmark's webdataset layout, dataset_coco.json@PICTURES (Karpathy) or "
+        "valid_anno.csv@PICTURES (ZeroVL)",
+    )
+    retrieval.add_argument(
+        "--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt"
+    )
+    retrieval.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    retrieval.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
+    retrieval.add_argument(
+        "--captions",
+        type=_captions,
+        default=5,
+        metavar="N|all",
+        help="captions kept of each image (default %(default)s, as the papers count COCO; CLIP_benchmark: all)",
+    )
+    retrieval.add_argument(
+        "--paper-transform",
+        action="store_true",
+        help="squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform",
+    )
+    retrieval.add_argument("--batch-size", type=int, default=64, help="images at once, a rank (default %(default)s)")
+    retrieval.add_argument("--workers", type=int, default=0, help="loader processes, a rank (default %(default)s)")
+    retrieval.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    retrieval.add_argument("--output", type=Path, metavar="FILE.json", help="also write the metrics as JSON")
+    retrieval.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the metrics as CSV, a line a set")
+    retrieval.add_argument(
+        "--gallery", type=Path, metavar="FILE.html", help="also show hits and misses as one HTML page"
+    )
+    retrieval.set_defaults(run=_run_retrieval)
+
+
+def _captions(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of captions nor 'all'")
+    return int(text)
+
+
+def _run_retrieval(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.retrieval.run import run_retrieval
+
+    run_retrieval(
+        arguments.model,
+        arguments.data,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+        split=arguments.split,
+        captions_per_image=arguments.captions,
+        paper_transform=arguments.paper_transform,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.workers,
+        device=arguments.device,
+        output=arguments.output,
+        csv_output=arguments.csv,
+        gallery=arguments.gallery,
+    )
+
+
+def _add_linear_probe(commands) -> None:
+    probe = commands.add_parser(
+        "linear-probe",
+        help="accuracy of a linear classifier on the frozen image tower",
+        description="Linear probe (paper 5.3) on the image tower's features before the projection. An interrupted call "
+        "goes on when it is made again with the same --out.",
+    )
+    probe.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
+    )
+    probe.add_argument("--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt")
+    probe.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    where = "a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of food101, pets, "
+    where += "aircraft, places365, inat2021, inat17"
+    probe.add_argument("--train", required=True, metavar="DATA", help=where)
+    probe.add_argument("--test", required=True, metavar="DATA", help="likewise; NAME:DIR takes the test split")
+    probe.add_argument("--out", required=True, type=Path, metavar="DIR", help="results, cached features, state")
+    probe.add_argument(
+        "--way",
+        choices=("paper", "quick"),
+        default="paper",
+        help="paper: LARS on augmented images; quick: logistic regression on cached features (default %(default)s)",
+    )
+    probe.add_argument(
+        "--label", default="cls", metavar="cls|json:FIELD", help="where shards keep the class (default %(default)s)"
+    )
+    probe.add_argument("--epochs", type=int, default=90, help="of the paper's way (default %(default)s)")
+    probe.add_argument("--batch-size", type=int, default=16384, help="effective batch of it (default %(default)s)")
+    probe.add_argument("--lr", type=float, default=6.4, help="of it (default %(default)s)")
+    probe.add_argument("--wd", type=float, default=0.0, help="weight decay of it (default %(default)s)")
+    probe.add_argument("--micro-batch", type=int, default=256, help="images in the tower at once (default %(default)s)")
+    probe.add_argument("--amp", action="store_true", help="run the tower in bf16")
+    probe.add_argument("--workers", type=int, default=0, help="loader processes (default %(default)s)")
+    probe.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    probe.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    probe.set_defaults(run=_run_linear_probe)
+
+
+def _run_linear_probe(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.probe.lars import LarsSettings
+    from open_clip_zerovl.probe.run import run_linear_probe
+
+    settings = LarsSettings(
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        lr=arguments.lr,
+        weight_decay=arguments.wd,
+        micro_batch=arguments.micro_batch,
+        seed=arguments.seed,
+    )
+    run_linear_probe(
+        arguments.model,
+        arguments.train,
+        arguments.test,
+        out=arguments.out,
+        way=arguments.way,
+        settings=settings,
+        label=arguments.label,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+        num_workers=arguments.workers,
+        device=arguments.device,
+        amp=arguments.amp,
+    )
+
+
+def _add_bias(commands) -> None:
+    bias = commands.add_parser(
+        "bias",
+        help="what models learned of their sources, side by side",
+        description="log p of negatives by source, source probe, embedding map and caption lengths (paper 3.1, A.5), as "
+        "JSON and as one self-contained HTML page.",
+    )
+    bias.add_argument(
+        "models", nargs="+", metavar="[NAME=]MODEL", help="exported folders, training checkpoints, NAME/pretrained"
+    )
+    bias.add_argument(
+        "--data", required=True, metavar="NAME=SHARDS::...", help="named sources as --train-data takes them, held out"
+    )
+    bias.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
+    bias.add_argument("--samples", type=int, default=500, metavar="N", help="of each source (default %(default)s)")
+    bias.add_argument("--batch-sizes", type=int, nargs="+", metavar="B", help="of log p (default: 16, 64, 256, ...)")
+    bias.add_argument("--map-samples", type=int, default=300, metavar="N", help="of each source (default %(default)s)")
+    bias.add_argument(
+        "--concept", metavar="FIELD", help="json field that says what a sample shows, where sources share it"
+    )
+    bias.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
+    bias.add_argument("--batch-size", type=int, default=64, help="samples encoded at once (default %(default)s)")
+    bias.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    bias.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    bias.set_defaults(run=_run_bias)
+
+
+def _run_bias(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.bias.run import run_bias
+
+    run_bias(
+        arguments.models,
+        arguments.data,
+        out=arguments.out,
+        samples_per_source=arguments.samples,
+        batch_sizes=arguments.batch_sizes,
+        map_samples=arguments.map_samples,
+        concept_field=arguments.concept,
+        text_model=arguments.text_model,
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
+        device=arguments.device,
+    )
+
+
+def _add_export(commands) -> None:
+    export = commands.add_parser(
+        "export",
+        help="a training checkpoint as a folder that stock open_clip loads",
+        description="Write a training checkpoint as a local-dir: folder for open_clip.create_model_and_transforms.",
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="logs/NAME/checkpoints/epoch_N.pt")
+    export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    export.add_argument("--model", help="the model's name, where no params.txt beside the checkpoint tells it")
+    export.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower, likewise")
+    export.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
+    export.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+    export.set_defaults(run=_run_export)
+
+
+def _run_export(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+
+    folder = export_local_dir(
+        arguments.checkpoint,
+        arguments.out,
+        model=arguments.model,
+        text_model=arguments.text_model,
+        precision="fp16" if arguments.fp16 else None,
+        force=arguments.force,
+    )
+    print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
+    note = relocation_note(folder)
+    if note:
+        print(note)
+
+
+def _add_convert(commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="the paper's released checkpoint as a folder that stock open_clip loads",
+        description="Write a checkpoint of the paper's released code, or of open_clip's training, as a local-dir: folder "
+        "for open_clip.create_model_and_transforms.",
+    )
+    convert.add_argument("checkpoint", type=Path, metavar="CKPT", help="the released .pth, or an epoch_N.pt")
+    convert.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    convert.add_argument(
+        "--image-model", metavar="NAME", help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k"
+    )
+    convert.add_argument("--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer")
+    convert.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PX",
+        help="of the model's images; for another size than trained the position embedding is interpolated",
+    )
+    convert.add_argument(
+        "--normalization",
+        choices=("imagenet", "half"),
+        default="imagenet",
+        help="of images: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
+    )
+    convert.add_argument(
+        "--verify", action="store_true", help="compare embeddings with the checkpoint's own towers (1e-5)"
+    )
+    convert.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+    convert.set_defaults(run=_run_convert)
+
+
+def _run_convert(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.checkpoints.convert import convert_checkpoint
+    from open_clip_zerovl.checkpoints.export import relocation_note
+
+    folder = convert_checkpoint(
+        arguments.checkpoint,
+        arguments.out,
+        image_model=arguments.image_model,
+        text_model=arguments.text_model,
+        image_size=arguments.image_size,
+        normalization=arguments.normalization,
+        verify=arguments.verify,
+        force=arguments.force,
+    )
+    verified = ", verified" if arguments.verify else ""
+    print(f"Converted{verified}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').")
+    note = relocation_note(folder)
+    if note:
+        print(note)

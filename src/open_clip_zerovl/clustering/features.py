@@ -1,0 +1,159 @@
+"""Features of every sample of a source by any open_clip model (A.6), in a file that need not fit into memory.
+
+`n` samples, `D` width of the features.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from tqdm import tqdm
+
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.headers import read_samples
+from open_clip_zerovl.tar.index import open_index
+from open_clip_zerovl.tar.members import ShardError
+from open_clip_zerovl.tar.shards import Sample
+
+_PICTURES = ("jpg", "png", "jpeg", "webp")
+#: What opening a broken picture raises.
+BROKEN_PICTURE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+
+
+class _Samples(IterableDataset):
+    """(position, transformed picture, caption) of every sample of a source; a worker reads whole shards.
+
+    It also leaves each shard's index, by which training on the clusters finds its samples (`cluster_sources`), while the shard
+    is in memory: built by loader workers at the start of a run, indexes would be what the first batches wait for.
+    """
+
+    def __init__(self, source: Source, preprocess: Callable[[Any], torch.Tensor] | None) -> None:
+        self.source, self.preprocess = source, preprocess
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor, str] | UserError]:
+        worker = get_worker_info()
+        index, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        starts = np.concatenate(([0], np.cumsum(self.source.sizes)))
+        for number, shard in enumerate(self.source.shards):
+            if number % count != index:
+                continue
+            begin, seen = int(starts[number]), 0
+            for sample in read_samples(shard):
+                # Raised in a loader's worker, the sentence would come out wrapped into a traceback.
+                try:
+                    picture = self._picture(sample, shard)
+                except UserError as error:
+                    yield error
+                    return
+                yield begin + seen, picture, sample.files.get("txt", b"").decode("utf-8", "replace")
+                seen += 1
+            if seen != self.source.sizes[number]:
+                yield UserError(
+                    f"{shard} holds {seen} samples and sizes.json says {self.source.sizes[number]}: count it again with "
+                    "`zerovl data index`."
+                )
+                return
+            try:
+                open_index(shard)
+            except (ShardError, tarfile.ReadError) as error:
+                yield UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.")
+                return
+
+    def _picture(self, sample: Sample, shard: str) -> torch.Tensor:
+        if self.preprocess is None:
+            return torch.empty(0)
+        try:
+            return self.preprocess(open_picture(sample))
+        except BROKEN_PICTURE as error:
+            raise UserError(
+                f"{shard}: the picture of sample '{sample.key}' cannot be read ({error}); see `zerovl data check`."
+            ) from error
+
+
+def open_picture(sample: Sample) -> Image.Image:
+    """The picture of a sample as RGB; raises one of BROKEN_PICTURE."""
+    extension = next((extension for extension in _PICTURES if extension in sample.files), None)
+    if extension is None:
+        raise OSError("it has none")
+    return Image.open(io.BytesIO(sample.files[extension])).convert("RGB")
+
+
+def _collate(items: list[tuple[int, torch.Tensor, str] | UserError]) -> Any:
+    for item in items:
+        if isinstance(item, UserError):
+            return item
+    positions, pictures, captions = zip(*items, strict=True)
+    return torch.tensor(positions), torch.stack(pictures), list(captions)
+
+
+def extract_features(
+    source: Source,
+    model: str,
+    path: Path,
+    *,
+    kind: str = "image",
+    batch_size: int = 256,
+    workers: int = 0,
+    device: str = "auto",
+    model_name: str | None = None,
+    text_model: str | None = None,
+    progress: bool = True,
+) -> NDArray[np.float16]:
+    """Features of every sample of a source, (n, D) in float16 and of unit length, in a file that is mapped, not loaded.
+
+    A file that is there is taken as it is; it appears under its name only when it is whole.
+
+    Raises:
+        UserError: a model that cannot be loaded, a picture that cannot be read, or shards that `sizes.json` misjudges.
+    """
+    if path.is_file():
+        return np.load(path, mmap_mode="r")
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    network, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=where)
+    dataset = _Samples(source, preprocess if kind != "text" else None)
+    part = path.with_name(path.name + ".part")
+    table: np.memmap | None = None
+    done = 0
+    bar = tqdm(total=source.num_samples, desc="features", unit="sample", disable=not progress)
+    for batch in DataLoader(dataset, batch_size=batch_size, num_workers=workers, collate_fn=_collate):
+        if isinstance(batch, UserError):
+            raise batch
+        positions, pictures, captions = batch
+        values = _encode(network, kind, pictures.to(where), tokenizer, captions, where)  # (b, D)
+        if table is None:
+            table = np.lib.format.open_memmap(
+                part, mode="w+", dtype=np.float16, shape=(source.num_samples, values.shape[1])
+            )
+        table[positions.numpy()] = values.cpu().numpy()
+        done += len(positions)
+        bar.update(len(positions))
+    bar.close()
+    assert table is not None and done == source.num_samples  # _Samples yields an error otherwise
+    table.flush()
+    part.replace(path)
+    return np.load(path, mmap_mode="r")
+
+
+@torch.inference_mode()
+def _encode(
+    network: nn.Module, kind: str, pictures: torch.Tensor, tokenizer: Any, captions: list[str], where: torch.device
+) -> torch.Tensor:
+    found = []
+    if kind in ("image", "both"):
+        found.append(F.normalize(network.encode_image(pictures).float(), dim=-1))
+    if kind in ("text", "both"):
+        found.append(F.normalize(network.encode_text(tokenizer(captions).to(where)).float(), dim=-1))
+    return F.normalize(torch.cat(found, dim=-1), dim=-1)

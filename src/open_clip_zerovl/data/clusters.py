@@ -1,0 +1,236 @@
+"""Clusters as sources (A.6): the assignment on disk, and what a component of `--train-data` that names one stands for.
+
+    cc12m=/d/clusters                      cc12m-000, cc12m-001, ... : a source each of the K clusters
+    cc12m=/d/clusters@/mnt/cc12m           the clustered shards lie in /mnt/cc12m now
+    cc12m=/d/clusters/assignment.npz       never the clusters written anew
+
+Where the folder holds the clusters written anew (`--reshard`), those are read. Otherwise a cluster is a choice of samples of
+the shards that were clustered: each shard, opened once, gives those samples by its index (`tar/index`), in their order there,
+so that a cluster has pieces of shards like any other source.
+
+`n` samples, `D` width of the features, `K` clusters.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.shards import SIZES_FILE
+
+_CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One cluster as a source reads it.
+
+    Attributes:
+        shards: paths of its tars.
+        sizes: its samples in each of them.
+        picked: (n,) the numbers of its samples in their shards, ascending within each, one shard after the other; None
+            where the shards hold nothing else.
+    """
+
+    shards: tuple[str, ...]
+    sizes: tuple[int, ...]
+    picked: np.ndarray | None = None
+
+
+def find_clustering(component: str) -> tuple[Path, str | None] | None:
+    """(path of the assignment or of its folder, folder to which the shards have moved), None for any other component."""
+    if (found := _clustering_at(component)) is not None:
+        return found, None
+    for at in re.finditer("@", component):
+        if (found := _clustering_at(component[: at.start()])) is not None:
+            return found, component[at.end() :]
+    return None
+
+
+def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = False) -> tuple[str, list[Cluster]]:
+    """The name of the source that was clustered, and its K clusters.
+
+    Args:
+        path: of an `assignment.npz`, or of the folder that holds it and perhaps the clusters written anew.
+        moved_to: the folder that now holds the clustered shards.
+        strict: a shard that is gone is an error; otherwise a warning, and other samples of the cluster stand in.
+
+    Raises:
+        UserError: shards that are gone or have changed, or clusters written anew that are not those of the assignment.
+    """
+    clustering = load_clustering(path)
+    if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
+        return clustering.source, _written(clustering, path, folders)
+    shards = clustering.shards if moved_to is None else _moved(clustering, moved_to)
+    _check_shards(clustering, shards, path, strict)
+    return clustering.source, _picked(clustering, shards)
+
+
+def cluster_folders(folder: Path) -> list[Path]:
+    """The clusters of a folder that were written anew, in their order."""
+    numbered = ((_CLUSTER_FOLDER.fullmatch(entry.name), entry) for entry in folder.glob("cluster-*"))
+    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in numbered if match)]
+
+
+def _clustering_at(path: str) -> Path | None:
+    found = os.path.expanduser(path)
+    # os.path takes any text for a path, such as a pipe's command.
+    named = os.path.basename(found) == ASSIGNMENT_FILE
+    return Path(found) if named or os.path.isfile(os.path.join(found, ASSIGNMENT_FILE)) else None
+
+
+def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
+    starts = np.concatenate([[0], np.cumsum(clustering.sizes)])
+    by_cluster = np.argsort(clustering.labels, kind="stable")  # (n,) all samples of cluster 0, then of cluster 1 ...
+    clusters = []
+    for samples in np.split(by_cluster, np.cumsum(clustering.counts)[:-1]):
+        shard_of = np.searchsorted(starts, samples, side="right") - 1
+        counts = np.bincount(shard_of, minlength=len(shards))
+        used = np.flatnonzero(counts)
+        clusters.append(
+            Cluster(
+                tuple(shards[shard] for shard in used),
+                tuple(counts[used].tolist()),
+                (samples - starts[shard_of]).astype(np.int32),
+            )
+        )
+    return clusters
+
+
+def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> list[Cluster]:
+    clusters = []
+    for folder in folders:
+        try:
+            table = json.loads((folder / SIZES_FILE).read_text(encoding="utf-8"))
+            names = sorted(table)
+            clusters.append(Cluster(tuple(str(folder / name) for name in names), tuple(int(table[n]) for n in names)))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{folder / SIZES_FILE} cannot be read ({error}): write the clusters again with `zerovl cluster --reshard`."
+            ) from error
+    found = [sum(cluster.sizes) for cluster in clusters]
+    if found != clustering.counts.tolist():
+        raise UserError(
+            f"the {len(found)} cluster-* folders of {path} are not the {len(clustering.counts)} clusters of its "
+            f"{ASSIGNMENT_FILE}: write them again with `zerovl cluster --reshard`, or name {path / ASSIGNMENT_FILE} to read "
+            "the clusters out of the shards that were clustered."
+        )
+    return clusters
+
+
+def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
+    """The shards' paths, with another folder in place of the deepest one that held them all."""
+    common = os.path.commonpath([os.path.dirname(shard) for shard in clustering.shards])
+    new = os.path.abspath(os.path.expanduser(folder))
+    return tuple(os.path.join(new, os.path.relpath(shard, common)) for shard in clustering.shards)
+
+
+def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
+    gone = []
+    for shard, size_bytes in zip(shards, clustering.shard_bytes, strict=True):
+        try:
+            found = os.stat(shard).st_size
+        except OSError:
+            gone.append(shard)
+            continue
+        if found != size_bytes:
+            raise UserError(
+                f"shard {shard} of {clustering.source} has {found} bytes and had {size_bytes} when it was clustered: its "
+                "samples need not be the same. Fetch it again, or cluster again."
+            )
+    if gone and (strict or len(gone) == len(shards)):
+        raise UserError(
+            f"{len(gone)} of {len(shards)} clustered shards of {clustering.source} do not exist, first {gone[0]}: where they "
+            f"have moved, write {path}@FOLDER."
+        )
+    if gone:
+        logging.warning(
+            f"Source {clustering.source}: {len(gone)} of {len(shards)} clustered shards do not exist, first {gone[0]}; other "
+            "samples of the same clusters stand in for theirs."
+        )
+
+
+ASSIGNMENT_FILE = "assignment.npz"
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """The assignment of a source's samples to clusters.
+
+    Attributes:
+        source: the source's name.
+        shards, sizes: paths of its shards and the samples of each, in the order of the labels.
+        labels: (n,) cluster of each sample.
+        distances: (n,) 1 - cosine to the centroid.
+        centroids: (K, D) of unit length.
+        shard_bytes: size of each shard, by which one that was written anew since is noticed.
+    """
+
+    source: str
+    shards: tuple[str, ...]
+    sizes: tuple[int, ...]
+    labels: NDArray[np.int32]
+    distances: NDArray[np.float32]
+    centroids: NDArray[np.float32]
+    shard_bytes: tuple[int, ...]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """(K,) samples of each cluster."""
+        return np.bincount(self.labels, minlength=len(self.centroids))
+
+    def labels_of_shard(self, shard: int) -> NDArray[np.int32]:
+        """Labels of one shard's samples, in their order."""
+        begin = sum(self.sizes[:shard])
+        return self.labels[begin : begin + self.sizes[shard]]
+
+
+def save_clustering(clustering: Clustering, out: Path) -> Path:
+    """Write `assignment.npz`; returns its path. Reading it needs no pickle."""
+    content = io.BytesIO()
+    np.savez_compressed(
+        content,
+        source=np.array(clustering.source),
+        shards=np.array(clustering.shards),
+        sizes=np.array(clustering.sizes),
+        shard_bytes=np.array(clustering.shard_bytes),
+        labels=clustering.labels,
+        distances=clustering.distances,
+        centroids=clustering.centroids,
+    )
+    path = out / ASSIGNMENT_FILE
+    write_atomically(path, content.getvalue())
+    return path
+
+
+def load_clustering(path: str | Path) -> Clustering:
+    """Read `assignment.npz` (or the folder that holds it). UserError where there is none that can be read."""
+    path = Path(path).expanduser()
+    path = path / ASSIGNMENT_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: make it with `zerovl cluster`.")
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return Clustering(
+                str(content["source"]),
+                tuple(str(shard) for shard in content["shards"]),
+                tuple(int(size) for size in content["sizes"]),
+                content["labels"],
+                content["distances"],
+                content["centroids"],
+                tuple(int(size) for size in content["shard_bytes"]),
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({error}): write it again with `zerovl cluster`.") from error

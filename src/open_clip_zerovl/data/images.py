@@ -1,0 +1,192 @@
+"""Encoded pictures to RGB images and to uint8 tensors, as open_clip decodes and transforms them, but faster.
+
+- `decode_image`: JPEGs are decoded at a half, a quarter or an eighth of their size where every crop that the transform may
+  draw still has at least as many pixels as it is resized to (`Crop.reduction`): the network sees no fewer details, and the
+  decoder skips most of its work.
+- `split_normalize`: the transform's last two steps (ToTensor, Normalize) are left to the device; the loader carries a quarter
+  of the bytes.
+
+    B  micro-batch      C, H, W  channels, rows and columns of an image
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from open_clip.transform import MaybeConvertMode
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
+
+from open_clip_zerovl.data.health import Fault
+from open_clip_zerovl.errors import UserError
+
+MIN_SIDE_PX = 2  # a side of one pixel is what counting pixels and placeholders of the web have
+_SCALES = (8, 4, 2)  # that libjpeg decodes at, besides 1
+
+
+class BadImage(Exception):
+    """An image that cannot be shown."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A random resized crop: what it may cut out, and what it makes of it.
+
+    Attributes:
+        width_px, height_px: of the result.
+        min_area: lower bound of the crop's share of the image's area.
+        ratio: bounds of the crop's width by its height.
+    """
+
+    width_px: int
+    height_px: int
+    min_area: float
+    ratio: tuple[float, float]
+
+    def smallest(self, width_px: int, height_px: int) -> tuple[float, float]:
+        """The smallest width and the smallest height of any crop of an image, each for itself."""
+        low, high = self.ratio
+        area = self.min_area * width_px * height_px
+        # Where no drawn crop fits, torchvision takes the largest central one of an allowed ratio.
+        width = min(width_px, math.sqrt(area * low), height_px * high)
+        height = min(height_px, math.sqrt(area / high), width_px / low)
+        return width - 1, height - 1  # sides are rounded, and a reduced image's sides once more
+
+    def reduction(self, width_px: int, height_px: int) -> int:
+        """The largest of 8, 4, 2, 1 by which an image may shrink so that no crop has to be enlarged for it."""
+        width, height = self.smallest(width_px, height_px)
+        for scale in _SCALES:
+            if width >= self.width_px * scale and height >= self.height_px * scale:
+                return scale
+        return 1
+
+
+def crop_of(transform: Any) -> Crop | None:
+    """The random resized crop that a training transform begins with, or None where it begins with something else."""
+    steps = getattr(transform, "transforms", None) or [transform]
+    step = next((step for step in steps if not isinstance(step, MaybeConvertMode)), None)
+    if not isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation):
+        return None
+    height, width = (step.size, step.size) if isinstance(step.size, int) else step.size
+    return Crop(int(width), int(height), float(min(step.scale)), (float(min(step.ratio)), float(max(step.ratio))))
+
+
+def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
+    """The RGB image of encoded bytes.
+
+    CMYK, grey and palette images are converted and transparency is dropped, as open_clip does; 16-bit samples are scaled to
+    8 bits (PIL would clip them to white), and of an animation the first frame is taken.
+
+    Args:
+        crop: what the image is decoded for; lets JPEGs be decoded at a reduced size.
+
+    Raises:
+        BadImage: the bytes cannot be decoded, or the image has a side of one pixel.
+    """
+    try:
+        image = Image.open(io.BytesIO(data))
+        width, height = image.size
+        if min(width, height) < MIN_SIDE_PX:
+            raise BadImage(Fault("one-pixel image", f"has an image of {width} x {height} pixels"))
+        if crop is not None and image.format == "JPEG":
+            scale = crop.reduction(width, height)
+            if scale > 1:
+                image.draft(None, (width // scale, height // scale))
+        image.load()
+        return _rgb(image)
+    except BadImage:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadImage(Fault("oversized image", f"has an image that is too large to decode ({error})")) from error
+    except Exception as error:  # decoders raise anything on rotten bytes (KeyError, struct.error, MemoryError ...)
+        words = re.sub(r"<_io[^>]*>", "its bytes", f"{type(error).__name__}: {error}")
+        raise BadImage(Fault("undecodable image", f"has an image that cannot be decoded ({words})")) from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image)
+        if image.mode.startswith("F"):
+            raise ValueError("floating-point pixels have no defined white")
+        return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA").convert("RGB")
+    return image.convert("RGB")
+
+
+class ToBytes:
+    """PIL image -> uint8 tensor (C, H, W), a view of the image's own rows; ToTensor without the division by 255."""
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        pixels = np.array(image)  # (H, W, C); a copy, as torch wants memory that it may write to
+        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1)
+
+
+def split_normalize(transform: Any) -> tuple[Compose, tuple[float, ...], tuple[float, ...]]:
+    """A training transform that yields uint8 tensors, and the normalisation that is left to the device.
+
+    `(images.float() / 255 - mean) / std` of the new transform's images, with mean and std as (C, 1, 1), equals the old
+    transform's images to 1e-6 for the same random draws.
+
+    Returns:
+        (transform to (C, H, W) uint8, mean, std), both per channel for pixels in 0..1.
+
+    Raises:
+        UserError: the transform does not end in ToTensor and Normalize, as open_clip's do.
+    """
+    steps = list(getattr(transform, "transforms", ()))
+    if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
+        names = ", ".join(type(step).__name__ for step in steps[-2:]) or type(transform).__name__
+        raise UserError(
+            f"normalisation on the device needs a transform that ends in ToTensor and Normalize, and this one ends in {names}"
+        )
+    normalize = steps[-1]
+    return Compose([*steps[:-2], ToBytes()]), _floats(normalize.mean), _floats(normalize.std)
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def normalize(
+    images: torch.Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """uint8 images (B, C, H, W) to what Normalize makes of them, on their device, contiguous, in `dtype`."""
+    scale = torch.tensor([1 / (255 * value) for value in std], device=images.device).view(-1, 1, 1)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(-1, 1, 1)
+    pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
+    return torch.addcmul(shift, pixels, scale).to(dtype)
+
+
+def collate_images(images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Images (C, H, W) as one tensor (B, C, H, W), each copied once, in the memory layout that they come in."""
+    first = images[0]
+    other = next((image for image in images if image.shape != first.shape), None)
+    if other is not None:
+        raise ValueError(
+            f"the transform made images of {tuple(first.shape)} and {tuple(other.shape)}; they must be alike"
+        )
+    # ToBytes yields rows of interleaved channels; turning them round here would cost ten times the copy.
+    interleaved = first.ndim == 3 and first.shape[0] > 1 and first.stride(0) == 1
+    batch = torch.empty(
+        (len(images), *first.shape),
+        dtype=first.dtype,
+        memory_format=torch.channels_last if interleaved else torch.contiguous_format,
+    )
+    for row, image in zip(batch, images, strict=True):
+        row.copy_(image)
+    return batch

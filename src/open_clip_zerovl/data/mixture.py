@@ -1,0 +1,241 @@
+"""The data engine: webdataset shards of several sources in, micro-batches of (images, texts) out (section 3.1).
+
+    schedule (schedule.py) --> this reader's pieces of each source --> raw samples (reading.py)
+        --> shuffled, bad ones replaced (shares.py) --> decode, transform, tokenize, collate
+        --> (images (B, C, H, W), texts (B, L))
+
+Each (rank, worker) reads its own stretch of every source and emits the micro-batches that the schedule gives to it, so that
+homogeneity (invariant 2) and exactly-once (invariant 3) hold together for any number of shards, ranks and workers, without
+communication. All randomness derives from (seed, epoch, source, position): the same seed gives the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset, get_worker_info
+
+from open_clip_zerovl.data.health import Report
+from open_clip_zerovl.data.images import collate_images, crop_of, decode_image
+from open_clip_zerovl.data.pieces import PieceReader
+from open_clip_zerovl.data.reading import RawSample, Reading
+from open_clip_zerovl.data.schedule import (
+    Batching,
+    Schedule,
+    cut,
+    epoch_pieces,
+    micro_batch_counts,
+    owed,
+    source_schedule,
+)
+from open_clip_zerovl.data.shares import Share, local_order
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.workers import SharedNumbers
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import preserved, reseed, sample_seed
+
+POLICIES = ("replace", "fail")  # for bad samples
+SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
+_STREAM_ORDER = 3  # as in sampling.py: independent random streams of one seed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker hands over instead of a batch when it cannot go on."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How sources make batches: the strategy and its details, as `source_schedule` and `epoch_pieces` take them.
+
+    Attributes:
+        source_order: names of the sources in sequential order.
+    """
+
+    strategy: str = "debiased"
+    draw: str = "exact"
+    source_order: tuple[str, ...] | None = None
+    epoch_samples: int | None = None
+    resampled: bool = False
+
+
+def schedule_of(
+    sources: Sequence[Source], effective_batch: int, sampling: Sampling, *, seed: int, epoch: int
+) -> Schedule:
+    """`source_schedule` of named sources.
+
+    Raises:
+        UserError: what `source_schedule` refuses, and a source order that names an unknown source or leaves one out.
+    """
+    names = [source.name for source in sources]
+    order = None
+    if sampling.source_order is not None:
+        if sorted(sampling.source_order) != sorted(names):
+            raise UserError(
+                f"the source order {', '.join(sampling.source_order)} must name each source once; the sources are "
+                f"{', '.join(names)}"
+            )
+        order = [names.index(name) for name in sampling.source_order]
+    return source_schedule(
+        [source.num_samples for source in sources],
+        effective_batch,
+        strategy=sampling.strategy,
+        seed=seed,
+        epoch=epoch,
+        weights=[source.weight for source in sources],
+        epoch_samples=sampling.epoch_samples,
+        draw=sampling.draw,
+        source_order=order,
+        names=names,
+    )
+
+
+class Mixture(IterableDataset):
+    """Micro-batches of one rank for one epoch at a time.
+
+    Args:
+        sources: what to mix.
+        batching: B, K, W and loader workers V (V is 1 when the loader has no worker processes).
+        rank: of this process.
+        sampling: how sources make batches.
+        seed: the only seed; the process's own generators are neither read nor moved.
+        transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
+        tokenizer: list of captions -> LongTensor (B, L).
+        augment_caption: (caption, seed of the sample) -> caption, before the tokenizer.
+        on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
+        reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
+        with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
+
+    Yields:
+        (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` keeps both to itself.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        batching: Batching,
+        *,
+        rank: int = 0,
+        sampling: Sampling = Sampling(),  # frozen
+        seed: int = 0,
+        transform: Callable[[Image.Image], torch.Tensor],
+        tokenizer: Callable[[list[str]], torch.Tensor],
+        augment_caption: Callable[[str, int], str] | None = None,
+        on_bad_sample: str = "replace",
+        reduce_jpegs: bool = True,
+        shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
+        with_origin: bool = False,
+    ) -> None:
+        super().__init__()
+        if on_bad_sample not in POLICIES:
+            raise UserError(f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}")
+        self.sources = tuple(sources)
+        self.batching = batching
+        self.rank = rank
+        self.sampling = sampling
+        self.seed = seed
+        self.transform = transform
+        self.tokenizer = tokenizer
+        self.augment_caption = augment_caption
+        self.on_bad_sample = on_bad_sample
+        self.crop = crop_of(transform) if reduce_jpegs else None
+        self.shuffle_window_samples = shuffle_window_samples
+        self.with_origin = with_origin
+        self.stall_seconds = 0.0  # set by a loader without worker processes, which nobody else can watch
+        self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
+        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
+
+    def schedule(self, epoch: int) -> Schedule:
+        """The schedule of an epoch; the same on every rank and worker."""
+        return schedule_of(self.sources, self.batching.effective_batch, self.sampling, seed=self.seed, epoch=epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        if workers != self.batching.workers:
+            yield Failure(f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}")
+            return
+        try:
+            epoch, step = self.start.get()
+            yield from self._micro_batches(epoch, step, worker)
+        except UserError as error:
+            yield Failure(str(error))
+
+    def _micro_batches(self, epoch: int, step: int, slot: int) -> Iterator[Any]:
+        """The micro-batches that loader worker `slot` delivers of an epoch that begins at a step.
+
+        A DataLoader asks worker 0 first, wherever the epoch begins: after a jump to micro-batch j0, worker v reads what
+        reader (j0 + v) % V reads in an uninterrupted epoch, from the place on that this reader has reached there.
+        """
+        workers = self.batching.workers
+        schedule = self.schedule(epoch)
+        counts = micro_batch_counts(schedule, self.batching)  # (T*K, W, S)
+        first = step * self.batching.dga_steps
+        reader = (first + slot) % workers
+        done = counts[reader:first:workers, self.rank].sum(axis=0, dtype=np.int64)  # (S,) delivered before the jump
+        quotas = owed(counts, workers)
+        notes: list[str] = []
+        shares = [
+            self._share(schedule, index, quotas[:, :, index].ravel().tolist(), reader, int(done[index]), slot, notes)
+            for index in range(len(self.sources))
+        ]
+        mine = range(first + slot, len(counts), workers)
+        for micro_batch in mine:
+            row = counts[micro_batch, self.rank]
+            batch = self._batch([shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))])
+            if micro_batch == mine[-1]:
+                for share in shares:
+                    share.finish()
+            batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
+            batch[-1].notes, notes[:] = list(notes), []
+            yield batch
+
+    def _share(
+        self, schedule: Schedule, index: int, quotas: Sequence[int], worker: int, done: int, slot: int, notes: list[str]
+    ) -> Share:
+        source, epoch = self.sources[index], schedule.epoch
+        reader = self.rank * self.batching.workers + worker
+        pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
+        mine = cut(pieces, quotas, reader)
+        window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
+        rng = np.random.default_rng([self.seed, epoch, _STREAM_ORDER, index, reader])
+        order = local_order(sum(map(len, mine)), max(window, self.batching.micro_batch), rng)
+        reading = Reading(
+            source,
+            index,
+            seed=self.seed,
+            fail=self.on_bad_sample == "fail",
+            stall_seconds=self.stall_seconds,
+            opens=lambda shard: self.activity[slot].set(os.getpid(), index, shard),
+            notes=notes.append,
+        )
+        return Share(PieceReader(reading, mine, pieces), order, done)
+
+    def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
+        """The next sample of each share, as (images, texts, (source, position) if asked for, report)."""
+        images, captions, origins, report = [], [], [], Report()
+        with preserved():
+            for share in shares:
+                sample, image, loss = share.take(self._decode)
+                seed = sample_seed(self.seed, sample.source, sample.place)
+                reseed(seed)
+                images.append(self.transform(image))  # at once: decoded images are large
+                caption = sample.caption
+                captions.append(caption if self.augment_caption is None else self.augment_caption(caption, seed))
+                origins.append((sample.source, sample.position))
+                if loss is not None:
+                    report.losses.append(loss)
+        texts = self.tokenizer(captions)
+        origin = (torch.tensor(origins),) if self.with_origin else ()
+        return (collate_images(images), texts, *origin, report)
+
+    def _decode(self, sample: RawSample) -> Image.Image:
+        return decode_image(sample.image, self.crop)

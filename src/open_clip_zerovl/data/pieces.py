@@ -1,0 +1,164 @@
+"""Pieces of a source's shards to raw samples, each piece as long as it is meant to be, whatever its shard has lost."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from open_clip_zerovl.data.health import Loss
+from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.schedule import Piece
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import ShardError
+
+_STREAM_SUBSTITUTES = 6  # as in sampling.py: independent random streams of one seed
+
+
+@dataclass
+class PieceReader:
+    """Pieces of a source to raw samples, each piece as long as it is meant to be, whatever its shard has lost.
+
+    Args:
+        reading: how the source is read.
+        pieces: what this reader reads, in order.
+        epoch_pieces: all pieces of the source in the epoch, of which stand-ins for lost samples are taken.
+    """
+
+    reading: Reading
+    pieces: Sequence[Piece]
+    epoch_pieces: Sequence[Piece]
+    substitutes: Substitutes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.substitutes = Substitutes(self.reading, self.epoch_pieces)
+
+    def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
+        """The samples of all pieces from number `begin` on.
+
+        Raises:
+            UserError: with `reading.fail` anything wrong with a shard; without, no shard that could stand in.
+        """
+        for piece in self.pieces:
+            if begin >= len(piece):
+                begin -= len(piece)
+                continue
+            yield from self._piece(piece, piece.start + begin)
+            begin = 0
+
+    def _piece(self, piece: Piece, offset: int) -> Iterator[RawSample]:
+        reading, source = self.reading, self.reading.source
+        size = source.sizes[piece.shard]
+        try:
+            with closing(reading.samples(piece.shard, offset, piece.position + offset - piece.start)) as samples:
+                while offset < piece.stop:
+                    sample = next(samples)
+                    if reading.fail and sample.fault is not None:
+                        if offset + 1 < size:
+                            _raise_if_short(samples, offset + 1)
+                        raise UserError(sample_sentence(source, sample, sample.fault))
+                    yield sample
+                    offset += 1
+                if piece.stop == size:
+                    next(samples, None)
+            return
+        except Surplus:
+            message = wrong_size(source, piece.shard, "more")
+            if reading.fail:
+                raise UserError(message) from None
+            reading.notes(message)
+            return
+        except ShardError as error:
+            if reading.fail:
+                raise UserError(shard_sentence(source, piece.shard, error)) from error
+            loss = Loss(reading.index, error.reason, "", source.shards[piece.shard], str(error), 0)
+            readable = error.readable
+        for lost in range(offset, piece.stop):
+            stands_for = replace(loss, position=piece.position + lost - piece.start)
+            yield replace(self.substitutes.get(piece, lost, readable), stands_for=stands_for)
+
+
+def _raise_if_short(samples: Iterator[RawSample], count: int) -> None:
+    """Not a bad sample but a shard that ends in the middle of one."""
+    try:
+        next(samples, None)
+    except ShardError as error:
+        if error.readable == count:
+            raise
+    except Surplus:
+        pass
+
+
+@dataclass
+class Substitutes:
+    """Samples of the epoch's other pieces that stand in for lost ones.
+
+    Sample number i of a lost piece is replaced by number i, modulo its length, of a piece that the seed draws; where that
+    is lost too, of the next one drawn; at last of what is left of its own shard.
+    """
+
+    reading: Reading
+    pieces: Sequence[Piece]
+    _readable: dict[int, int] = field(default_factory=dict, init=False)  # shards known to be torn -> whole samples
+    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(default=None, init=False)
+    _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
+
+    def get(self, piece: Piece, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
+        """What stands in for sample `offset` of a piece.
+
+        Args:
+            readable: how many samples of the piece's own shard can be read.
+            attempt: 0 for the first choice, and so on.
+
+        Raises:
+            UserError: nothing of the source can be read.
+        """
+        for number in self._order(piece.position)[attempt:]:
+            other = self.pieces[number]
+            if other.shard == piece.shard:
+                continue
+            found = self._read(other, other.start + (offset - piece.start) % len(other))
+            if found is not None:
+                return found
+        if readable > 0:
+            own = Piece(piece.shard, 0, readable, piece.position - piece.start)
+            found = self._read(own, (offset + attempt) % readable)
+            if found is not None:
+                return found
+        source = self.reading.source
+        raise UserError(
+            f"nothing of source {source.name!r} can be read in place of what is lost, of {len(source.shards)} shards not "
+            "one; check that they are there and whole"
+        )
+
+    def _order(self, position: int) -> list[int]:
+        if self._drawn[0] != position:
+            rng = np.random.default_rng([self.reading.seed, _STREAM_SUBSTITUTES, self.reading.index, position])
+            self._drawn = position, rng.permutation(len(self.pieces)).tolist()
+        return self._drawn[1]
+
+    def _read(self, piece: Piece, offset: int) -> RawSample | None:
+        if offset >= self._readable.get(piece.shard, offset + 1):
+            return None
+        position = piece.position + offset - piece.start
+        try:
+            if self._open is None or self._open[:2] != (piece.shard, position):
+                self.close()
+                samples = self.reading.samples(piece.shard, offset, position)
+            else:
+                samples = self._open[2]
+            sample = next(samples)
+        except ShardError as error:
+            self._readable[piece.shard] = error.readable
+            self._open = None
+            return None
+        self._open = piece.shard, position + 1, samples
+        return sample
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        if self._open is not None:
+            self._open[2].close()
+            self._open = None

@@ -1,0 +1,356 @@
+"""What a source is (section 3.1: SBU, VG, CC3M, CC12M ...): a name, its shards, how many samples each holds, a weight.
+
+`parse_sources` reads open_clip's `--train-data` syntax with names added:
+
+    sbu=/d/sbu/{00000..00086}.tar::vg=/d/vg::/d/cc3m/{00000..00281}.tar
+
+Components are separated by `::`; each is a brace-expanded list of webdataset shards, a table of pairs (.csv or .tsv), a
+folder that holds `*.tar` or one table, or a folder that `zerovl cluster` wrote, which is a source each cluster; a component
+without a name takes its folder's. Sizes come from the `sizes.json` in *each* shard's own folder (open_clip looks into the first
+shard's folder only), and shards that no `sizes.json` lists are counted from their tar headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import braceexpand
+import numpy as np
+
+from open_clip_zerovl.data.clusters import Cluster, find_clustering, open_clusters
+from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.index import open_index
+from open_clip_zerovl.tar.members import (
+    REMOTE,
+    ShardError,
+    check_openable,
+    local_path,
+    locate_samples,
+    open_url,
+    stream_samples,
+)
+
+NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
+CAPTIONS = ("one-per-epoch", "all")  # where an image has several
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data source.
+
+    Attributes:
+        name: how it is called in logs, counts and messages.
+        shards: paths or URLs of its webdataset tars, in the order given; of a table, its path once for each block of rows.
+        sizes: samples in each shard, same order.
+        weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
+        table: the scanned table that the source is, instead of tars.
+        captions: of CAPTIONS, for images with several; None shows what is there as it is.
+        picked: (num_samples,) the numbers of the source's samples in their shards, shard after shard and ascending in each,
+            where the shards hold others too (`cluster_sources`); None where the source is all that they hold.
+    """
+
+    name: str
+    shards: tuple[str, ...]
+    sizes: tuple[int, ...]
+    weight: float = 1.0
+    table: CsvTable | None = None
+    captions: str | None = None
+    picked: np.ndarray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.starts[-1])
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """(shards + 1,) samples before each shard, and all of them."""
+        return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    @property
+    def layout(self) -> str:
+        """What the source is, for logs: "281 shards"."""
+        if self.table is not None:
+            return f"table {os.path.basename(self.table.path)}"
+        return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
+
+
+def is_named(train_data: str | None) -> bool:
+    """Whether a `--train-data` value names at least one of its sources (and so asks for this package's mixture)."""
+    return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
+
+
+def parse_sources(
+    train_data: str,
+    weights: str | None = None,
+    *,
+    captions: str | None = None,
+    table_format: CsvFormat | None = None,
+    on_bad_sample: str = "replace",
+) -> tuple[Source, ...]:
+    """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
+
+    Args:
+        train_data: `name=shards::name=shards`, see the module's text.
+        weights: `1::2::0.5`, one factor a component in their order, or `vg=2::sbu=0.5` by name (what is not named keeps 1).
+            The factor of a clustering is that of each of its clusters, which may also be named (`cc12m-007=2`).
+        captions: of CAPTIONS: show one caption of an image an epoch, all of them in turn, or make each a sample of its own.
+            Several captions are lines of a `txt`, or rows of a table with one image. None: a text and a row as they are.
+        table_format: how tables are written, where their header does not say.
+        on_bad_sample: "fail" refuses torn shards; "replace" counts what they hold, and takes shards that a `sizes.json`
+            lists and that are gone for lost ones, both with a warning.
+
+    Raises:
+        UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
+            a size or of which all captions are asked for, an unusable table or clustering, wrong number of weights, a weight
+            that is not a positive number, or a weight for an unknown source.
+    """
+    if captions is not None and captions not in CAPTIONS:
+        raise UserError(f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}")
+    strict = on_bad_sample == "fail"
+    named: dict[str, _Content] = {}
+    members: dict[str, list[str]] = {}  # component -> its sources
+    for position, component in enumerate(train_data.split("::"), start=1):
+        match = NAME.fullmatch(component)
+        pattern = match["shards"] if match else component
+        if not pattern.strip():
+            raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
+        name, contents = _contents(match["name"] if match else None, pattern, strict)
+        if name in members or contents.keys() & named.keys():
+            raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
+        named.update(contents)
+        members[name] = list(contents)
+    factors = _parse_weights(weights, members)
+    return tuple(
+        _source(name, content, factors[name], captions, table_format, strict) for name, content in named.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a source is made of: shards, of which a cluster may pick samples, or a table."""
+
+    shards: tuple[str, ...] = ()
+    table: str | None = None
+    cluster: Cluster | None = None
+
+
+def _contents(name: str | None, pattern: str, strict: bool) -> tuple[str, dict[str, _Content]]:
+    """The name of a component, given or found, and the sources that it stands for."""
+    if (clustering := find_clustering(pattern)) is not None:
+        source, clusters = open_clusters(*clustering, strict=strict)
+        name = name or source
+        return name, {f"{name}-{i:03d}": _Content(c.shards, cluster=c) for i, c in enumerate(clusters)}
+    if (table := find_table(pattern)) is not None:
+        name = name or _folder_name(table)
+        return name, {name: _Content(table=table)}
+    shards = _expand(pattern)
+    name = name or _folder_name(shards[0])
+    for shard in shards:
+        check_openable(shard)
+    return name, {name: _Content(shards)}
+
+
+def _source(
+    name: str, content: _Content, weight: float, captions: str | None, table_format: CsvFormat | None, strict: bool
+) -> Source:
+    if content.table is not None:
+        table = open_table(content.table, table_format, by_image=captions == "one-per-epoch")
+        sizes = block_sizes(len(table))
+        return Source(name, (content.table,) * len(sizes), sizes, weight, table, captions)
+    cluster, each_caption = content.cluster, captions == "all"
+    if cluster is not None and cluster.picked is not None:
+        if each_caption:
+            raise UserError(
+                f"source {name!r} is a cluster of samples in shards that hold others too, whose captions '--captions all' "
+                "cannot count; write the clusters anew with `zerovl cluster --reshard`, or ask for '--captions one-per-epoch'"
+            )
+        return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
+    return Source(name, content.shards, _sizes(name, content.shards, each_caption, strict), weight, captions=captions)
+
+
+def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
+    """Number of samples in a local webdataset tar, from its headers (nothing is decoded); `tar/members` has the rule.
+
+    Args:
+        torn: count what a torn tar holds before its tear, with a warning.
+
+    Raises:
+        UserError: the file is no readable tar, or torn.
+    """
+    count = 0
+    try:
+        try:
+            for _ in locate_samples(path):
+                count += 1
+        except tarfile.ReadError:  # compressed, or no tar
+            with closing(stream_samples(str(path))) as samples:
+                for _ in samples:
+                    count += 1
+    except ShardError as error:
+        if not torn or count == 0:
+            raise UserError(f"shard {path} cannot be read as a tar file ({error}); fetch or write it again") from error
+        logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
+    return count
+
+
+def count_tar_captions(path: str | Path) -> int:
+    """Number of captions in a local webdataset tar, one a line of its `txt` members.
+
+    Raises:
+        UserError: the file is no readable, uncompressed tar.
+    """
+    try:
+        return int(open_index(str(path)).captions.sum())
+    except (ShardError, tarfile.ReadError) as error:
+        raise UserError(
+            f"shard {path} cannot be read as a plain tar ({error}), which '--captions all' needs; fetch or unpack it"
+        ) from error
+
+
+def _expand(pattern: str) -> tuple[str, ...]:
+    if not REMOTE.match(pattern) and os.path.isdir(pattern):
+        shards = tuple(sorted(str(path) for path in Path(pattern).glob("*.tar")))
+        if not shards:
+            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
+        return shards
+    try:
+        return tuple(braceexpand.braceexpand(pattern))
+    except ValueError as error:  # its UnbalancedBracesError
+        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
+
+
+def _folder_name(shard: str) -> str:
+    folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", folder):
+        raise UserError(f"no source name can be read off {shard!r}; name the source: name={shard}")
+    return folder
+
+
+def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -> tuple[int, ...]:
+    missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
+    remote = [shard for shard in shards if local_path(shard) is None]
+    if each_caption and remote:
+        raise UserError(
+            f"shards of source {name!r} are remote, first {remote[0]}: their captions cannot be counted for '--captions "
+            "all'; copy them here, or ask for '--captions one-per-epoch'"
+        )
+    known = {} if each_caption else _listed_sizes(shards)
+    lost = [shard for shard in missing if strict or shard not in known]
+    if lost or len(missing) == len(shards):
+        raise UserError(
+            f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
+            "correct the path or the range"
+        )
+    if missing:
+        logging.warning(
+            f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
+            f"others stand in for their {sum(known[shard] for shard in missing)} samples."
+        )
+    unknown = [shard for shard in shards if shard not in known]
+    unsized = [shard for shard in unknown if shard in remote]
+    if unsized:
+        raise UserError(
+            f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
+            'put a sizes.json ({"00000.tar": 9873, ...}) beside them'
+        )
+    if unknown:
+        what = "captions of" if each_caption else "samples of"
+        logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json tells.")
+
+        def count(shard: str) -> int:
+            path = local_path(shard) or shard
+            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not strict)
+
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            known.update(zip(unknown, pool.map(count, unknown), strict=True))
+    sizes = tuple(known[shard] for shard in shards)
+    if sum(sizes) == 0:
+        raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
+    return sizes
+
+
+def _listed_sizes(shards: Sequence[str]) -> dict[str, int]:
+    """The sizes that a sizes.json beside each shard gives."""
+    tables: dict[str, dict[str, int]] = {}
+    known: dict[str, int] = {}
+    for shard in shards:
+        # A pipe's command names its shard somewhere: the sizes.json is what the same command gives for that name.
+        found = re.search(r"[^/\s'\"=]+\.(tar|tgz)\b[^/\s'\"]*", shard) if local_path(shard) is None else None
+        base = found[0] if found else os.path.basename(shard)
+        table = shard[: found.start()] + "sizes.json" + shard[found.end() :] if found else None
+        where = table or os.path.join(os.path.dirname(local_path(shard) or shard), "sizes.json")
+        if where not in tables:
+            tables[where] = _read_sizes(where)
+        if base in tables[where]:
+            known[shard] = tables[where][base]
+    return known
+
+
+def _read_sizes(url: str) -> dict[str, int]:
+    remote = local_path(url) is None
+    if not remote and not os.path.isfile(url):
+        return {}
+    try:
+        with open_url(url) as file:
+            text = file.read()
+        if remote and not text:
+            return {}  # the command or the server has none
+        return {str(shard): int(size) for shard, size in json.loads(text).items()}
+    except OSError as error:
+        if remote:
+            logging.warning(f"{url} cannot be read ({error}).")
+            return {}
+        raise UserError(f"{url} cannot be read ({error.strerror}); check its permissions") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f'{url} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
+            "to have the shards counted"
+        ) from error
+
+
+def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """source -> factor, for components that each stand for one source or more."""
+    factors = {name: 1.0 for names in members.values() for name in names}
+    if weights is None:
+        return factors
+    parts = weights.split("::")
+    flag = f"--train-data-upsampling-factors {weights!r}"
+    by_name = ["=" in part for part in parts]
+    if any(by_name):
+        if not all(by_name):
+            raise UserError(f"{flag} names some sources and not others; name all of them or none")
+        given = dict(part.split("=", 1) for part in parts)
+        unknown = [name for name in given if name not in members and name not in factors]
+        if unknown:
+            raise UserError(f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(members)}")
+    else:
+        if len(parts) != len(members):
+            raise UserError(
+                f"{flag} gives {len(parts)} weights for {len(members)} sources ({', '.join(members)}); give one each"
+            )
+        given = dict(zip(members, parts, strict=True))
+    # A component's own factor first, so that one of its sources may be named to differ.
+    for name, part in sorted(given.items(), key=lambda item: item[0] not in members):
+        try:
+            factor = float(part)
+        except ValueError:
+            factor = float("nan")
+        if not 0 < factor < float("inf"):
+            raise UserError(
+                f"the weight {part!r} of source {name!r} in {flag} is not a positive number; give one like 0.5"
+            )
+        factors.update(dict.fromkeys(members.get(name, [name]), factor))
+    return factors

@@ -1,0 +1,123 @@
+"""Image transforms (sections 2.2 and A.9): AutoAugment in training, and the paper's evaluation transform.
+
+Training crops 60-100 % of the area and applies AutoAugment's ImageNet policy to the crop. Draws come from torch's default
+generator, as torchvision's do; the data pipeline seeds it for each sample (`randomness.seeded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from open_clip.transform import MaybeConvertMode
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import (
+    AutoAugment,
+    AutoAugmentPolicy,
+    CenterCrop,
+    Compose,
+    InterpolationMode,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
+
+AUTO_AUGMENT_POLICIES = {"imagenet": AutoAugmentPolicy.IMAGENET}
+INTERPOLATIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
+    """open_clip's training transform with AutoAugment right after its random crop, on the cropped RGB image.
+
+    Args:
+        transform: what `create_model_and_transforms` returns second, with or without `--aug-cfg`.
+        policy: of AUTO_AUGMENT_POLICIES.
+
+    Raises:
+        UserError: an unknown policy, a transform without a random resized crop, or one that has AutoAugment already.
+    """
+    augment = _auto_augment(policy)
+    steps = list(getattr(transform, "transforms", ()))
+    if any(isinstance(step, AutoAugment) for step in steps):
+        raise UserError("the training transform has AutoAugment already; insert it once.")
+    crops = [
+        index
+        for index, step in enumerate(steps)
+        if isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation)
+    ]
+    if len(crops) != 1:
+        raise UserError(
+            "AutoAugment goes after the random resized crop of the training transform, and this one has "
+            f"{len(crops) or 'none'} ({', '.join(type(step).__name__ for step in steps) or type(transform).__name__}); "
+            "use open_clip's own training transform."
+        )
+    after = crops[0] + 1
+    if after < len(steps) and isinstance(steps[after], MaybeConvertMode):
+        after += 1  # the policy's operations want RGB
+    return Compose([*steps[:after], augment, *steps[after:]])
+
+
+def image_transform_train(
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    *,
+    area: tuple[float, float] = (0.6, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    auto_augment: str | None = None,
+    interpolation: str = "bilinear",
+) -> Compose:
+    """The paper's training transform (A.9): random resized crop, AutoAugment, normalisation; PIL image -> (3, S, S).
+
+    Args:
+        size_px: side S of the square that comes out.
+        area: range of the crop's share of the image's area.
+        ratio: range of the crop's width by its height.
+        auto_augment: a policy of AUTO_AUGMENT_POLICIES.
+        interpolation: bilinear (the released code) or bicubic (open_clip).
+
+    Raises:
+        UserError: an unknown policy or interpolation.
+    """
+    crop = RandomResizedCrop(size_px, scale=area, ratio=ratio, interpolation=_interpolation(interpolation))
+    augment = [_auto_augment(auto_augment)] if auto_augment is not None else []
+    return Compose([crop, MaybeConvertMode(), *augment, ToTensor(), Normalize(mean, std)])
+
+
+def paper_eval_transform(
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    *,
+    interpolation: str = "bilinear",
+) -> Compose:
+    """The paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
+
+    The side before the crop is `size_px * 256 / 224`, rounded. open_clip's `preprocess_cfg` cannot express this one, so
+    that a checkpoint's own transform, which CLIP_benchmark applies too, is another.
+
+    Raises:
+        UserError: an unknown interpolation.
+    """
+    side = round(size_px * 256 / 224)
+    resize = Resize((side, side), interpolation=_interpolation(interpolation))
+    return Compose([MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)])
+
+
+def _auto_augment(policy: str) -> AutoAugment:
+    if policy not in AUTO_AUGMENT_POLICIES:
+        raise UserError(f"there is no AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
+    return AutoAugment(AUTO_AUGMENT_POLICIES[policy])
+
+
+def _interpolation(name: str) -> InterpolationMode:
+    if name not in INTERPOLATIONS:
+        raise UserError(f"there is no interpolation {name!r}; give one of {', '.join(INTERPOLATIONS)}.")
+    return INTERPOLATIONS[name]

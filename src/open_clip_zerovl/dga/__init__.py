@@ -1,0 +1,12 @@
+"""Decoupled gradient accumulation (section 4.1, A.2): the gradient of a large batch, a micro-batch at a time."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],
+        "open_clip_zerovl.dga.replay": ["ReplayError"],
+        "open_clip_zerovl.dga.retain": ["Retention", "parse_retain"],
+    },
+)

@@ -1,0 +1,212 @@
+"""What makes a second forward pass the same as the first: batch norm left alone, frozen towers reused, features compared.
+
+Shapes: `B` micro-batch per rank, `K` micro-batches, `D` embedding width; a micro-batch is known by its index k in 0..K-1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import open_clip
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import RngState
+
+log = logging.getLogger(__name__)
+
+# Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
+# precision that took part. The same kernel gives exactly 0, other kernels with grad on than off give some roundings, and
+# other masks 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
+REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+class ReplayError(UserError, RuntimeError):
+    """A replayed forward pass gave other features than the first: the gradients would be wrong."""
+
+
+@contextmanager
+def norm_statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what the forward passes inside do to running statistics (batch norm of any kind, tracked instance norm)."""
+    buffers = [
+        buffer
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for buffer in module.buffers(recurse=False)
+    ]
+    kept = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+
+
+class FrozenTowers:
+    """Lets a tower without trainable parameters run once per micro-batch: the replay gets its first output again.
+
+    The model is still called as a whole (DDP needs that), with `encode_image` or `encode_text` of the open_clip model
+    inside replaced for the length of a step. The random state after the tower is kept too, because the other tower may
+    draw next. A model that is not open_clip's, or is compiled (each replacement would compile anew), runs its frozen
+    tower twice: the gradients are the same, the saving is lost, and the log says so.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:
+        self._model = model
+        self._device = device
+        self._index = 0
+        self._replaying = False
+        self._restore_rng = True
+        self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
+        self._reusable = not compiled and type(model).forward in (
+            open_clip.CLIP.forward,
+            open_clip.CustomTextCLIP.forward,
+        )
+        self._told = False
+
+    def frozen(self) -> list[str]:
+        """Names of the encode methods whose tower has no trainable parameter now ([] where the model is not known)."""
+        visual = getattr(self._model, "visual", None)
+        if not isinstance(visual, nn.Module):
+            return []
+        image = {id(parameter) for parameter in visual.parameters()}
+        heads = {id(getattr(self._model, name, None)) for name in ("logit_scale", "logit_bias")}
+        trainable = {id(p) for p in self._model.parameters() if p.requires_grad} - heads
+        names = []
+        if not trainable & image:
+            names.append("encode_image")
+        if not trainable - image:
+            names.append("encode_text")
+        return names
+
+    @contextmanager
+    def reused(self, restore_rng: bool = True) -> Iterator[FrozenTowers]:
+        """Within, a forward announced by `first_pass` records and one announced by `replay` reuses."""
+        self._restore_rng = restore_rng
+        names = self.frozen()
+        if names and not self._reusable:
+            if not self._told:
+                log.info(
+                    "The frozen tower (%s) runs in both passes: only eager open_clip models can skip the second.", names
+                )
+            self._told, names = True, []
+        before = {name: self._model.__dict__.get(name) for name in names}
+        for name in names:
+            self._model.__dict__[name] = self._once(name, getattr(self._model, name))
+        try:
+            yield self
+        finally:
+            for name, method in before.items():
+                del self._model.__dict__[name]
+                if method is not None:
+                    self._model.__dict__[name] = method
+            self._outputs.clear()
+            self._replaying = False
+
+    def first_pass(self, index: int) -> None:
+        """The next forward is the first of micro-batch `index`."""
+        self._index, self._replaying = index, False
+
+    def replay(self, index: int) -> None:
+        """The next forward is the second of micro-batch `index`."""
+        self._index, self._replaying = index, True
+
+    def _once(self, name: str, encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def encode_once(*args: Any, **kwargs: Any) -> Tensor:
+            if self._replaying:
+                output, state = self._outputs.pop((name, self._index))
+                if self._restore_rng:
+                    state.restore()
+                return output
+            with torch.no_grad():
+                output = encode(*args, **kwargs)
+            self._outputs[name, self._index] = output, RngState.capture(self._device)
+            return output
+
+        return encode_once
+
+
+class ReplayCheck:
+    """Compares replayed with cached features; the verdict is read once, and is the same on every rank.
+
+    Differences stay on the device until `verdict`, so that comparing costs no synchronisation per micro-batch.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._passed_once = False
+        self._seen: list[tuple[str, int, Tensor]] = []
+
+    @property
+    def active(self) -> bool:
+        return self.mode == "always" or (self.mode == "first" and not self._passed_once)
+
+    def start(self) -> None:
+        self._seen = []
+
+    def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
+        """Note the difference of `name` (B, D) of micro-batch `index`; equal NaN count as equal."""
+        if not self.active:
+            return
+        replayed, cached = replayed.detach().to(cached.dtype), cached.detach()
+        same = (replayed == cached) | (replayed.isnan() & cached.isnan())
+        difference = torch.where(same, 0.0, replayed - cached)
+        relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(torch.finfo(cached.dtype).tiny)
+        worst = torch.where(same.all(dim=-1), 0.0, relative).max()
+        self._seen.append((name, index, torch.stack([worst, difference.abs().max()])))
+
+    def verdict(self, tolerance: float, device: torch.device, world_size: int) -> None:
+        """Raise `ReplayError` on every rank if the features of any rank differ by more than `tolerance`.
+
+        Called once per step, before the gradients are averaged, so that no rank waits for one that has stopped.
+        """
+        if not self.active:
+            return
+        seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
+        # `not <=` rather than `>`: a NaN is a difference.
+        bad = [entry for entry in seen if not entry[0] <= tolerance]
+        anywhere = torch.tensor([bool(bad), bool(seen)], dtype=torch.long, device=device)
+        if world_size > 1:
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        any_bad, any_seen = anywhere.tolist()
+        self._seen = []
+        if any_bad and not bad:
+            raise ReplayError("Another rank's replayed features differ from its cached ones; its message says where.")
+        if bad:
+            relative, absolute, name, k = max(bad, key=lambda entry: (math.isnan(entry[0]), entry[0]))
+            raise ReplayError(
+                f"Replayed {name} of micro-batch {k} differ from the cached ones: relative difference {relative:.3g} "
+                f"(largest element {absolute:.3g}), tolerance {tolerance:.3g}. The gradient would be wrong. Likely causes: "
+                "a kernel or compiled graph that draws other random masks with grad on than off; a random generator that "
+                "is not torch's default one; a module that changes with each forward (a cache, a counter, spectral "
+                "norm); a `prepare` that is not deterministic. Find it with the model in eval(), then module by module; "
+                "retain=K avoids the second forward in one process, check='never' accepts the difference."
+            )
+        self._passed_once = self._passed_once or bool(any_seen)
+
+    def _numbers(self) -> list[tuple[float, float]]:
+        """(relative, largest absolute) difference of each comparison, brought to the host at once."""
+        if not self._seen:
+            return []
+        return [(relative, largest) for relative, largest in torch.stack([pair for _, _, pair in self._seen]).tolist()]
+
+
+def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> float:
+    """The `REPLAY_TOLERANCE` of the coarsest of the parameters' precisions, autocast's, and TF32 where it is on."""
+    precisions = {p.dtype for p in model.parameters() if p.dtype in REPLAY_TOLERANCE}
+    with autocast():
+        if torch.is_autocast_enabled(device.type):
+            precisions.add(torch.get_autocast_dtype(device.type))
+    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        precisions.add(torch.float16)  # TF32 keeps as many bits of a product's factors
+    return max(
+        (REPLAY_TOLERANCE[p] for p in precisions if p in REPLAY_TOLERANCE), default=REPLAY_TOLERANCE[torch.float32]
+    )

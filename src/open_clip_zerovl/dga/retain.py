@@ -1,0 +1,118 @@
+"""How many of the K graphs of a step's first pass are kept (section 4.1: what is kept is not forwarded twice).
+
+Shapes: `K` micro-batches, `R` of them retained, `W` ranks. A step costs 1 + (K-R)/(3K) of plain training, a forward
+being a third of it, and holds R graphs at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.memory import LiveBytes, available_bytes
+
+log = logging.getLogger(__name__)
+
+# Share of the free memory that "auto" fills: the rest is for fragmentation and for steps with longer texts.
+AUTO_SHARE = 0.9
+
+
+def most_graphs(k: int, world_size: int) -> int:
+    """The largest R: over several ranks one of several micro-batches is replayed, as DDP synchronises there."""
+    return k - 1 if world_size > 1 and k > 1 else k
+
+
+class Retention:
+    """Decides R for each step: the number asked for, or, for "auto", what measured free memory allows.
+
+    "auto" keeps one graph in the first step and measures it: on CUDA by the allocator, elsewhere by counting the bytes
+    of tensors that a forward pass leaves alive. The second step, when the optimizer has its state, fixes R from the
+    memory free then; over ranks the smallest count holds for all.
+    """
+
+    def __init__(self, retain: int | str, device: torch.device, world_size: int) -> None:
+        if isinstance(retain, bool) or not (retain == "auto" or (isinstance(retain, int) and retain >= 0)):
+            raise UserError(f"retain must be 'auto' or a number of graphs >= 0, but is {retain!r}.")
+        self._retain = retain
+        self._device = device
+        self._world_size = world_size
+        self._bytes_per_sample = 0.0
+        self._transient_bytes = 0.0
+        self._allocated_before = 0
+        self._auto: int | None = None
+
+    def graphs(self, sizes: list[int]) -> int:
+        """R for a step with micro-batches of these sizes (over ranks: a collective in the second step of "auto")."""
+        most = most_graphs(len(sizes), self._world_size)
+        if isinstance(self._retain, int):
+            if self._retain > most:
+                reason = " (over several ranks one is replayed, so that DDP has a place to synchronise)"
+                raise UserError(
+                    f"retain={self._retain} graphs were asked for, but a step of {len(sizes)} micro-batches over "
+                    f"{self._world_size} rank(s) can keep at most {most}{reason if most < len(sizes) else ''}."
+                )
+            return self._retain
+        if self._auto is None and self._bytes_per_sample:
+            self._auto = self._decide(max(sizes))
+        if self._device.type == "cuda" and self._auto is None:
+            self._allocated_before = torch.cuda.memory_allocated(self._device)
+        return min(most, 1 if self._auto is None else self._auto)
+
+    @contextmanager
+    def measured(self, size: int) -> Iterator[None]:
+        """Around the forward of a retained micro-batch of `size` samples: measures its graph if "auto" still needs to."""
+        if self._retain != "auto" or self._bytes_per_sample:
+            yield
+        elif self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            yield
+            self._bytes_per_sample = max(1, torch.cuda.memory_allocated(self._device) - before) / size
+        else:
+            with LiveBytes() as live:
+                yield
+            self._bytes_per_sample = max(1, live.bytes()) / size
+
+    def step_done(self, sizes: list[int]) -> None:
+        """After the backward passes of a step: what such a step needs beside what lives from step to step."""
+        if self._retain != "auto" or self._auto is not None:
+            return
+        if self._device.type == "cuda":
+            # The peak so far, perhaps of earlier work: too much at worst, which keeps a graph less.
+            self._transient_bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated_before
+        else:
+            self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and its gradients on the way
+
+    def _decide(self, size: int) -> int:
+        """R from the free memory: one graph is in the transient part already, more fill AUTO_SHARE of what is left."""
+        free = available_bytes(self._device)
+        graph = self._bytes_per_sample * size
+        if free is None:
+            count = 1
+            log.warning(
+                "retain='auto': free memory of a %s device cannot be measured; 1 graph is kept.", self._device.type
+            )
+        else:
+            count = 1 + max(0, int((AUTO_SHARE * free - self._transient_bytes) // graph))
+            log.info(
+                "retain='auto': %d graphs of %.1f MiB fit in the %.0f MiB that are free on this rank.",
+                count,
+                graph / 2**20,
+                free / 2**20,
+            )
+        if self._world_size > 1:
+            agreed = torch.tensor([count], device=self._device)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN)
+            count = int(agreed.item())
+        return count
+
+
+def parse_retain(text: str) -> int | str:
+    """The value of `--dga-retain`: a number of graphs, or "auto". UserError for anything else."""
+    if text != "auto" and not text.isdecimal():
+        raise UserError(f"{text!r} is neither a number of micro-batches nor auto")
+    return text if text == "auto" else int(text)

@@ -1,0 +1,345 @@
+"""Decoupled gradient accumulation (section 4.1, eq. 5 and 7; A.2): the gradient of a large batch, a micro-batch at a time.
+
+Shapes: `B` micro-batch per rank (sizes may differ), `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `D`
+embedding width, `R` graphs retained, b = B*K rows of this rank.
+
+The gradient of a contrastive loss splits at the features: d loss / d parameters is the sum over micro-batches of
+(d features / d parameters)^T (d loss / d features), and the second factor needs the features' values only. So
+
+    (1) forward each micro-batch without graph; keep features and the random state it started from.
+        The last R micro-batches are forwarded with graph instead, and their graphs retained.
+    (2) the loss on all features, gathered over ranks, gives d loss / d features, d loss / d logit_scale (and logit_bias).
+    (3) backward the retained graphs; forward each other micro-batch again, with graph and the same random masks, and
+        backward the cached gradients. DDP synchronises once, in the last backward.
+
+R graphs are alive at the end of (1) and in (2), and one at a time in (3): what grows with K are the features alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import open_clip
+import torch
+import torch.distributed as dist
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.dga.replay import FrozenTowers, ReplayCheck, ReplayError, norm_statistics_kept, replay_tolerance
+from open_clip_zerovl.dga.retain import Retention
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
+from open_clip_zerovl.randomness import RngState
+
+__all__ = ["DecoupledGradientAccumulation", "ReplayError"]
+
+log = logging.getLogger(__name__)
+
+FEATURES = ("image_features", "text_features")  # (B, D) each, a row a sample
+SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
+
+Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class DecoupledGradientAccumulation:
+    """One optimizer step's gradient over K micro-batches, exactly that of one graph over all of them.
+
+    Exact means: for any K, W, sizes, dropout, token drop and targets, each parameter's `.grad`, logit_scale's and
+    logit_bias' included, equals the gradient of the mean loss over the effective batch under the same random masks, up to
+    the rounding of sums taken in another order. Batch norm in training mode sees its micro-batch (and, synchronised, its
+    ranks'), which no accumulation can change.
+
+    Args:
+        model: called as `model(images, texts)`; returns open_clip's output dict. Plain, in DistributedDataParallel,
+            compiled, or compiled DDP.
+        loss: open_clip's loss signature: `loss(image_features=, text_features=, logit_scale=, [logit_bias=,]
+            **loss_inputs, output_dict=True)`. Over ranks, one whose gradients DDP's mean makes right: `ContrastiveLoss`,
+            `ClipLoss(gather_with_grad=True)`, `SigLipLoss`. `ClipLoss()` with neither flag has its 1/W mended here;
+            `ClipLoss(local_loss=True)` alone is refused. A loss of another class is taken at its word.
+        autocast: makes the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is taken on
+            fp32 features (fp64 stays fp64) outside of it.
+        scaler: a GradScaler: gradients come out multiplied by its scale, as from `scaler.scale(loss).backward()`.
+        retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for as many as fit.
+        check: compare replayed with cached features "first" (the first step that replays), "always" or "never".
+        replay_rng: False draws new random masks in the replay: the paper's Table 6 ablation, a wrong gradient.
+
+    Raises:
+        UserError: what cannot be exact, before any pass: CoCa, distillation, a loss made for other ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        retain: int | str = 1,
+        check: str = "first",
+        replay_rng: bool = True,
+    ) -> None:
+        if check not in ("first", "always", "never"):
+            raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
+        inner, self._ddp, compiled = _unwrap(model)
+        if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
+            raise UserError(
+                "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
+                "feature vectors; train it with open_clip's own loop."
+            )
+        if isinstance(loss, DistillClipLoss):
+            raise UserError(
+                "Decoupled gradient accumulation does not distil: DistillClipLoss needs a teacher's features of every "
+                "micro-batch; drop the distillation or train with open_clip's own loop."
+            )
+        if self._ddp is not None and self._ddp.static_graph:
+            raise UserError(
+                "DistributedDataParallel(static_graph=True) (open_clip's --ddp-static-graph) counts on one backward pass per "
+                "step, but decoupled gradient accumulation takes one per micro-batch; leave it out."
+            )
+        parameter = next(inner.parameters(), None)
+        if parameter is None:
+            raise UserError("The model has no parameters, so there is no gradient to accumulate.")
+        if not replay_rng:
+            log.warning("Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation).")
+            check = "never"
+        self._model, self._inner, self._loss = model, inner, loss
+        self._device = parameter.device
+        self._world_size = dist.get_world_size(self._ddp.process_group) if self._ddp is not None else 1
+        self._feature_factor = _feature_factor(loss, self._world_size)
+        self._autocast, self._scaler = autocast, scaler
+        self._retention = Retention(retain, self._device, self._world_size)
+        self._check = ReplayCheck(check)
+        self._replay_rng = replay_rng
+        self._towers = FrozenTowers(inner, self._device, compiled)
+
+    def backward(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        *,
+        prepare: Prepare | None = None,
+        **loss_inputs: Any,
+    ) -> dict[str, Tensor]:
+        """Add the effective batch's gradient to every parameter's `.grad`; the optimizer step is the caller's.
+
+        Args:
+            micro_batches: K pairs (images, texts) of tensors, a row a sample; sizes may differ. They may wait in (pinned)
+                host memory and are moved to the model's device one at a time, in each pass.
+            prepare: `(images, texts) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
+                mixup); deterministic but for torch's random numbers, which the replay repeats.
+            loss_inputs: further arguments of the loss, over this rank's b = sum of sizes rows, micro-batches in order
+                (for `ContrastiveLoss`: `mixup_lambda`, and `partner=reversed_partner(sizes)`).
+
+        Returns:
+            Detached scalars: the loss' entries, "loss" (their sum), and "logit_scale".
+
+        Raises:
+            UserError: before any communication, for what cannot be done; over ranks let it end the process, since the
+                other ranks would wait in the next collective.
+            ReplayError: the self-check failed; raised by all ranks together, and `.grad` is not to be used.
+        """
+        sizes = _checked_sizes(micro_batches)
+        if not any(parameter.requires_grad for parameter in self._inner.parameters()):
+            raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
+        retained = self._retention.graphs(sizes)
+        first_retained = len(sizes) - retained
+        synced = len(sizes) - 1 if retained == len(sizes) else first_retained - 1  # the last to be backpropagated
+        self._check.start()
+        with self._towers.reused(restore_rng=self._replay_rng):
+            # (1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded.
+            rng_before: list[RngState] = []
+            features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
+            graphs: dict[int, dict[str, Tensor]] = {}
+            for k, micro_batch in enumerate(micro_batches):
+                rng_before.append(RngState.capture(self._device))
+                self._towers.first_pass(k)
+                if k < first_retained:
+                    with torch.no_grad():
+                        outputs = self._forward(micro_batch, prepare)
+                else:
+                    with self._unsynced(k != synced), self._retention.measured(sizes[k]):
+                        outputs = graphs[k] = self._forward(micro_batch, prepare)
+                for name in FEATURES:
+                    features[name].append(_detached_copy(outputs[name]))
+            scalars = {name: _detached_copy(outputs[name]) for name in SCALARS if name in outputs}
+            del outputs, micro_batch
+            rng_after = RngState.capture(self._device)
+
+            # (2) The loss, and its gradient by the features (b, D) and the scalars.
+            cached = {name: torch.cat(parts) for name, parts in features.items()}
+            del features
+            losses, gradients = self._loss_gradients(cached | scalars, loss_inputs)
+            gradient_rows = {name: gradients[name].split(sizes) for name in FEATURES}
+            cached_rows = {name: cached[name].split(sizes) for name in FEATURES}
+
+            # (3) Into the parameters. The scalars' gradient enters once, with the last: left out of the graph that
+            # synchronises, DDP would take their parameters for unused and let the ranks drift apart.
+            with norm_statistics_kept(self._inner):
+                for k in [*range(first_retained, len(sizes)), *range(first_retained)]:
+                    with self._unsynced(k != synced):
+                        if k in graphs:
+                            outputs = graphs.pop(k)
+                        else:
+                            if self._replay_rng:
+                                rng_before[k].restore()
+                            self._towers.replay(k)
+                            outputs = self._forward(micro_batches[k], prepare)
+                            for name in FEATURES:
+                                self._check.compare(name, k, outputs[name], cached_rows[name][k])
+                        wanted = {name: gradient_rows[name][k] for name in FEATURES}
+                        if k == synced:
+                            self._check.verdict(self._tolerance(), self._device, self._world_size)
+                            wanted |= {name: gradients[name] for name in scalars}
+                        _backpropagate(outputs, wanted)
+                    del outputs  # this graph's last owner: the next one is built in its memory
+            if self._replay_rng:
+                rng_after.restore()
+        self._retention.step_done(sizes)
+        return losses | {"logit_scale": scalars["logit_scale"]}
+
+    def _forward(self, micro_batch: tuple[Tensor, Tensor], prepare: Prepare | None) -> dict[str, Tensor]:
+        images, texts = (part.to(self._device, non_blocking=True) for part in micro_batch)
+        if prepare is not None:
+            images, texts = prepare(images, texts)
+        with self._autocast():
+            outputs = self._model(images, texts)
+        return _checked_outputs(outputs, len(micro_batch[0]))
+
+    def _loss_gradients(
+        self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Detached losses, and the gradient of their sum (times the scaler's scale) by each of `values`."""
+        if self._world_size > 1 and isinstance(self._loss, ClipLoss | SigLipLoss):
+            # open_clip's gathers take equal sizes for granted, and its averages over ranks would not weigh rows alike.
+            sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
+            if min(sizes) != max(sizes):
+                raise UserError(
+                    f"{type(self._loss).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
+                    "drop the remainder or use ContrastiveLoss, which takes any sizes."
+                )
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+            losses = self._loss(**leaves, **loss_inputs, output_dict=True)
+            if isinstance(losses, Tensor):
+                losses = {"contrastive_loss": losses}
+            total = sum(losses.values())
+            scaled = total if self._scaler is None else self._scaler.scale(total)
+            gradients = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        by_name = dict(zip(leaves, gradients, strict=True))
+        if self._feature_factor != 1:
+            by_name |= {name: by_name[name] * self._feature_factor for name in FEATURES}
+        return {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}, by_name
+
+    def _unsynced(self, apply: bool) -> AbstractContextManager[Any]:
+        return self._ddp.no_sync() if apply and self._ddp is not None else nullcontext()
+
+    def _tolerance(self) -> float:
+        return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
+
+
+def _unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
+    """The model inside of DDP and torch.compile in any order, the DDP wrapper if there is one, and whether compiled."""
+    ddp, compiled = None, False
+    while True:
+        compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
+        if isinstance(model, DistributedDataParallel):
+            ddp, model = model, model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            compiled, model = True, model._orig_mod
+        else:
+            return model, ddp, compiled
+
+
+def _feature_factor(loss: Callable[..., Any], world_size: int) -> int:
+    """What the features' gradient of `loss` must be multiplied by for DDP's mean over ranks to be right, or a refusal.
+
+    With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d of each rank's own rows.
+    - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks what is
+      W times the same loss, or (local_loss) W losses whose mean it is. SigLipLoss sums over ranks in all its dist_impl.
+    - ClipLoss() gives d: each rank has the whole loss, and its own rows' part of the gradient. The scale's is whole on
+      every rank, whose mean is right as it is.
+    - ClipLoss(local_loss=True) lacks what other ranks' losses say of own rows (A.1); no factor brings that back.
+    """
+    if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
+        return 1
+    if loss.world_size != world_size:
+        raise UserError(
+            f"{type(loss).__name__} was made for world_size={loss.world_size}, but the model's gradients are averaged over "
+            f"{world_size} rank(s): pass the loss rank and world_size of the process group, and the model in "
+            "DistributedDataParallel where there are several."
+        )
+    if world_size == 1:
+        return 1
+    require_process_group(world_size, type(loss).__name__)
+    if isinstance(loss, ClipLoss):
+        if loss.use_horovod:
+            raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
+        if loss.local_loss and not loss.gather_with_grad:
+            raise UserError(
+                "ClipLoss(local_loss=True, gather_with_grad=False) over several ranks loses the gradient that reaches a "
+                "feature through other ranks' losses (ZeroVL, A.1); set gather_with_grad=True or use ContrastiveLoss."
+            )
+        if not loss.gather_with_grad:
+            log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
+            return world_size
+    return 1
+
+
+def _checked_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
+        raise UserError(
+            "micro_batches must be a non-empty sequence of (images, texts), kept for the second pass, but is "
+            + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
+        )
+    for k, pair in enumerate(micro_batches):
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+            raise UserError(
+                f"Micro-batch {k} must be a pair of tensors (images, texts), but is a {type(pair).__name__}."
+            )
+        if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
+            raise UserError(
+                f"Micro-batch {k} must hold as many texts as images, but has {len(pair[1])} and {len(pair[0])}."
+            )
+    return [len(images) for images, _ in micro_batches]
+
+
+def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
+    """The model's output dict, refused by name where a part of it could get no gradient."""
+    if not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
+        seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise UserError(
+            f"The model must return a dict with image_features, text_features and logit_scale, but returned {seen}; "
+            "create open_clip models with output_dict=True."
+        )
+    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
+    if extra:
+        kind = (
+            "token logits for a caption loss (CoCa)"
+            if {"logits", "labels"} & set(extra)
+            else "a teacher's outputs (distillation)"
+            if any(name.startswith("dist_") for name in extra)
+            else "outputs unknown to it"
+        )
+        raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
+    for name in FEATURES:
+        if outputs[name].ndim != 2 or len(outputs[name]) != size:
+            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
+    return outputs
+
+
+def _detached_copy(output: Tensor) -> Tensor:
+    """A copy in fp32 at least; a copy always, for compiled models may write the next output over this one."""
+    return output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
+
+
+def _backpropagate(outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    """One backward pass from all outputs that depend on a trainable parameter (all at once, or DDP misses some)."""
+    roots = {name: gradient for name, gradient in gradients.items() if outputs[name].requires_grad}
+    if roots:
+        torch.autograd.backward(
+            [outputs[name] for name in roots],
+            [gradient.to(outputs[name].dtype) for name, gradient in roots.items()],
+        )

@@ -1,0 +1,1 @@
+"""What charts and pages share."""

@@ -1,0 +1,78 @@
+"""Names that a package hands on without importing their modules, and model configs registered when open_clip is loaded.
+
+torch, timm and transformers take seconds to import. A help text needs none of them, so `import open_clip_zerovl` and
+`import open_clip_zerovl.cli` import none: a package's public name is imported when it is first asked for (PEP 562), and the
+model configs are registered at once where open_clip is loaded already, else by a hook when it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def handed_on(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package that hands on names of its modules.
+
+        __getattr__, __dir__, __all__ = handed_on(__name__, {"open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"]})
+
+    Args:
+        package: its `__name__`.
+        names: full name of a module -> public names that it defines.
+    """
+    home = {name: module for module, group in names.items() for name in group}
+
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)  # found at once from now on
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Run `action` as soon as the module `name` is imported: now where it is, else right after its first import."""
+    module = sys.modules.get(name)
+    # A module that is being imported right now is not whole yet.
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        action()
+    else:
+        sys.meta_path.insert(0, _Hook(name, action))
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, and has its loader call an action after it has run the module."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            _call_after(spec.loader, self._action)
+        return spec
+
+
+def _call_after(loader: Any, action: Callable[[], None]) -> None:
+    execute = loader.exec_module
+
+    def execute_and_act(module: ModuleType) -> None:
+        execute(module)
+        action()
+
+    loader.exec_module = execute_and_act

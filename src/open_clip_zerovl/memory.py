@@ -1,0 +1,88 @@
+"""Memory seen: the bytes of tensors that are alive, their peak, and what a device or this process may still fill."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that operations run inside have allocated and that is still alive.
+
+    Unlike hooks on saved tensors it sees what gradient checkpointing and custom functions hold on to. Existing tensors
+    (parameters, inputs) and views of them do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def bytes(self) -> int:
+        """Bytes alive now."""
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        return sum(size for _, size in self._made.values())
+
+
+class PeakBytes(LiveBytes):
+    """The most bytes alive at once of what the operations inside make. Their own scratch memory is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bound = 0  # never less than what is alive: counting all is needed only where it passes the peak
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
+        if self._bound > self.peak:
+            self._bound = self.bytes()
+            self.peak = max(self.peak, self._bound)
+        return result
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory this process may still fill: on CUDA free plus cached, on CPU its share of the host's; None if unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    limits = [limit for limit in (_meminfo_available(), _cgroup_available()) if limit is not None]
+    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limits else None
+
+
+def _meminfo_available() -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+
+
+def _cgroup_available() -> int | None:
+    """What the container's memory limit leaves (cgroup v2)."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
+        return None
+    return max(0, int(limit.read_text()) - int(used.read_text()))

@@ -1,0 +1,12 @@
+"""Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, built with guards."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.models.configs": ["logit_scale_of", "register_model_configs"],
+        "open_clip_zerovl.models.build": ["check_model", "create_model_and_transforms", "with_text_model"],
+        "open_clip_zerovl.models.tower_weights": ["load_pretrained_tower"],
+    },
+)

@@ -1,0 +1,226 @@
+"""A model built from its config by open_clip, with guards where open_clip 3.3 goes on without a word.
+
+It does so where a name is not registered (CLIP's BPE tokenizer in place of BERT's), and where a config's
+`hf_model_pretrained` is false (the argument `pretrained_text`, true by default, overwrites it). `check_model` and
+`create_model_and_transforms` stand in these two places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.factory import get_model_config, parse_model_name
+from open_clip.hf_configs import arch_dict
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.configs import TEXT_WEIGHTS
+
+log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+
+
+def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
+    """Register the model `name` with another text tower and return the new name, the same for the same arguments.
+
+    Args:
+        name: a registered model with an HF text tower.
+        text_model: a folder (kept as an absolute path) or a hub id; it gives the tower's config, tokenizer and, where
+            the folder holds them, weights. A folder without weights gives a tower of random weights, with a warning.
+
+    Raises:
+        UserError: what `check_model` refuses.
+    """
+    check_model(name, text_model=text_model)
+    config = get_model_config(_registered_name(name))
+    folder = _text_folder(text_model)
+    source = str(folder.resolve()) if folder else str(text_model)
+    has_weights = folder is None or _holds_weights(folder)
+    if not has_weights and config["text_cfg"].get("hf_model_pretrained", True):
+        log.warning("%s holds no weights (%s): its text tower starts at random.", folder, " or ".join(TEXT_WEIGHTS[:2]))
+    config["text_cfg"].update(hf_model_name=source, hf_tokenizer_name=source, hf_model_pretrained=has_weights)
+
+    label = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(Path(source).parts[-2:])).strip("-")
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    derived = f"{_registered_name(name)}--{label}-{digest}"
+    if derived not in open_clip.list_models():
+        # open_clip registers from files only; it has read this one when add_model_config returns.
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / f"{derived}.json"
+            file.write_text(json.dumps(config), encoding="utf-8")
+            open_clip.add_model_config(file)
+    return derived
+
+
+def _registered_name(name: str) -> str:
+    return name.replace("/", "-")  # as open_clip.create_model reads it
+
+
+def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
+    """Refuse a model that open_clip would fail on late, or would quietly build differently from what was asked.
+
+    `local-dir:` and `hf-hub:` names bring their own config and pass. Nothing is downloaded.
+
+    Args:
+        text_model: see `with_text_model`.
+        pretrained_image: weights of the image tower are asked for (open_clip's `--pretrained-image`).
+
+    Raises:
+        UserError: an unknown name (with close ones); a folder of the text tower that is missing or incomplete; a
+            tokenizer that would be CLIP's BPE in front of an HF tower; more tokens than the tower has embeddings or
+            positions for; `pretrained_image` for a tower that is not timm's (open_clip ignores it).
+    """
+    schema, _ = parse_model_name(name)
+    if schema is not None:
+        if text_model is not None:
+            raise UserError(f"{name} brings its own text tower; leave the text model {text_model} away")
+        return
+    registered = _registered_name(name)
+    config = get_model_config(registered)
+    if config is None:
+        close = difflib.get_close_matches(registered, open_clip.list_models(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see open_clip.list_models()"
+        raise UserError(f"open_clip knows no model {name!r}; {hint}")
+    text_cfg, vision_cfg = config["text_cfg"], config["vision_cfg"]
+    if registered != name and (text_cfg.get("hf_tokenizer_name") or "siglip" in name.lower()):
+        raise UserError(f"write {registered} for {name}: with '/' open_clip would quietly take CLIP's BPE tokenizer")
+    if pretrained_image and "timm_model_name" not in vision_cfg:
+        raise UserError(f"{name} has open_clip's own image tower, for which there are no ImageNet weights to load")
+
+    tower = text_cfg.get("hf_model_name")
+    if not tower:
+        if text_model is not None:
+            raise UserError(f"{name} has open_clip's own text tower; a text model ({text_model}) needs an HF tower")
+        return
+    if text_model is None and not text_cfg.get("hf_tokenizer_name"):
+        raise UserError(
+            f"the config of {name} has an HF text tower ({tower}) but no hf_tokenizer_name, so open_clip would quietly "
+            "take CLIP's BPE tokenizer; name the tokenizer in the config"
+        )
+    sources = {text_model} if text_model is not None else {tower, text_cfg["hf_tokenizer_name"]}
+    by_default = text_model is None and registered.startswith("zerovl-emoji")
+    made_by = "; `zerovl data emoji --out data/emoji` writes it" if by_default else ""
+    for source in sorted(map(str, sources)):
+        _check_text_source(source, text_cfg.get("context_length", 77), made_by)
+
+
+def _text_folder(source: str | os.PathLike[str]) -> Path | None:
+    """The folder that `source` names (absent, too, if it can only be a path), or None for a hub id."""
+    text, path = os.fspath(source), Path(source).expanduser()
+    looks_like_path = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    return path if path.is_dir() or looks_like_path else None
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TEXT_WEIGHTS)
+
+
+def _check_text_source(source: str, context_length: int, made_by: str) -> None:
+    folder = _text_folder(source)
+    if folder is None:
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            raise UserError(
+                f"the text tower {source} is neither a folder nor in the Hugging Face cache, and HF_HUB_OFFLINE "
+                f"forbids the download; give a folder that holds it as the text model{made_by}"
+            )
+        return
+    if not folder.is_dir():
+        raise UserError(f"the text tower's folder {source} does not exist (seen from {Path.cwd()}){made_by}")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{folder} holds no config.json, so it is not the folder of an HF text tower") from None
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from None
+    if config.get("model_type") not in arch_dict:
+        known = ", ".join(sorted(arch_dict))
+        raise UserError(f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}")
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise UserError(f"{folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES[:2])})")
+    tokens, embeddings = _vocabulary_size(folder), config.get("vocab_size")
+    if tokens and embeddings and tokens > embeddings:
+        raise UserError(
+            f"the tokenizer in {folder} knows {tokens} tokens, the tower only {embeddings}: they do not match"
+        )
+    positions = config.get("max_position_embeddings")
+    if positions and context_length > positions:
+        raise UserError(
+            f"the tower in {folder} has {positions} positions, the model's context_length is {context_length}"
+        )
+
+
+def _vocabulary_size(folder: Path) -> int:
+    """How many tokens the folder's tokenizer can emit; 0 where its format does not say it plainly."""
+    if (file := folder / "tokenizer.json").is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content.get("model", {}).get("vocab")
+        if not isinstance(vocabulary, dict):
+            return 0
+        return 1 + max([*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))], default=-1)
+    if (file := folder / "vocab.txt").is_file():
+        return len(file.read_text(encoding="utf-8").splitlines())
+    return 0
+
+
+def pretrained_text_of(name: str) -> bool:
+    """Whether the registered config of `name` wants its text tower's own weights.
+
+    create_model overwrites the config's `hf_model_pretrained` with its argument `pretrained_text`; this is the value
+    to give it. True, as by default in open_clip, for a model without HF tower or with a schema.
+    """
+    config = get_model_config(_registered_name(name)) if parse_model_name(name)[0] is None else None
+    return (config or {}).get("text_cfg", {}).get("hf_model_pretrained", True)
+
+
+def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """open_clip's function of this name, honouring the config's `hf_model_pretrained`, and failing with a sentence.
+
+    Args:
+        model_name, pretrained, options: as for `open_clip.create_model_and_transforms`.
+
+    Returns:
+        model, training transform, evaluation transform.
+
+    Raises:
+        UserError: weights that cannot be had (hub out of reach and not in its cache, missing file) or do not fit; patch
+            dropout for an image tower without patch tokens.
+    """
+    options.setdefault("pretrained_text", pretrained_text_of(model_name))
+    try:
+        created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError) as error:
+        # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError).
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "
+            "(without internet, give folders or files that are here: a text model folder, pretrained weights)"
+        ) from error
+    except TypeError as error:
+        if "patch_drop_rate" not in str(error):
+            raise
+        raise UserError(
+            f"the image tower of {model_name} has no tokens to drop (--token-drop, --force-patch-dropout "
+            f"{options.get('force_patch_dropout')}); leave it out or choose a ViT"
+        ) from error
+    config = get_model_config(_registered_name(model_name)) if parse_model_name(model_name)[0] is None else {}
+    wants_weights = (config or {}).get("vision_cfg", {}).get("timm_model_pretrained", False)
+    given = pretrained or options.get("pretrained_image") or options.get("pretrained_image_path")
+    if wants_weights and not given:
+        log.warning(
+            "%s: the image tower starts at random; the paper's starts from ImageNet-21k (--pretrained-image).",
+            model_name,
+        )
+    return created

@@ -1,0 +1,61 @@
+"""The model configs of sections 2.2 and A.9, and how they reach open_clip.
+
+`model_configs/*.json` pair a timm ViT (class token, ImageNet-21k weights `augreg_in21k`, which timm calls by the name that
+the paper's released code used) with an HF BERT (raw [CLS]). Both are projected to 512 without bias. The temperature starts
+at 0.02 (logit_scale = 50, stored as its logarithm).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import open_clip
+from open_clip.factory import get_model_config
+
+from open_clip_zerovl.errors import UserError
+
+CONFIG_FOLDER = Path(__file__).parent / "model_configs"
+INITIAL_TEMPERATURE = 0.02
+
+# The 14M recipe's normalisation (released code), for open_clip's --image-mean and --image-std; 100M uses 0.5 for both.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+TEXT_WEIGHTS = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+
+
+def logit_scale_of(temperature: float) -> float:
+    """The value of open_clip's `logit_scale` parameter, a logarithm, for a softmax temperature: ln(1 / temperature)."""
+    if not temperature > 0:
+        raise UserError(f"a temperature must be positive, got {temperature}")
+    return -math.log(temperature)
+
+
+def register_model_configs() -> list[str]:
+    """Make this package's model names known to open_clip; calling it again changes nothing.
+
+    Returns:
+        The registered names, sorted.
+
+    Raises:
+        UserError: the JSON files are not where the package was installed, or open_clip did not take one of them
+            (it ignores a wrong folder and an incomplete file without a word).
+    """
+    configs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONFIG_FOLDER.glob("*.json"))}
+    if not configs:
+        raise UserError(f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again")
+    if any(get_model_config(name) != config for name, config in configs.items()):
+        open_clip.add_model_config(CONFIG_FOLDER)
+    for name, config in configs.items():
+        if get_model_config(name) != config:
+            raise UserError(
+                f"open_clip did not register {name} from {CONFIG_FOLDER}; install open_clip_torch 3.3 again"
+            )
+    return list(configs)

@@ -1,0 +1,100 @@
+"""Weights of one tower from a file: a raw timm or BERT state dict, put under the names that open_clip's towers have.
+
+open_clip 3.3 loads nothing from a file whose names are not its own, and says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.configs import TEXT_WEIGHTS
+
+
+@dataclass(frozen=True)
+class LoadedTower:
+    """What `load_pretrained_tower` did: tensors loaded, and the file's tensors that have no place in the tower."""
+
+    loaded: int
+    unused: tuple[str, ...]
+
+
+def load_pretrained_tower(
+    model: nn.Module, tower: Literal["image", "text"], path: str | os.PathLike[str]
+) -> LoadedTower:
+    """Load a tower's body from a raw timm or HF state dict, or from a whole open_clip checkpoint, projection aside.
+
+    open_clip's `pretrained_image_path` / `pretrained_text_path` want `trunk.*` / `transformer.*` keys and load nothing,
+    silently, from a file as timm or HF write it. Here every tensor of the tower must be found, under one of the
+    prefixes in use; what the file holds besides (a classifier, BERT's pooler and MLM head) is reported, not loaded.
+
+    Args:
+        model: an open_clip model with a timm image tower or an HF text tower, changed in place.
+        path: a `.safetensors` or torch file, or a folder with `model.safetensors` / `pytorch_model.bin`.
+
+    Raises:
+        UserError: no such file, a tower of another kind, a missing tensor or one of another shape.
+    """
+    if tower not in ("image", "text"):
+        raise UserError(f"a tower is 'image' or 'text', got {tower!r}")
+    inner, kind = ("trunk", "timm") if tower == "image" else ("transformer", "HF")
+    parent = getattr(model, "visual" if tower == "image" else "text", None)
+    body = getattr(parent, inner, None)
+    if not isinstance(body, nn.Module) or (tower == "text" and not hasattr(body, "config")):
+        raise UserError(f"the {tower} tower of this model is not a {kind} model, so raw {kind} weights do not fit it")
+
+    weights = _read_tower_file(Path(path))
+    expected = body.state_dict()
+    outer = "visual.trunk." if tower == "image" else "text.transformer."
+    prefixes = ("", f"{inner}.", outer, f"module.{outer}", "bert.", "model.")
+    prefix = max(prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected))  # the first of equals: ""
+    missing = [key for key in expected if f"{prefix}{key}" not in weights]
+    if missing:
+        raise UserError(
+            f"{path} holds {len(expected) - len(missing)} of the {tower} tower's {len(expected)} tensors (missing: "
+            f"{', '.join(missing[:3])}; the file begins with {', '.join(list(weights)[:3])}); nothing was loaded"
+        )
+    for key, value in expected.items():
+        found = weights[f"{prefix}{key}"]
+        if found.shape != value.shape:
+            raise UserError(
+                f"{path}: {prefix}{key} has shape {tuple(found.shape)}, the {tower} tower wants {tuple(value.shape)}; "
+                "nothing was loaded"
+            )
+    body.load_state_dict({key: weights[f"{prefix}{key}"] for key in expected})
+    used = {f"{prefix}{key}" for key in expected}
+    return LoadedTower(len(expected), tuple(key for key in weights if key not in used))
+
+
+def _read_tower_file(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        files = [path / name for name in TEXT_WEIGHTS[:2] if (path / name).is_file()]
+        if not files:
+            raise UserError(f"{path} holds neither {' nor '.join(TEXT_WEIGHTS[:2])}")
+        path = files[0]
+    if not path.is_file():
+        raise UserError(f"there is no file {path} to load tower weights from")
+    try:
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"{path} does not load as a file of tensors: {str(error).splitlines()[0]}") from error
+    content = content.get("state_dict", content) if isinstance(content, dict) else {}
+    weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    if not weights:
+        raise UserError(f"{path} holds no tensors")
+    # BERT's first releases call the two parameters of a LayerNorm gamma and beta.
+    renamed = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+    return {re.sub(r"\.LayerNorm\.(gamma|beta)$", lambda m: renamed[m[0]], key): v for key, v in weights.items()}

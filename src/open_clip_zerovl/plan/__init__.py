@@ -1,0 +1,13 @@
+"""`zerovl plan`: what a training run needs and takes, before it is started."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.plan.make": ["make_plan"],
+        "open_clip_zerovl.plan.answer": ["Plan"],
+        "open_clip_zerovl.plan.settings": ["PlanSettings"],
+        "open_clip_zerovl.plan.report": ["report"],
+    },
+)

@@ -1,0 +1,109 @@
+"""A plan: the hardware, the batching, time, memory and disk that it found, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.plan.data import Missing, SourceCheck
+from open_clip_zerovl.plan.estimate import UTILISATION
+from open_clip_zerovl.plan.settings import PlanSettings
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the run is planned for.
+
+    Attributes:
+        name: of one device.
+        kind: "cuda", "cpu", or "assumed".
+        ranks: W, a rank a GPU, or one on the CPU.
+        memory_gib: of one device, or of the machine for a CPU; `free_gib` of it now (as sold, for hardware assumed).
+        cores: CPU cores that this process may use; None for hardware assumed.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    memory_gib: float
+    free_gib: float
+    cores: int | None
+
+
+@dataclass
+class Plan:
+    """The answer.
+
+    Attributes:
+        estimate: nothing was measured on the hardware the plan is for.
+        retained: R, graphs kept of a step.
+        step_seconds: of one optimizer step, data included where it was measured.
+        compute_seconds, data_seconds: its parts on one rank; data for one loader process, None where there is no sample.
+        loss_seconds: part of compute.
+        loader_rate: samples a second of one loader process.
+        peak_bytes: of one device.
+        checkpoint_bytes, checkpoints: size of one, and how many will be kept at the same time.
+        free_disk_bytes: where --logs lies, None for hardware assumed.
+        timed: (K, R, seconds) of the steps that were taken.
+        missing: what the run needs and has not; `elsewhere`: what is not here and need not be, as hardware is assumed.
+    """
+
+    settings: PlanSettings
+    hardware: Hardware
+    estimate: bool
+    sources: list[SourceCheck]
+    retrieval: dict[str, str]
+    batching: Batching
+    epoch_steps: int
+    parameters: int
+    trained_parameters: int
+    retained: int = 0
+    step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    loss_seconds: float | None = None
+    data_seconds: float | None = None
+    loader_rate: float | None = None
+    peak_bytes: float | None = None
+    sample_flops: float | None = None
+    checkpoint_bytes: int = 0
+    checkpoints: int = 0
+    free_disk_bytes: int | None = None
+    timed: tuple[tuple[int, int, float], ...] = ()
+    missing: list[Missing] = field(default_factory=list)
+    elsewhere: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.epoch_steps * self.settings.epochs
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batching.effective_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def hours(self) -> float:
+        """Of training steps; evaluation and checkpoints are not in it."""
+        return self.steps * self.step_seconds / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        plain = dataclasses.asdict(self)
+        batching = plain.pop("batching")
+        plain["batching"] = {
+            "micro_batch": batching["micro_batch"],
+            "dga_steps": batching["dga_steps"],
+            "ranks": batching["world_size"],
+            "effective_batch": self.batching.effective_batch,
+        }
+        given = plain["settings"].items()
+        plain["settings"] = {k: v for k, v in given if v is not None and v is not False and v not in ((), {})}
+        plain["steps"], plain["samples_per_second"], plain["hours"] = self.steps, self.samples_per_second, self.hours
+        plain["gpu_hours"] = self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None
+        plain["utilisation_assumed"] = UTILISATION if self.estimate else None
+        return plain

@@ -1,0 +1,272 @@
+"""`zerovl plan`: what a training run needs and takes, before it is started.
+
+Data is opened, the model is built, and a few real steps are taken on the hardware here (measure.py); or, for hardware that
+is not here, FLOPs and bytes are counted and a table of GPUs says the rest (estimate.py, gpus.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.memory import available_bytes
+from open_clip_zerovl.plan.answer import GIB, Hardware, Plan
+from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
+from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
+from open_clip_zerovl.plan.gpus import USABLE_SHARE, micro_batch_for, parse_hardware
+from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
+from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
+from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+
+CPU_MICRO_BATCH = 16  # where nothing says another
+
+Say = Callable[[str], None]
+
+
+def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
+    """Plan a run.
+
+    Args:
+        say: is told what is going on.
+
+    Raises:
+        UserError: bad input. What is merely missing is in the plan.
+    """
+    gpu, count = parse_hardware(settings.assume) if settings.assume is not None else (None, 0)
+    if gpu is not None:
+        hardware = Hardware(gpu.label, "assumed", count, gpu.memory_gib, gpu.memory_gib, None)
+    else:
+        hardware = find_hardware(settings)
+    say("opening the data")
+    with quiet():  # the plan says itself what is wrong
+        data = check_data(settings)
+    if settings.stock_pipeline and settings.train_data is not None:
+        data.notes.append("--train-data names no source: training takes open_clip's own data pipeline, not timed here.")
+    precision = settings.precision
+    if gpu is not None and "16" not in precision:
+        if precision == "fp32":
+            data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
+        precision = "amp_bf16"  # as many bytes as amp, and quicker on the CPU that counts them
+    say("building the model with random weights")
+    device = torch.device("cuda:0" if hardware.kind == "cuda" else "cpu")
+    planned = build(settings, device, precision)
+    for what, way_out in weights_to_fetch(settings, planned).items():
+        if constants.HF_HUB_OFFLINE and gpu is None:
+            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", way_out))
+        else:
+            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {way_out}).")
+    if gpu is not None:
+        plan = _estimated(settings, hardware, planned, data, say)
+        if not gpu.bf16 and "bf" in settings.precision:
+            plan.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
+    else:
+        plan = _measured(settings, hardware, planned, data, say)
+    _add_disk(plan, planned)
+    _add_files(plan)
+    return plan
+
+
+def find_hardware(settings: PlanSettings) -> Hardware:
+    """The GPUs here that the run would take, or the CPU.
+
+    Raises:
+        UserError: more GPUs asked for than there are.
+    """
+    cores = usable_cores()
+    present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
+    if settings.gpus is not None and settings.gpus > present:
+        raise UserError(
+            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for others with --assume v100:"
+            f"{settings.gpus}"
+        )
+    if present == 0:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        free = (available_bytes(torch.device("cpu")) or 0) / GIB
+        return Hardware(f"{cores} CPU cores", "cpu", 1, total, free, cores)
+    count = settings.gpus or present
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    return Hardware(
+        torch.cuda.get_device_name(0),
+        "cuda",
+        count,
+        min(total for _, total in memory) / GIB,
+        min(free for free, _ in memory) / GIB,
+        cores,
+    )
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity, and the container's quota (cgroup v2)."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        allowed, _, period = quota.read_text(encoding="ascii").partition(" ")
+        if allowed.isdigit():
+            return max(1, min(affinity, round(int(allowed) / int(period))))
+    return affinity
+
+
+def _new_plan(
+    settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, batching: Batching
+) -> Plan:
+    schedule_steps(settings, data, batching.effective_batch)
+    wanted = settings.effective_batch
+    if wanted is not None and batching.effective_batch != wanted:
+        data.notes.append(
+            f"The effective batch is {batching.effective_batch:,} in place of {wanted:,}, which {batching.world_size} ranks "
+            f"with micro-batches of {batching.micro_batch} do not divide."
+        )
+    parameters, trained = planned.parameters
+    return Plan(
+        settings,
+        hardware,
+        settings.assume is not None,
+        data.sources,
+        data.retrieval,
+        batching,
+        data.steps,
+        parameters,
+        trained,
+        missing=data.missing,
+        elsewhere=data.elsewhere,
+        notes=data.notes,
+    )
+
+
+def _estimated(settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, say: Say) -> Plan:
+    assert settings.assume is not None
+    gpu, _ = parse_hardware(settings.assume)
+    say("counting FLOPs and bytes of a step")
+    costs = count_costs(planned)
+    batching = choose_batching(settings, hardware.ranks, micro_batch_for(gpu.memory_gib))
+    plan = _new_plan(settings, hardware, planned, data, batching)
+    memory = USABLE_SHARE * gpu.memory_gib * GIB
+    plan.retained = _graphs(settings, batching, costs, memory)
+    plan.peak_bytes = costs.peak_bytes(batching, plan.retained, settings.loss_chunk)
+    plan.step_seconds = plan.compute_seconds = estimated_seconds(
+        costs, batching, plan.retained, settings.loss_chunk, gpu
+    )
+    plan.sample_flops = _sample_flops(costs, plan)
+    if plan.peak_bytes > memory:
+        plan.missing.append(_too_large(plan, plan.peak_bytes, memory))
+    return plan
+
+
+def _sample_flops(costs: Costs, plan: Plan) -> float:
+    """FLOPs of a step by its samples."""
+    flops = costs.step_flops(plan.batching, plan.retained, plan.settings.loss_chunk)
+    return flops / (plan.batching.micro_batch * plan.batching.dga_steps)
+
+
+def _graphs(settings: PlanSettings, batching: Batching, costs: Costs, memory_bytes: float) -> int:
+    if isinstance(settings.dga_retain, int):
+        return min(settings.dga_retain, most_graphs(batching.dga_steps, batching.world_size))
+    return costs.graphs_that_fit(batching, memory_bytes, settings.loss_chunk)
+
+
+def _too_large(plan: Plan, needed: float, memory: float) -> Missing:
+    b, k = plan.batching.micro_batch, plan.batching.dga_steps
+    smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
+    return Missing(
+        f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {needed / GIB:.1f} GiB of the "
+        f"{memory / GIB:.1f} GiB to be had",
+        f"{smaller}, or --grad-checkpointing",
+    )
+
+
+def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, say: Say) -> Plan:
+    say(f"looking for a micro-batch that fits ({hardware.name})")
+    costs = count_costs(planned, with_memory=hardware.kind == "cpu")
+    room = AUTO_SHARE * hardware.free_gib * GIB
+    most = max(1, (settings.effective_batch or 64) // hardware.ranks)
+
+    def fit(size: int) -> bool:
+        if hardware.kind == "cuda":
+            return fits(planned, settings, size)
+        batching = Batching(size, max(1, most // size), 1)
+        return costs.peak_bytes(batching, 1, settings.loss_chunk) < room
+
+    if settings.batch_size is None:
+        start = micro_batch_for(hardware.memory_gib) if hardware.kind == "cuda" else CPU_MICRO_BATCH
+        largest = largest_that_fits(fit, start, most if hardware.kind == "cuda" else min(most, CPU_MICRO_BATCH))
+        batching = choose_batching(settings, hardware.ranks, max(1, largest))
+        too_large = largest == 0
+    else:
+        batching = choose_batching(settings, hardware.ranks, settings.batch_size)
+        too_large = not fit(settings.batch_size)
+    plan = _new_plan(settings, hardware, planned, data, batching)
+    if too_large:
+        needed = costs.peak_bytes(batching, 1, settings.loss_chunk) if hardware.kind == "cpu" else room / AUTO_SHARE
+        plan.missing.append(_too_large(plan, needed, room))
+        return plan
+    say("taking steps")
+    step = measure_step(planned, settings, batching, data.opened)
+    plan.compute_seconds, plan.loss_seconds, plan.retained = step.seconds, step.loss_seconds, step.retained
+    plan.timed = step.timed
+    plan.peak_bytes = step.peak_bytes
+    if hardware.kind == "cpu":
+        plan.peak_bytes = costs.peak_bytes(batching, plan.retained, settings.loss_chunk)
+    plan.sample_flops = _sample_flops(costs, plan)
+    plan.step_seconds = plan.compute_seconds
+    if data.opened:
+        say("reading samples")
+        rate = measure_loader(planned, settings, batching, data.opened)
+        plan.loader_rate = rate.samples_per_second
+        plan.data_seconds = batching.micro_batch * batching.dga_steps / plan.loader_rate
+        plan.step_seconds = step_with_data(
+            plan.compute_seconds,
+            plan.data_seconds,
+            workers=settings.workers,
+            ranks=hardware.ranks,
+            cores=hardware.cores or 1,
+            compute_threads=torch.get_num_threads() if hardware.kind == "cpu" else 0,
+        )
+    return plan
+
+
+def kept_checkpoints(settings: PlanSettings) -> int:
+    """How many checkpoints lie on the disk at the end, and one more that is being written."""
+    every = settings.save_frequency
+    epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
+    if settings.delete_previous_checkpoint:
+        epochs = 1
+    steps = settings.keep_checkpoints if settings.save_every_steps is not None else 0
+    return epochs + steps + settings.save_most_recent + 1
+
+
+def _add_disk(plan: Plan, planned: PlannedModel) -> None:
+    plan.checkpoint_bytes = planned.state_bytes
+    plan.checkpoints = kept_checkpoints(plan.settings)
+    if plan.estimate or plan.settings.logs.lower() == "none":
+        return
+    folder = Path(plan.settings.logs).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    plan.free_disk_bytes = shutil.disk_usage(folder).free
+    needed = plan.checkpoint_bytes * plan.checkpoints
+    if needed > plan.free_disk_bytes:
+        plan.missing.append(
+            Missing(
+                f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
+                f"{plan.free_disk_bytes / GIB:.1f} GiB free",
+                "--logs on another disk, --save-frequency 5, or --delete-previous-checkpoint",
+            )
+        )
+
+
+def _add_files(plan: Plan) -> None:
+    for name in ("init_from", "init_image", "init_text"):
+        path = getattr(plan.settings, name)
+        if path is not None and not Path(path).exists():
+            flag = f"--{name.replace('_', '-')}"
+            text = f"{flag}: there is no {path}"
+            missing = Missing(text, f"correct the path, or leave {flag} away")
+            (plan.elsewhere if plan.estimate else plan.missing).append(missing)

@@ -1,0 +1,208 @@
+"""The model, transform and tokenizer of a planned run, built as training builds them but with random weights.
+
+Times, memory and FLOPs do not depend on the weights, so that nothing is fetched for a plan. Where an HF text tower is neither
+a folder nor in the Hugging Face cache, a random BERT-base stands in for `bert-base-uncased`, whose shape it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import string
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import timm
+import torch
+from huggingface_hub import try_to_load_from_cache
+from open_clip import get_input_dtype
+from open_clip.factory import get_model_config, parse_model_name
+from torch import Tensor, nn
+from transformers import BertConfig
+
+from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.towers import lock_text_layers
+
+BERT_BASE = ("bert-base-uncased", "google-bert/bert-base-uncased")
+
+
+@dataclass
+class PlannedModel:
+    """A model in training mode, and what its micro-batches are made of.
+
+    Attributes:
+        transform: PIL image -> (C, H, W), uint8 where normalisation is left to the device.
+        normalize: what is left, or None.
+        tokenizer: captions -> (B, L).
+        stand_in: the hub's name of a text tower that a random BERT-base stands in for.
+    """
+
+    model: nn.Module
+    transform: Callable[..., Tensor]
+    normalize: Callable[[Tensor], Tensor] | None
+    tokenizer: Callable[[list[str]], Tensor]
+    augment_caption: Callable[[str, int], str] | None
+    mixup: CoinFlipMixup | None
+    device: torch.device
+    precision: str
+    stand_in: str | None = None
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many numbers the model holds, and how many of them are trained."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights and AdamW's two moments: what stays on the device, and what a checkpoint holds."""
+        return sum(p.nbytes * (3 if p.requires_grad else 1) for p in self.model.parameters())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass, as open_clip's training makes it."""
+        kinds = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+        if self.precision not in kinds:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=kinds[self.precision])
+
+    def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """What training does to a micro-batch on the device, before mixup."""
+        images = self.normalize(images) if self.normalize is not None else images
+        return images.to(dtype=get_input_dtype(self.precision)), texts
+
+    def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Random images (B, C, H, W) and texts (B, L) as the loader would deliver them."""
+        side = self.model.visual.image_size
+        height, width = (side, side) if isinstance(side, int) else side
+        generator = torch.Generator().manual_seed(0)
+        if self.normalize is not None:
+            images = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator)
+            images = images.contiguous(memory_format=torch.channels_last)
+        else:
+            images = torch.randn(size, 3, height, width, generator=generator)
+        texts = self.tokenizer(["a photo of a cat beside two dogs on the road"] * size)
+        return images, texts
+
+    def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
+        """Training's AdamW; the learning rate is zero, which costs the same time and keeps the weights where they are."""
+        groups = parameter_groups(self.model, settings.wd, exempt_embeddings=settings.no_embedding_decay)
+        return torch.optim.AdamW(groups, lr=0.0)
+
+
+def build(settings: PlanSettings, device: torch.device, precision: str) -> PlannedModel:
+    """Build the model that a run with these settings trains.
+
+    Raises:
+        UserError: an unknown model, a text tower that is not here and no BERT-base, flags that the towers cannot do.
+    """
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
+        name, stand_in = _model_name(settings, Path(scratch))
+        size = settings.force_image_size
+        model, transform, _ = create_model_and_transforms(
+            name,
+            None,
+            precision=precision,
+            device=device,
+            force_patch_dropout=settings.token_drop,
+            force_image_size=list(size) if isinstance(size, tuple) else size,
+            force_context_length=settings.force_context_length,
+            image_mean=settings.image_mean,
+            image_std=settings.image_std,
+            image_interpolation=settings.image_interpolation,
+            aug_cfg=settings.aug_cfg,
+            pretrained_image=False,
+            pretrained_text=False,
+            output_dict=True,
+        )
+        options = {} if settings.force_context_length is None else {"context_length": settings.force_context_length}
+        tokenizer = open_clip.get_tokenizer(name, **options)
+    transform, mixup = apply_methods(model, transform, settings, seed=settings.seed)
+    if settings.lock_image:
+        model.lock_image_tower()
+    if settings.lock_text:
+        lock_text_layers(model) if hasattr(getattr(model, "text", None), "config") else model.lock_text_tower()
+    if settings.grad_checkpointing:
+        model.set_grad_checkpointing()
+    normalizer = None
+    try:
+        transform, mean, std = split_normalize(transform)
+        normalizer = partial(normalize, mean=mean, std=std)
+    except UserError:  # timm's transforms: images travel as floats, as in training
+        pass
+    augment = WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
+    return PlannedModel(model.train(), transform, normalizer, tokenizer, augment, mixup, device, precision, stand_in)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back warnings, of random weights for one: a plan means them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]:
+    """The name that open_clip builds without a hub, and the text tower that a stand-in was made for."""
+    if settings.text_model is not None:
+        return with_text_model(settings.model, settings.text_model), None
+    config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
+    tower = (config or {}).get("text_cfg", {}).get("hf_model_name")
+    if not tower or Path(tower).is_dir() or _is_cached(tower, "config.json", "vocab.txt"):
+        check_model(settings.model)
+        return settings.model, None
+    if tower not in BERT_BASE:
+        check_model(settings.model)  # its own sentence where a folder is meant
+        raise UserError(
+            f"the text tower {tower} of {settings.model} is not in the Hugging Face cache and nothing is fetched for a plan; "
+            "give its folder with --text-model"
+        )
+    return with_text_model(settings.model, _write_bert_base(scratch / "bert-base")), tower
+
+
+def weights_to_fetch(settings: PlanSettings, planned: PlannedModel) -> dict[str, str]:
+    """Pretrained weights that training would fetch from the hub -> how to do without the hub."""
+    found = {}
+    if planned.stand_in is not None:
+        found[f"the text tower {planned.stand_in}"] = "--text-model DIR, its folder"
+    config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
+    name = (config or {}).get("vision_cfg", {}).get("timm_model_name")
+    if settings.pretrained_image and name:
+        hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
+        if hub and not any(_is_cached(hub, file) for file in ("model.safetensors", "pytorch_model.bin")):
+            found[f"the image tower's weights {hub}"] = "--init-image FILE in place of --pretrained-image"
+    return found
+
+
+def _is_cached(repository: str, *files: str) -> bool:
+    return all(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
+
+
+def _write_bert_base(folder: Path) -> Path:
+    """A BERT-base with a vocabulary of the real one's size, made of letter combinations."""
+    config = BertConfig()
+    config.save_pretrained(folder)
+    letters = string.ascii_lowercase
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    combinations = ("".join(parts) for length in (2, 3, 4) for parts in itertools.product(letters, repeat=length))
+    words += itertools.islice(combinations, config.vocab_size - len(words))
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,206 @@
+"""Features of a frozen image tower before its projection, for the linear probe (section 5.3, A.7): computed, and cached.
+
+Legend: `N` images, `n` images of one pass, `F` width of the features.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import save_atomically
+from open_clip_zerovl.probe.sets import ProbeSet
+
+PART_SAMPLES = 8192  # features per cache file: what an interruption costs at most
+
+Transform = Callable[[Any], Tensor]
+
+
+class _TimmFeatures(nn.Module):
+    """A timm trunk up to its pooled, normalised features, whether its classifier serves as projection or not."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.trunk.forward_head(self.trunk.forward_features(images), pre_logits=True)
+
+
+class _FirstOutput(nn.Module):
+    """The pooled output of a tower that also returns its tokens (CoCa)."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = self.tower(images)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def tower_before_projection(visual: nn.Module) -> nn.Module:
+    """The image tower without its projection: images (n, 3, H, W) -> features (n, F). It shares the weights of `visual`.
+
+    Args:
+        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet,
+            whose attention pool keeps all but its output projection.
+
+    Raises:
+        UserError: another kind of tower, or timm's attention pools, which end in a projection of their own.
+    """
+    kind = type(visual).__name__
+    if kind == "TimmModel":
+        if hasattr(visual.head, "pool"):
+            raise UserError(
+                "this timm tower pools by attention into the shared space, so that it has no features before the "
+                "projection; probe a tower with timm_pool token, avg or map"
+            )
+        return _TimmFeatures(visual.trunk)
+    if kind == "VisionTransformer":
+        # A shallow copy: the given model keeps its projection.
+        tower = copy.copy(visual)
+        tower._parameters = {**visual._parameters, "proj": None}
+        return _FirstOutput(tower)
+    if kind == "ModifiedResNet":
+        tower = copy.copy(visual)
+        pool = copy.copy(visual.attnpool)
+        width = pool.c_proj.in_features
+        identity = nn.Linear(width, width).to(pool.c_proj.weight)
+        with torch.no_grad():
+            identity.weight.copy_(torch.eye(width))
+            identity.bias.zero_()
+        pool._modules = {**pool._modules, "c_proj": identity}
+        tower._modules = {**visual._modules, "attnpool": pool}
+        return tower
+    raise UserError(f"a linear probe knows timm towers, open_clip's ViT and CLIP's ResNets, and this tower is a {kind}")
+
+
+class TransformedSet(Dataset):
+    """Transformed images with their class index; the randomness of image i in an epoch is a function of its seed."""
+
+    def __init__(
+        self, images: ProbeSet, transform: Transform, targets: Sequence[int], seed: tuple[int, int] | None
+    ) -> None:
+        self.images, self.transform, self.targets, self.seed = images, transform, targets, seed
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | UserError:
+        # Raised in a loader worker, the sentence would come out wrapped into the worker's traceback.
+        try:
+            image = self.images.image(index)
+        except UserError as error:
+            return error
+        if self.seed is None:
+            return self.transform(image), self.targets[index]
+        with torch.random.fork_rng(devices=[]):
+            words = np.random.SeedSequence([*self.seed, index]).generate_state(2)
+            torch.default_generator.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+            return self.transform(image), self.targets[index]
+
+
+def _collate(items: list[Any]) -> tuple[Tensor, Tensor] | UserError:
+    for item in items:
+        if isinstance(item, UserError):
+            return item
+    return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
+
+
+def tower_features(
+    tower: nn.Module,
+    data: TransformedSet,
+    batches: Sequence[Sequence[int]],
+    *,
+    num_workers: int,
+    device: str | torch.device,
+    amp: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(features (b, F) float32, targets (b,)) of each batch of indices, both on the device."""
+    device = torch.device(device)
+    loader = DataLoader(data, batch_sampler=batches, num_workers=num_workers, collate_fn=_collate)
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        images, targets = batch
+        context = torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
+        with torch.no_grad(), context:
+            features = tower(images.to(device))
+        yield features.float(), targets.to(device)
+
+
+def cached_features(
+    tower: nn.Module,
+    images: ProbeSet,
+    transform: Transform,
+    classes: Sequence[str],
+    folder: Path,
+    *,
+    micro_batch: int = 256,
+    num_workers: int = 0,
+    device: str | torch.device = "cpu",
+    amp: bool = False,
+    name: str = "features",
+) -> tuple[Tensor, Tensor]:
+    """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder`.
+
+    The cache is written in parts of 8192 images, each whole or not there, under a name made of the tower's weights, the
+    set, the transform and the precision: a call after an interruption goes on with the missing parts.
+
+    Raises:
+        UserError: an image that cannot be read.
+    """
+    index_of = {label: i for i, label in enumerate(classes)}
+    targets = [index_of[label] for label in images.labels]
+    key = hashlib.sha256(
+        json.dumps([tower_fingerprint(tower), images.fingerprint(), transform_fingerprint(transform), amp]).encode()
+    ).hexdigest()[:16]
+    folder = Path(folder) / f"{name}-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = TransformedSet(images, transform, targets, None)
+    parts = []
+    with tqdm(total=len(images), desc=f"{name} features", unit="images") as bar:
+        for start in range(0, len(images), PART_SAMPLES):
+            part = range(start, min(start + PART_SAMPLES, len(images)))
+            file = folder / f"{start // PART_SAMPLES:05d}.pt"
+            if not file.is_file():
+                batches = [part[low : low + micro_batch] for low in range(0, len(part), micro_batch)]
+                done = []
+                for features, _ in tower_features(
+                    tower, data, batches, num_workers=num_workers, device=device, amp=amp
+                ):
+                    done.append(features.cpu())
+                    bar.update(len(features))
+                save_atomically(torch.cat(done), file)
+            else:
+                bar.update(len(part))
+            parts.append(torch.load(file, weights_only=True))
+    return torch.cat(parts), torch.tensor(targets)
+
+
+def tower_fingerprint(tower: nn.Module) -> str:
+    """Of the names and values of all its tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tower.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def transform_fingerprint(transform: Transform) -> str:
+    """What a transform prints, without the addresses that a function in it brings."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(transform))

@@ -1,0 +1,15 @@
+"""The recipe on a model (sections 2.2, 3.2, 4.2, 4.3, A.9): mixup, token drop, frozen towers, the optimizer."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],
+        "open_clip_zerovl.recipe.towers": ["freeze"],
+        "open_clip_zerovl.recipe.start": ["init_from"],
+        "open_clip_zerovl.recipe.frozen_cache": ["FrozenCache"],
+        "open_clip_zerovl.recipe.optimizer": ["optimizer_step", "parameter_groups"],
+        "open_clip_zerovl.recipe.apply": ["Methods", "apply_methods"],
+    },
+)

@@ -1,0 +1,63 @@
+"""The paper's methods put on a built model, in the order that training and `zerovl plan` share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import constant_temperature
+from open_clip_zerovl.recipe.token_drop import check_token_drop
+from open_clip_zerovl.recipe.towers import freeze
+
+
+class Methods(Protocol):
+    """What is asked for, named as the flags are."""
+
+    @property
+    def token_drop(self) -> float | None: ...
+    @property
+    def freeze(self) -> Sequence[str]: ...
+    @property
+    def temperature_constant(self) -> bool: ...
+    @property
+    def coin_flip_mixup(self) -> bool: ...
+    @property
+    def mixup_alpha(self) -> float: ...
+    @property
+    def auto_augment(self) -> str | None: ...
+
+
+def apply_methods(
+    model: nn.Module, transform: Callable[..., Any], methods: Methods, *, seed: int
+) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
+    """Check token drop, freeze towers, hold the temperature and attach mixup, before DDP and compile.
+
+    Args:
+        transform: of training images.
+        seed: of mixup's draws.
+
+    Returns:
+        The transform with AutoAugment if asked for, and the mixup if there is one.
+
+    Raises:
+        UserError: a tower that cannot do what is asked.
+    """
+    if methods.token_drop is not None:
+        check_token_drop(model, methods.token_drop)
+    if methods.freeze:
+        count = freeze(model, methods.freeze)
+        logging.info(f"Frozen: {' and '.join(methods.freeze)} ({count / 1e6:.1f} M parameters).")
+    if methods.temperature_constant:
+        constant_temperature(model)
+    mixup = None
+    if methods.coin_flip_mixup:
+        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
+        mixup.attach(model)
+    if methods.auto_augment is not None:
+        transform = with_auto_augment(transform, methods.auto_augment)
+    return transform, mixup

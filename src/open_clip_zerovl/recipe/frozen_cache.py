@@ -1,0 +1,308 @@
+"""Embeddings of a frozen tower kept on disk (section 4.3): after its first epoch the tower need not run any more.
+
+Shapes: `B` micro-batch per rank, `L` tokens, `D` width of the tower's output, `S` sources.
+
+A frozen tower gives a sample the same features in every epoch, as long as its input is not augmented. They are kept
+before L2 normalisation, where mixup still applies, in one file per source: a row of D numbers for each of its samples. A
+sample is known by (source, position), as `Mixture(with_origin=True)` yields them.
+
+    cache = FrozenCache(folder, sources, tower="text", width=512, fingerprint=fingerprint(...))
+    cache.attach(model)                                          # after `towers.freeze`
+    micro_batches = [(images, cache.pack(texts, origin)) for images, texts, origin in ...]
+    dga.backward(micro_batches, prepare=cache.prepare)           # takes the two columns off again
+    cache.flush()                                                # now and then, and at the end
+
+What is returned is what was computed, in `dtype`, whether it comes from the tower or from the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import seeded
+from open_clip_zerovl.recipe.towers import TOWERS, group_of
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION_FILE = "cache.json"
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+ORIGIN_COLUMNS = 2  # (source, position), packed behind the tokens
+
+
+class FrozenCache:
+    """The cache of one tower's outputs; one per process, any number of processes (of one machine) on one folder.
+
+    Args:
+        folder: made if absent. What lies there under another fingerprint is thrown away, with a line in the log.
+        sources: of the mixture, in its order.
+        tower: "image" or "text".
+        width: D.
+        fingerprint: of all that the features depend on; see `fingerprint`.
+        dtype: of the files: float32, or float16 for half the space and a relative error of 5e-4.
+
+    Raises:
+        UserError: an unknown tower or dtype, or a folder that cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        sources: Sequence[Source],
+        *,
+        tower: str,
+        width: int,
+        fingerprint: str,
+        dtype: str = "float32",
+    ) -> None:
+        if tower not in TOWERS:
+            raise UserError(f"there is no tower {tower!r} to cache; give image or text.")
+        if dtype not in DTYPES:
+            raise UserError(f"features cannot be cached as {dtype!r}; give float32 or float16.")
+        self.folder, self.tower, self.width = Path(folder), tower, width
+        self._dtype = DTYPES[dtype]
+        self._sizes = [source.num_samples for source in sources]
+        self._origin: Tensor | None = None
+        self._forward: Callable[..., Any] | None = None
+        description = {
+            "fingerprint": fingerprint,
+            "tower": tower,
+            "width": width,
+            "dtype": dtype,
+            "sources": [[source.name, source.num_samples] for source in sources],
+        }
+        try:
+            with _locked(self.folder):
+                self._make_files(description)
+        except OSError as error:
+            raise UserError(f"the folder of cached features {self.folder} cannot be written ({error}).") from error
+        self._features = [
+            np.memmap(self._file(index, "features"), np.dtype(dtype), "r+", shape=(size, width))
+            for index, size in enumerate(self._sizes)
+        ]
+        self._filled_files = [
+            np.memmap(self._file(index, "filled"), np.bool_, "r+", shape=(size,))
+            for index, size in enumerate(self._sizes)
+        ]
+        self._filled = [np.array(filled) for filled in self._filled_files]
+
+    def __len__(self) -> int:
+        """How many samples' features this process can read."""
+        return int(sum(filled.sum() for filled in self._filled))
+
+    def _file(self, source: int, kind: str) -> Path:
+        return self.folder / f"{source}.{kind}"
+
+    def _make_files(self, description: dict[str, Any]) -> None:
+        file = self.folder / DESCRIPTION_FILE
+        if file.is_file():
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError:
+                found = None
+            if found == description:
+                return
+            log.warning(
+                "The cached features in %s are of another tower, tokenizer, transform or data: made anew.", self.folder
+            )
+            file.unlink()
+        for index, size in enumerate(self._sizes):
+            row_bytes = self.width * torch.empty(0, dtype=self._dtype).element_size()
+            for kind, length in (("features", size * row_bytes), ("filled", size)):
+                self._file(index, kind).unlink(missing_ok=True)  # a run that still maps the old file keeps it
+                with open(self._file(index, kind), "wb") as content:
+                    content.truncate(length)  # sparse: takes space as rows come
+        # The description comes last: files without one are not believed.
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(file)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def get(self, origin: Tensor) -> Tensor | None:
+        """The features (B, D) of samples (B, 2), on the CPU, or None unless all of them are there."""
+        rows = self._rows(origin)
+        if not all(self._filled[source][row] for source, row in rows):
+            return None
+        return torch.from_numpy(np.stack([self._features[source][row] for source, row in rows]))
+
+    def put(self, origin: Tensor, features: Tensor) -> None:
+        """Keep the features (B, D) of samples (B, 2); rows that are there already stay.
+
+        Raises:
+            UserError: features of another width.
+        """
+        if features.shape != (len(origin), self.width):
+            raise UserError(
+                f"cached features of {len(origin)} samples must be ({len(origin)}, {self.width}), but are "
+                f"{tuple(features.shape)}."
+            )
+        values = features.detach().to("cpu", self._dtype).numpy()
+        for (source, row), value in zip(self._rows(origin), values, strict=True):
+            if not self._filled[source][row]:
+                self._features[source][row] = value
+                self._filled[source][row] = True
+
+    def flush(self) -> None:
+        """Write through to the disk, features before the marks that vouch for them, and see what other processes wrote."""
+        for features, filled, file in zip(self._features, self._filled, self._filled_files, strict=True):
+            features.flush()
+            np.logical_or(filled, file, out=filled)
+            file[filled] = True
+            file.flush()
+
+    def _rows(self, origin: Tensor) -> list[tuple[int, int]]:
+        """(source, row) of each sample: positions count on through the epochs, rows start over."""
+        return [(source, position % self._sizes[source]) for source, position in origin.tolist()]
+
+    # --- in a model --------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the tower of `model` look its outputs up whenever `prepare` has announced which samples come.
+
+        Without announcement (in evaluation) the tower runs as ever. Forward hooks on it, mixup's too, apply to what was
+        looked up. Under torch.compile the look-up stays outside of the graph.
+
+        Raises:
+            UserError: a tower that is not a module, is not frozen with its projection, or is in training mode (dropout).
+        """
+        module = getattr(model, "visual" if self.tower == "image" else "text", None)
+        if not isinstance(module, nn.Module):
+            raise UserError(
+                f"the {self.tower} tower of {type(model).__name__} is not a module of its own; build the model with "
+                "force_custom_text=True (--force-custom-text)."
+            )
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise UserError(f"only a frozen tower's features can be cached; freeze the {self.tower} tower first.")
+        if any(part.training for part in module.modules()):
+            raise UserError(f"the {self.tower} tower is in training mode; recipe.freeze keeps it in evaluation mode.")
+        if self._forward is not None:
+            raise UserError("this cache is attached already.")
+        self._forward = module.forward
+        module.forward = torch.compiler.disable(self._look_up)
+
+    def pack(self, texts: Tensor, origin: Tensor) -> Tensor:
+        """Tokens (B, L) with the samples' (source, position) (B, 2) as two more columns: (B, L + 2)."""
+        if origin.shape != (len(texts), ORIGIN_COLUMNS):
+            raise UserError(f"origin must be ({len(texts)}, {ORIGIN_COLUMNS}), but is {tuple(origin.shape)}.")
+        return torch.cat([texts, origin.to(texts.device, texts.dtype)], dim=1)
+
+    def prepare(self, images: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `pack` and announce the samples to the next forward pass."""
+        self._origin = packed[:, -ORIGIN_COLUMNS:].cpu()
+        return images, packed[:, :-ORIGIN_COLUMNS]
+
+    def forget(self) -> None:
+        """Take back an announcement that no forward pass answered; called after each step.
+
+        The replay of decoupled gradient accumulation prepares its inputs but does not run a frozen tower again.
+        """
+        self._origin = None
+
+    def _look_up(self, inputs: Tensor) -> Tensor:
+        assert self._forward is not None
+        origin, self._origin = self._origin, None
+        if origin is None:
+            return self._forward(inputs)
+        if len(origin) != len(inputs):
+            raise UserError(f"{len(origin)} samples were announced to the cache, {len(inputs)} came.")
+        features = self.get(origin)
+        if features is None:
+            with torch.no_grad():
+                features = self._forward(inputs)
+            self.put(origin, features)
+        return features.to(inputs.device, self._dtype).to(torch.float32)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the lock ends with the process that holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the features depend on
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(
+    model: nn.Module, tower: str, sources: Sequence[Source], *, inputs: Any, precision: str = "fp32"
+) -> str:
+    """A digest of all that a frozen tower's features depend on.
+
+    Args:
+        model: with its weights loaded.
+        tower: "image" or "text".
+        sources: their names, shards and sizes, in order.
+        inputs: what makes the tower's input: the tokenizer of a text tower, the transform of an image tower.
+        precision: of the forward passes (open_clip's `--precision`).
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    wanted = {f"{tower} tower", f"{tower} projection"}
+    for name, tensor in model.state_dict().items():
+        if group_of(name) in wanted:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    data = [
+        [source.name, [os.path.basename(shard) for shard in source.shards], list(source.sizes), _picked(source)]
+        for source in sources
+    ]
+    digest.update(json.dumps([tower, precision, _described(inputs), data]).encode())
+    return digest.hexdigest()
+
+
+def _picked(source: Source) -> str | None:
+    """Which samples of its shards a cluster takes: another clustering may take as many of each."""
+    return None if source.picked is None else hashlib.blake2b(source.picked.tobytes()).hexdigest()
+
+
+def _described(inputs: Any) -> list[Any]:
+    """A tokenizer's or transform's settings as JSON."""
+    inner = getattr(inputs, "tokenizer", None)
+    if inner is None:
+        return [type(inputs).__name__, getattr(inputs, "context_length", None), repr(inputs)]
+    backend = getattr(inner, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
+    return [
+        type(inner).__name__,
+        inputs.context_length,
+        getattr(getattr(inputs, "clean_fn", None), "__name__", None),
+        getattr(inputs, "strip_sep_token", None),
+        getattr(inputs, "tokenizer_mode", None),
+        hashlib.blake2b(content.encode()).hexdigest(),
+    ]
+
+
+def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: int = 8) -> None:
+    """Make sure that an image transform draws nothing: the features of an augmented image must not be cached.
+
+    Raises:
+        UserError: one of `draws` seeds gives another tensor.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, size=(300, 400, 3), dtype=np.uint8)
+    results = []
+    for seed in range(draws):
+        with seeded(seed):
+            results.append(transform(Image.fromarray(pixels)))
+    if any(result.shape != results[0].shape or not torch.equal(result, results[0]) for result in results[1:]):
+        raise UserError(
+            "features of augmented images change with each epoch and cannot be cached; leave the cache or the "
+            "augmentation (random crop included) out."
+        )

@@ -1,0 +1,123 @@
+"""Weights that a run starts from (section 4.3): those of another run, group by group, with a report of what was loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip.model import convert_to_custom_text_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.recipe.towers import GROUPS, group_of
+
+_UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constant that transformers before 4.31 stored
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What became of one group: `tensors` of the model, and why it was left as it was (None: it was loaded)."""
+
+    group: str
+    tensors: int
+    left_because: str | None
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What `init_from` did, a line per group; `str()` makes a table of it."""
+
+    path: str
+    groups: tuple[GroupReport, ...]
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Names of the groups that were loaded."""
+        return tuple(report.group for report in self.groups if report.left_because is None)
+
+    def __str__(self) -> str:
+        lines = [f"initialised from {self.path}:"]
+        for report in self.groups:
+            what = "loaded" if report.left_because is None else f"left: {report.left_because}"
+            lines.append(f"  {report.group:<16} {report.tensors:>4} tensors  {what}")
+        return "\n".join(lines)
+
+
+def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitReport:
+    """Load into `model` each group of a checkpoint that fits wholly: the same tensor names and shapes.
+
+    A projection is loaded only together with its tower: it says nothing about another tower's features.
+
+    Args:
+        model: an open_clip model, changed in place.
+        checkpoint: a training checkpoint, a folder that `zerovl export` wrote, or a `.safetensors` file.
+
+    Returns:
+        What was loaded, and what was left and why.
+
+    Raises:
+        UserError: no such file, or one of which no tower fits (the table says why).
+    """
+    weights = _read_weights(Path(checkpoint))
+    if isinstance(getattr(model, "text", None), nn.Module):
+        weights = convert_to_custom_text_state_dict(weights)  # from open_clip's plain CLIP class
+    own, theirs = _by_group(model.state_dict()), _by_group(weights)
+    reports: list[GroupReport] = []
+    selected: dict[str, Tensor] = {}
+    for group in GROUPS:
+        if group not in own:
+            continue
+        reason = _misfit(own[group], theirs.get(group, {}))
+        tower = group.replace("projection", "tower")
+        if reason is None and tower != group and any(r.group == tower and r.left_because for r in reports):
+            reason = f"its {tower} was left"
+        if reason is None:
+            selected.update({name: weights[name] for name in own[group]})
+        reports.append(GroupReport(group, len(own[group]), reason))
+    report = InitReport(os.fspath(checkpoint), tuple(reports))
+    if not {"image tower", "text tower"} & set(report.loaded):
+        raise UserError(
+            f"no tower of {checkpoint} fits this model, so nothing was loaded: "
+            + "; ".join(f"{r.group}: {r.left_because}" for r in reports if r.group in ("image tower", "text tower"))
+        )
+    model.load_state_dict(selected, strict=False)
+    return report
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        path = path / WEIGHTS_FILE
+    if path.suffix != ".safetensors":
+        return read_state_dict(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {path} to initialise from")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read as safetensors ({error}); give a whole file") from error
+
+
+def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name not in _UNSTORED:
+            groups.setdefault(group_of(name), {})[name] = tensor
+    return groups
+
+
+def _misfit(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
+    """Why `theirs` does not fit in the place of `own`, or None."""
+    if not theirs:
+        return "the checkpoint has none"
+    for kind, names in (("lacks", own.keys() - theirs.keys()), ("also has", theirs.keys() - own.keys())):
+        if names:
+            return f"the checkpoint {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    for name, tensor in own.items():
+        if theirs[name].shape != tensor.shape:
+            return f"{name} is {tuple(theirs[name].shape)} there and {tuple(tensor.shape)} here"
+    return None

@@ -1,0 +1,127 @@
+"""The two towers as groups of tensors, and freezing one: auxiliary encoders (section 4.3).
+
+A model's tensors fall into six groups, each loaded or frozen as a whole: the image tower, its projection, the text tower,
+its projection, `logit_scale` and `logit_bias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import nn
+
+from open_clip_zerovl.errors import UserError
+
+TOWERS = ("image", "text")
+GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")
+
+
+def group_of(name: str) -> str:
+    """The group, of GROUPS, that a parameter or buffer of an open_clip model belongs to, by its name."""
+    if name in ("logit_scale", "logit_bias"):
+        return name
+    if name.startswith("visual."):
+        projection = name == "visual.proj" or name.startswith(("visual.head.", "visual.trunk.head."))
+        return "image projection" if projection else "image tower"
+    own = name.removeprefix("text.")
+    projection = own == "text_projection" or own.startswith(("text_projection.", "proj."))
+    return "text projection" if projection else "text tower"
+
+
+def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) -> int:
+    """Make towers constants: no gradient, no graph, no optimizer state; dropout, token drop and batch norm off for good.
+
+    The frozen modules stay in evaluation mode whatever `train()` is called on them or around them. To be called before
+    DistributedDataParallel and the optimizer are made. `DecoupledGradientAccumulation` then forwards a tower that is
+    frozen together with its projection once per micro-batch, without graph.
+
+    Args:
+        model: an open_clip model, changed in place.
+        towers: of TOWERS.
+        projection: freeze the towers' projections, too.
+
+    Returns:
+        How many parameters (numbers, not tensors) no longer learn.
+
+    Raises:
+        UserError: an unknown tower, or no weights left to learn.
+    """
+    chosen = sorted(set(towers))
+    unknown = [tower for tower in chosen if tower not in TOWERS]
+    if unknown:
+        raise UserError(f"there is no tower {unknown[0]!r} to freeze; give image or text.")
+    frozen = {f"{tower} tower" for tower in chosen}
+    if projection:
+        frozen |= {f"{tower} projection" for tower in chosen}
+        if len(chosen) == len(TOWERS):
+            raise UserError("with both towers and their projections frozen there is nothing left to learn; freeze one.")
+    count = 0
+    for name, parameter in model.named_parameters():
+        if group_of(name) in frozen:
+            parameter.requires_grad_(False)
+            count += parameter.numel()
+    for name, child in model.named_children():
+        _hold_in_eval(child, name, frozen)
+    return count
+
+
+def _hold_in_eval(module: nn.Module, name: str, frozen: set[str]) -> bool:
+    """Fix `module` in evaluation mode if it is of a frozen group; tells whether something inside still follows `train`."""
+    if group_of(f"{name}.") not in frozen:
+        return True
+    following = tuple(
+        child_name
+        for child_name, child in module.named_children()
+        if _hold_in_eval(child, f"{name}.{child_name}", frozen)
+    )
+    module.training = False
+    # On the instance, where nn.Module.train of every parent finds it. A partial, unlike a closure, is copied and pickled
+    # together with the module it belongs to.
+    module.train = partial(_train_only, module, following)
+    return bool(following)
+
+
+def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True) -> nn.Module:
+    for name in following:
+        module.get_submodule(name).train(mode)
+    return module
+
+
+def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+    """open_clip's `lock_text_tower` for Hugging Face text towers, BERT included (open_clip 3.3 raises KeyError there).
+
+    The embeddings and all but the last `unlocked_layers` layers get no gradient; what follows the layers (pooler,
+    projection) goes on learning. Dropout stays on, as in open_clip; `freeze` turns it off.
+
+    Args:
+        unlocked_layers: layers, from the last, that go on learning; 0 locks the whole transformer.
+        freeze_layer_norm: lock the LayerNorms of what is locked, too.
+
+    Raises:
+        UserError: a text tower that is not Hugging Face's or whose layers are not to be found, or too many layers.
+    """
+    transformer = getattr(getattr(model, "text", None), "transformer", None)
+    if not isinstance(transformer, nn.Module) or not hasattr(transformer, "config"):
+        raise UserError(
+            f"the text tower of {type(model).__name__} is not a Hugging Face model; lock it by open_clip's way."
+        )
+    if unlocked_layers == 0:
+        locked: list[nn.Module] = [transformer]
+    else:
+        encoder = getattr(transformer, "encoder", transformer)
+        lists = [child for child in encoder.children() if isinstance(child, nn.ModuleList)]
+        embeddings = getattr(transformer, "embeddings", None)
+        if len(lists) != 1 or not isinstance(embeddings, nn.Module):
+            raise UserError(f"the layers of {type(transformer).__name__} are not where BERT has them; lock all of it.")
+        stages = [embeddings, *lists[0]]
+        if not 0 < unlocked_layers <= len(stages):
+            raise UserError(
+                f"{type(transformer).__name__} has {len(stages) - 1} layers and its embeddings, so that 0 to {len(stages)} "
+                f"can be unlocked, not {unlocked_layers}."
+            )
+        locked = stages[:-unlocked_layers]
+    for module in locked:
+        for name, parameter in module.named_parameters():
+            if freeze_layer_norm or "LayerNorm" not in name.split("."):
+                parameter.requires_grad_(False)

@@ -1,0 +1,246 @@
+"""`zerovl retrieval`: a checkpoint scored on retrieval sets, by one process or by all that torchrun started.
+
+Under torchrun (or srun with the same variables) each rank encodes its share of the images with their captions on its own
+device, and the first gathers the features and scores them. The ranks exchange nothing else, so that gloo serves GPUs too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.export import load_model
+from open_clip_zerovl.data.transforms import paper_eval_transform
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval.encode import encode_retrieval
+from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
+from open_clip_zerovl.retrieval.sets import (
+    RetrievalSet,
+    check_captions_per_image,
+    open_retrieval_set,
+    parse_retrieval_data,
+    retrieval_batches,
+)
+
+log = logging.getLogger(__name__)
+
+# image_features (I, D), text_features (T, D), text_to_image (T,)
+Features = tuple[Tensor, Tensor, Tensor]
+
+
+def run_retrieval(
+    model: str,
+    data: str,
+    *,
+    model_name: str | None = None,
+    text_model: str | None = None,
+    split: str = "test",
+    captions_per_image: int | None = 5,
+    paper_transform: bool = False,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: str = "auto",
+    output: str | os.PathLike[str] | None = None,
+    csv_output: str | os.PathLike[str] | None = None,
+    gallery: str | os.PathLike[str] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Scores a checkpoint on retrieval sets and prints the paper's row for each.
+
+    Args:
+        model: what `load_model` takes: an exported folder, an `epoch_N.pt` of a run, or `NAME/pretrained`.
+        data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
+        model_name, text_model: for a checkpoint that lies away from its run's `params.txt`; see `load_model`.
+        split: test, val or train.
+        captions_per_image: the first five by default, as in the papers (COCO's test set has 25,010); None for all.
+        paper_transform: squash to 256 and crop 224 (scaled to the model's size) with the checkpoint's mean and standard
+            deviation (A.9), instead of the checkpoint's own transform.
+        batch_size: images at once, on each rank.
+        num_workers: loader processes of each rank.
+        device: `auto` takes CUDA where there is one, one GPU a rank.
+        output, csv_output: files to write, the metrics as shares in [0, 1].
+        gallery: HTML page to write, see `retrieval_gallery`.
+
+    Returns:
+        For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
+
+    Raises:
+        UserError: on every rank, what one of them found wrong.
+    """
+    check_captions_per_image(captions_per_image)
+    # The cheap checks come before the model is loaded: a typo should not cost minutes.
+    sets = {name: open_retrieval_set(path, split) for name, path in parse_retrieval_data(data).items()}
+    with _ranks() as ranks:
+        if device == "auto":
+            device = f"cuda:{ranks.local_rank}" if torch.cuda.is_available() else "cpu"
+        loaded, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=device)
+        if paper_transform:
+            preprocess = paper_transform_of(loaded)
+        results: dict[str, dict[str, float]] = {}
+        shown: list[GallerySet] = []
+        for name, dataset in sets.items():
+            log.info("Evaluating %s: %d images of %s.", name, len(dataset), dataset.path)
+
+            def batches(part: RetrievalSet) -> Any:
+                return retrieval_batches(
+                    part,
+                    preprocess,
+                    captions_per_image=captions_per_image,
+                    batch_size=batch_size,
+                    num_workers=num_workers,
+                )
+
+            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=device)
+            if features is None:
+                continue
+            ranking = retrieval_ranks(*features)
+            counts = {"images": len(dataset), "captions": dataset.num_captions(captions_per_image)}
+            results[name] = {**counts, **recalls(ranking)}
+            if gallery is not None:
+                shown.append(GallerySet(name, dataset, captions_per_image, *features, ranking, results[name]))
+    if not results:
+        return results
+    print(format_retrieval(results))
+    settings = {
+        "model": str(model),
+        "split": split,
+        "captions_per_image": captions_per_image,
+        "transform": "squash 256, crop 224" if paper_transform else "checkpoint",
+    }
+    if output is not None:
+        _made(output).write_text(json.dumps({**settings, "results": results}, indent=2) + "\n", encoding="utf-8")
+    if csv_output is not None:
+        write_csv(csv_output, results, settings)
+    if gallery is not None:
+        print(f"Gallery: {write_gallery(gallery, shown, model=str(model))}")
+    return results
+
+
+def paper_transform_of(model: nn.Module) -> Callable[[Any], Tensor]:
+    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of a model."""
+    preprocess_cfg = model.visual.preprocess_cfg
+    size = preprocess_cfg["size"]
+    sides = set(size) if isinstance(size, (tuple, list)) else {size}
+    if len(sides) != 1:
+        raise UserError(f"the paper's transform crops a square, and this model takes images of {size}")
+    return paper_eval_transform(sides.pop(), preprocess_cfg["mean"], preprocess_cfg["std"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among those that evaluate together."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+@contextmanager
+def _ranks() -> Iterator[Ranks]:
+    """The processes of torchrun, joined by gloo inside; one process where it was not used."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
+    finally:
+        dist.destroy_process_group()
+
+
+def encode_on_ranks(
+    model: nn.Module,
+    dataset: RetrievalSet,
+    batches: Callable[[RetrievalSet], Any],
+    tokenizer: Callable[[list[str]], Tensor],
+    ranks: Ranks,
+    *,
+    device: str | torch.device,
+) -> Features | None:
+    """`encode_retrieval` of a whole set, each rank its part; the features on the first rank, None on the others.
+
+    Args:
+        batches: makes the batches of a part.
+
+    Raises:
+        UserError: on every rank, what one of them found wrong, so that none waits for a rank that gave up.
+    """
+    if ranks.world_size == 1:
+        return encode_retrieval(model, batches(dataset), tokenizer, device=device)
+    part = dataset.part(ranks.rank, ranks.world_size)
+    own: Features | None = None  # stays None where there are fewer images than ranks
+    wrong_here: str | None = None
+    try:
+        if len(part):
+            own = encode_retrieval(model, batches(part), tokenizer, device=device)
+    except UserError as error:
+        wrong_here = str(error)
+    sentences: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(sentences, wrong_here)
+    if wrong := [sentence for sentence in sentences if sentence is not None]:
+        raise UserError(wrong[0])
+    parts: list[Features | None] | None = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(own, parts)
+    if parts is None:
+        return None
+    whole = [features for features in parts if features is not None]
+    offsets = torch.tensor([0, *(len(image) for image, _, _ in whole)]).cumsum(0).tolist()
+    links = [links + offset for (_, _, links), offset in zip(whole, offsets[:-1], strict=True)]
+    return torch.cat([image for image, _, _ in whole]), torch.cat([text for _, text, _ in whole]), torch.cat(links)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What comes out
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
+    """The paper's row for each set: recalls in percent, image -> text, text -> image, RSUM."""
+    width = max(len("set"), *(len(name) for name in results)) if results else len("set")
+    columns = "".join(f"{f'R@{k}':>7}" for k in RECALL_KS)
+    lines = [
+        f"{'':{width}}  {'':>7} {'':>8}  {'image -> text':^21}  {'text -> image':^21}",
+        f"{'set':{width}}  {'images':>7} {'captions':>8}  {columns}  {columns}  {'RSUM':>6}",
+    ]
+    for name, row in results.items():
+        both = "  ".join("".join(f"{100 * row[f'{way}_R@{k}']:7.1f}" for k in RECALL_KS) for way in DIRECTIONS)
+        lines.append(f"{name:{width}}  {row['images']:7d} {row['captions']:8d}  {both}  {row['rsum']:6.1f}")
+    return "\n".join(lines)
+
+
+def write_csv(
+    path: str | os.PathLike[str], results: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]
+) -> None:
+    """One line a set: what was measured and how, recalls as shares in [0, 1] and RSUM in percent points."""
+    rows = [
+        {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all", **row}
+        for name, row in results.items()
+    ]
+    with _made(path).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _made(path: str | os.PathLike[str]) -> Path:
+    """The path, its folder made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target

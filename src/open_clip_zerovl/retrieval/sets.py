@@ -1,0 +1,186 @@
+"""Retrieval sets as a loader reads them: images, each with its captions.
+
+A set is indexed once (keys, captions, where each image's bytes lie) and images are read by position, so loader workers
+share nothing and the order is that of the set. `retrieval_formats` knows the layouts on disk; another one is one more
+entry of `RETRIEVAL_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval.formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
+
+__all__ = [
+    "RETRIEVAL_FORMATS",
+    "RetrievalFormat",
+    "RetrievalSample",
+    "RetrievalSet",
+    "check_captions_per_image",
+    "open_retrieval_set",
+    "parse_retrieval_data",
+    "retrieval_batches",
+]
+
+# A set's name becomes part of metric names and of file names.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """The images and captions of one split; indexing needs no image decoded."""
+
+    path: Path
+    split: str
+    samples: list[RetrievalSample] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.samples)
+
+    def num_captions(self, captions_per_image: int | None = None) -> int:
+        """Number of captions, where each image keeps its first `captions_per_image` (None: all)."""
+        return sum(len(sample.captions[:captions_per_image]) for sample in self.samples)
+
+    def part(self, rank: int, world_size: int) -> RetrievalSet:
+        """The share of one of `world_size` processes: a run of neighbours, so that the parts in order are the set."""
+        begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
+        return replace(self, samples=self.samples[begin:end])
+
+    def read_image(self, index: int) -> Image.Image:
+        """The image as RGB. UserError naming file and key if it cannot be read or decoded."""
+        sample = self.samples[index]
+        try:
+            with open(sample.file, "rb") as file:
+                file.seek(sample.offset_bytes)
+                data = file.read(sample.size_bytes)
+            with Image.open(BytesIO(data)) as image:
+                return image.convert("RGB")
+        # Pillow reports broken files as OSError, SyntaxError (PNG chunks), ValueError or as a decompression bomb.
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
+
+
+def check_captions_per_image(captions_per_image: int | None) -> None:
+    """UserError unless it is a positive number or None, which means all."""
+    if captions_per_image is not None and captions_per_image < 1:
+        raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
+
+
+Item = tuple[Tensor, tuple[str, ...]]
+Batch = tuple[Tensor, list[tuple[str, ...]]]
+
+
+class _TransformedSet(Dataset):
+    """Transformed images and captions of a retrieval set; a bad sample's error is an item, not an exception."""
+
+    def __init__(self, dataset: RetrievalSet, preprocess: Callable[[Any], Tensor], captions_per_image: int | None):
+        self.dataset = dataset
+        self.preprocess = preprocess
+        self.captions_per_image = captions_per_image
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Item | UserError:
+        # Raised in a loader worker, the sentence would come out wrapped into the worker's traceback.
+        try:
+            image = self.preprocess(self.dataset.read_image(index))
+        except UserError as error:
+            return error
+        return image, self.dataset.samples[index].captions[: self.captions_per_image]
+
+
+def _collate(items: list[Item | UserError]) -> Batch | UserError:
+    good: list[Item] = []
+    for item in items:
+        if isinstance(item, UserError):
+            return item
+        good.append(item)
+    return torch.stack([image for image, _ in good]), [captions for _, captions in good]
+
+
+def retrieval_batches(
+    dataset: RetrievalSet,
+    preprocess: Callable[[Any], Tensor],
+    *,
+    captions_per_image: int | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+) -> Iterator[Batch]:
+    """Yields (images (b, 3, H, W), for each image its captions) in the set's order, the last batch as it comes.
+
+    Args:
+        preprocess: image -> (3, H, W).
+        captions_per_image: keep that many captions of each image, the first ones; None keeps all.
+
+    Raises:
+        UserError: an image that cannot be read, named by file and key.
+    """
+    check_captions_per_image(captions_per_image)
+    transformed = _TransformedSet(dataset, preprocess, captions_per_image)
+    for batch in DataLoader(transformed, batch_size=batch_size, num_workers=num_workers, collate_fn=_collate):
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def parse_retrieval_data(spec: str) -> dict[str, Path]:
+    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
+
+    A name defaults to the folder's, or to that of the file of annotations without its ending. UserError for an empty entry,
+    a name that is no plain word, or one given twice.
+    """
+    sets: dict[str, Path] = {}
+    for entry in spec.split("::"):
+        name, equals, path = entry.strip().partition("=")
+        # An equals sign further down a path does not name anything.
+        if not equals or "/" in name:
+            name, path = "", entry.strip()
+        if not path:
+            raise UserError(f"retrieval data '{spec}' has an empty entry: write name=folder::name=folder")
+        folder = Path(path).expanduser()
+        annotations, _ = split_location(folder)
+        name = name or re.sub(r"\.(json|csv)$", "", annotations.absolute().name, flags=re.IGNORECASE)
+        if not _NAME.fullmatch(name):
+            raise UserError(f"'{name}' cannot name a retrieval set: use letters, digits, '.', '_' and '-'")
+        if name in sets:
+            raise UserError(
+                f"two retrieval sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
+            )
+        sets[name] = folder
+    return sets
+
+
+def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> RetrievalSet:
+    """Indexes a retrieval set.
+
+    Args:
+        path: a folder or a file of one of `RETRIEVAL_FORMATS`; annotations take their pictures' folder behind an at sign.
+        split: test, val, ...
+
+    Raises:
+        UserError: a path that is not there or of no known format, a missing or wrong count of shards, a shard that is
+            no tar, annotations of another form, a sample without captions or without an image; the sentence names file
+            and key.
+    """
+    path, pictures = split_location(Path(path).expanduser())
+    if not path.exists():
+        raise UserError(f"retrieval set {path} does not exist")
+    for retrieval_format in RETRIEVAL_FORMATS:
+        if retrieval_format.recognises(path):
+            return RetrievalSet(path=path, split=split, samples=retrieval_format.read(path, pictures, split))
+    known = "; ".join(retrieval_format.description for retrieval_format in RETRIEVAL_FORMATS)
+    raise UserError(f"{path} is no retrieval set in a known format; known: {known}")

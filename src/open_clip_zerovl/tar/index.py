@@ -1,0 +1,166 @@
+"""Where each sample lies in a local shard: an index built once from the tar's headers, for direct access.
+
+A reader that begins in the middle of a shard (few shards, clusters as sources, resume) then reads what it needs and nothing
+before. The index of `/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`, or lies in the user's cache folder where
+that cannot be written. It is valid for one size and modification time of its tar. Several processes may build the same one:
+each writes a file of its own and renames it.
+
+    n  whole samples of the shard
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from open_clip_zerovl.tar.members import IMAGE_MEMBERS, TEXT_MEMBER, Extent, ShardError, locate_samples, unreadable
+
+FOLDER = ".zerovl-index"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """Arrays over the whole samples of one shard.
+
+    Attributes:
+        image: (n, 2) offset and size of the picture's bytes, -1 where there is none.
+        text: (n, 2) the same of the caption.
+        captions: (n,) captions of the sample, one a line; at least 1, so that a sample without one is noticed.
+        keys: (bytes,) all keys one after the other, UTF-8.
+        key_ends: (n,) where each key ends in `keys`.
+        torn: (2,) encoded reason and detail of what ends the shard too early; empty strings if nothing does.
+        stamp: (3,) VERSION, and size in bytes and modification time in ns of the tar that it describes.
+    """
+
+    image: np.ndarray
+    text: np.ndarray
+    captions: np.ndarray
+    keys: np.ndarray
+    key_ends: np.ndarray
+    torn: np.ndarray
+    stamp: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def key(self, sample: int) -> str:
+        """The sample's key."""
+        begin = int(self.key_ends[sample - 1]) if sample else 0
+        return self.keys[begin : int(self.key_ends[sample])].tobytes().decode("utf-8", "surrogateescape")
+
+    def raise_if_torn(self) -> None:
+        """Raise the ShardError that reading the shard to its end would meet, if any."""
+        if self.torn[0]:
+            raise ShardError(str(self.torn[0]), str(self.torn[1]), len(self))
+
+
+def caption_lines(text: bytes) -> list[bytes]:
+    """The captions in a `txt` member, one a line, empty lines left out."""
+    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
+
+
+def open_index(path: str) -> TarIndex:
+    """The index of a plain local tar: from memory, from disk, or built now.
+
+    Raises:
+        ShardError: the tar cannot be opened, or is torn before its first sample.
+        tarfile.ReadError: it is compressed or no tar.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise unreadable(error) from error
+    return _open(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(path: str, size: int, mtime_ns: int) -> TarIndex:
+    stamp = np.array([VERSION, size, mtime_ns], dtype=np.int64)
+    for file in _places(path):
+        index = _load(file)
+        if index is not None and np.array_equal(index.stamp, stamp):
+            return index
+    index = build_index(path, stamp)
+    _store(index, path)
+    return index
+
+
+def build_index(path: str, stamp: np.ndarray) -> TarIndex:
+    """The index of a plain local tar, from its headers and captions."""
+    image: list[Extent] = []
+    text: list[Extent] = []
+    captions, keys, torn = [], [], ("", "")
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
+    try:
+        for key, members in locate_samples(path):
+            image.append(next((members[name] for name in IMAGE_MEMBERS if name in members), (-1, -1)))
+            text.append(members.get(TEXT_MEMBER, (-1, -1)))
+            offset, size = text[-1]
+            captions.append(max(1, len(caption_lines(os.pread(descriptor, size, offset)))) if offset >= 0 else 1)
+            keys.append(key.encode("utf-8", "surrogateescape"))
+    except ShardError as error:
+        if error.readable == 0:
+            raise
+        torn = (error.reason, str(error))
+    finally:
+        os.close(descriptor)
+    return TarIndex(
+        np.array(image, dtype=np.int64).reshape(-1, 2),
+        np.array(text, dtype=np.int64).reshape(-1, 2),
+        np.array(captions, dtype=np.int32),
+        np.frombuffer(b"".join(keys), dtype=np.uint8),
+        np.cumsum([len(key) for key in keys], dtype=np.int64),
+        np.array(torn),
+        stamp,
+    )
+
+
+def _places(path: str) -> Iterator[Path]:
+    """Where the index of a shard may lie, best first."""
+    folder, name = os.path.split(path)
+    yield Path(folder, FOLDER, f"{name}.npz")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    yield cache / "open_clip_zerovl" / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+
+
+def _load(file: Path) -> TarIndex | None:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
+        return None
+
+
+def _store(index: TarIndex, path: str) -> None:
+    arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
+    for file in _places(path):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
+        except OSError:
+            continue  # not ours to write; the next place may be
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                np.savez(stream, **arrays)
+            os.chmod(temporary, 0o644)  # mkstemp's 0600 would keep others who read these shards from using it
+            os.replace(temporary, file)
+            return
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+    logging.warning(f"The index of {path} could be stored nowhere; every process builds its own.")

@@ -1,0 +1,156 @@
+"""What a source is on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
+
+A shard is a tar of samples; a sample is the run of files that share a key (`key.png`, `key.txt`, `key.json`).
+Shards are written under another name and renamed when whole, and hold no times or owners: the same samples give the
+same bytes.
+
+    source/train-00000.tar ...         training shards
+    source/sizes.json                  {"train-00000.tar": number of samples, ...}, which open_clip reads too
+    set/dataset_type.txt               "retrieval"
+    set/test/nshards.txt, 0.tar ...    a retrieval set, as CLIP_benchmark's `wds/` datasets are laid out
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+
+SIZES_FILE = "sizes.json"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a shard: its key, and its files' contents by extension (`{"png": ..., "txt": ...}`)."""
+
+    key: str
+    files: Mapping[str, bytes]
+
+
+def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
+    """Write one tar atomically, with nothing in it that depends on the clock or the user; return its sample count.
+
+    Raises:
+        UserError: a key holds a dot (webdataset ends the key at the first dot) or comes twice.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    keys = set()
+    try:
+        with tarfile.open(scratch, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for sample in samples:
+                if not sample.key or "." in sample.key.rsplit("/", 1)[-1] or sample.key in keys:
+                    raise UserError(
+                        f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it."
+                    )
+                keys.add(sample.key)
+                for extension, content in sample.files.items():
+                    member = tarfile.TarInfo(f"{sample.key}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return len(keys)
+
+
+def read_shard(path: str | Path) -> Iterator[Sample]:
+    """The samples of one tar, in order, files grouped by key as webdataset groups them."""
+    key: str | None = None
+    files: dict[str, bytes] = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            if not member.isfile():
+                continue
+            folder, _, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            member_key = f"{folder}/{stem}" if folder else stem
+            if member_key != key:
+                if key is not None:
+                    yield Sample(key, files)
+                key, files = member_key, {}
+            handle = tar.extractfile(member)
+            assert handle is not None  # isfile() holds
+            files[extension] = handle.read()
+    if key is not None:
+        yield Sample(key, files)
+
+
+def write_source(
+    folder: str | Path, samples: Sequence[Sample], *, shard_size: int, prefix: str = "train"
+) -> dict[str, int]:
+    """Write samples, in the order given, as shards of nearly equal size, with their `sizes.json`.
+
+    Args:
+        folder: the source's folder.
+        samples: in the order in which they shall lie on disk (shuffle before).
+        shard_size: samples per shard at most.
+        prefix: shards are called `<prefix>-00000.tar` and so on.
+
+    Returns:
+        Samples per shard by file name, as in `sizes.json`.
+
+    Raises:
+        UserError: no samples, or a shard size below 1.
+    """
+    folder = Path(folder)
+    if shard_size < 1:
+        raise UserError(f"The shard size is {shard_size}: it must be at least 1 sample.")
+    if not samples:
+        raise UserError(f"There is not a single sample to write into {folder}.")
+    shard_count = -(-len(samples) // shard_size)
+    # Equal sizes, so that no reader gets a stump: bounds k * n // count differ by at most one sample.
+    bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
+    sizes = {}
+    for k in range(shard_count):
+        name = f"{prefix}-{k:05d}.tar"
+        sizes[name] = write_shard(folder / name, samples[bounds[k] : bounds[k + 1]])
+    write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
+    return sizes
+
+
+def write_retrieval_set(
+    folder: str | Path, samples: Sequence[Sample], *, split: str = "test", shard_size: int = 10_000
+) -> int:
+    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; return its size.
+
+    Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
+    (`json`) are carried along and ignored by CLIP_benchmark.
+
+    Raises:
+        UserError: no samples, or one without picture or caption.
+    """
+    folder = Path(folder)
+    if not samples:
+        raise UserError(f"There is not a single sample to write into {folder}.")
+    for sample in samples:
+        if not sample.files.get("txt", b"").strip() or not sample.files.keys() & {"png", "jpg", "jpeg", "webp"}:
+            raise UserError(f"The test sample {sample.key!r} for {folder} lacks its picture or its caption.")
+    shard_count = -(-len(samples) // shard_size)
+    for k in range(shard_count):
+        write_shard(folder / split / f"{k}.tar", samples[k * shard_size : (k + 1) * shard_size])
+    write_atomically(folder / split / "nshards.txt", f"{shard_count}\n")
+    write_atomically(folder / "dataset_type.txt", "retrieval\n")
+    return len(samples)
+
+
+def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[Sample]:
+    """The samples of a set in CLIP_benchmark's layout, shard by shard.
+
+    Raises:
+        UserError: the folder holds no such set.
+    """
+    folder = Path(folder) / split
+    count_file = folder / "nshards.txt"
+    if not count_file.is_file():
+        raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
+    for k in range(int(count_file.read_text())):
+        yield from read_shard(folder / f"{k}.tar")

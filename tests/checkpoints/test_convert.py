@@ -1,0 +1,262 @@
+"""Conversion: the released key layout, built from tiny timm and BERT towers whose own forward is the reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import open_clip
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertModel, BertTokenizer
+
+from open_clip_zerovl.checkpoints.convert import convert_checkpoint
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from support.tiny_clip import NATIVE_VISION, TIMM_VISION, bert_text, random_model, register, write_bert, write_run
+
+IMAGE_MODEL = "test_vit.r160_in1k"
+TOLERANCE = 1e-5  # the issue's bound on L2-normalised embeddings
+TEXTS = ["a small red cat", "The BIG round house, with a tree", "moon"]
+TEMPERATURE = 0.0173
+
+
+class Reference:
+    """The released model's forward, from timm and transformers alone."""
+
+    def __init__(self, bert_folder: Path, image_size_px: int = 160, embed_dim: int = 24, pooler: bool = False) -> None:
+        torch.manual_seed(0)
+        self.image_encoder = timm.create_model(IMAGE_MODEL, num_classes=0, img_size=image_size_px).eval()
+        self.text_encoder = BertModel(BertConfig.from_pretrained(bert_folder), add_pooling_layer=pooler).eval()
+        self.image_projection = torch.nn.Linear(self.image_encoder.embed_dim, embed_dim, bias=False)
+        self.text_projection = torch.nn.Linear(32, embed_dim, bias=False)
+        self.tokenizer = BertTokenizer.from_pretrained(bert_folder)
+        with torch.no_grad():
+            for tower in (self.image_encoder, self.text_encoder):
+                for parameter in tower.parameters():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        weights = {f"image_encoder.model.model.{k}": v for k, v in self.image_encoder.state_dict().items()}
+        weights |= {f"text_encoder.model.model.{k}": v for k, v in self.text_encoder.state_dict().items()}
+        weights["image_projection.linear.weight"] = self.image_projection.weight.data
+        weights["text_projection.linear.weight"] = self.text_projection.weight.data
+        weights["loss.temperature"] = torch.tensor(TEMPERATURE)
+        return weights
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.tokenizer(texts, padding="max_length", max_length=25, truncation=True, return_tensors="pt")
+        hidden = self.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
+        image = F.normalize(self.image_projection(self.image_encoder(images)), dim=-1)
+        return image, F.normalize(self.text_projection(hidden[:, 0]), dim=-1)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("convert") / "bert")
+
+
+def saved(file: Path, weights: dict[str, torch.Tensor], **more: object) -> Path:
+    torch.save({"state_dict": weights, **more}, file)
+    return file
+
+
+@torch.no_grad()
+def stock(folder: Path, images: torch.Tensor, texts: list[str]):
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    model.eval()
+    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
+    return model, model.encode_image(images, normalize=True), model.encode_text(tokens, normalize=True)
+
+
+@pytest.mark.parametrize("image_size_px", [160, 96])
+def test_a_released_checkpoint_gives_the_same_embeddings_in_stock_open_clip(tmp_path, bert, image_size_px):
+    """At timm's own size (the timm tower), and at another, which open_clip's own ViT takes over."""
+    reference = Reference(bert, image_size_px)
+    checkpoint = saved(tmp_path / "released.pth", reference.state_dict(), epoch=20)
+    folder = convert_checkpoint(
+        checkpoint, tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert), normalization="half", verify=True
+    )
+    images = torch.randn(3, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1))
+    expected_image, expected_text = reference(images, TEXTS)
+    model, image, text = stock(folder, images, TEXTS)
+    torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(text, expected_text, rtol=0, atol=TOLERANCE)
+    assert model.logit_scale.exp().item() == pytest.approx(1 / TEMPERATURE, rel=1e-6)
+    cfg = model.visual.preprocess_cfg
+    assert (list(cfg["mean"]), list(cfg["std"])) == ([0.5] * 3, [0.5] * 3)
+    assert model.visual.image_size in (image_size_px, (image_size_px, image_size_px))
+    # As many numbers as the checkpoint has, but for the bias that was added to the positions.
+    folded = 0 if image_size_px == 160 else reference.image_encoder.embed_dim
+    numbers = sum(value.numel() for value in checkpoint_numbers(checkpoint).values())
+    assert sum(value.numel() for value in model.state_dict().values()) == numbers - folded
+    # Negative control: the comparison would see weights that are not the checkpoint's.
+    with torch.no_grad():
+        reference.image_encoder.norm.weight[0] += 1
+        reference.text_encoder.encoder.layer[1].output.LayerNorm.weight[0] += 1
+    other_image, other_text = reference(images, TEXTS)
+    assert (other_image - image).abs().max() > 100 * TOLERANCE
+    assert (other_text - text).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("image_size_px", [288, 160])
+def test_another_image_size_interpolates_the_position_embedding(tmp_path, bert, image_size_px):
+    """160 px weights at 288 px equal timm's own tower of that size; at 160 px nothing is interpolated."""
+    reference = Reference(bert)
+    checkpoint = saved(tmp_path / "released.pth", reference.state_dict())
+    folder = convert_checkpoint(
+        checkpoint,
+        tmp_path / "out",
+        image_model=IMAGE_MODEL,
+        text_model=str(bert),
+        image_size=image_size_px,
+        verify=True,
+    )
+    resized = timm.create_model(IMAGE_MODEL, num_classes=0, img_size=image_size_px).eval()
+    weights = reference.image_encoder.state_dict()
+    grid = [image_size_px // 16] * 2
+    resized.load_state_dict({**weights, "pos_embed": timm.layers.resample_abs_pos_embed(weights["pos_embed"], grid)})
+    reference.image_encoder = resized
+    images = torch.randn(2, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1))
+    model, image, text = stock(folder, images, TEXTS)
+    expected_image, expected_text = reference(images, TEXTS)
+    torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(text, expected_text, rtol=0, atol=TOLERANCE)
+    assert model.visual.image_size in (image_size_px, (image_size_px, image_size_px))
+    interpolated = "interpolated from 160 px" in (folder / "README.md").read_text()
+    assert interpolated == hasattr(model.visual, "positional_embedding") == (image_size_px != 160)
+
+
+def checkpoint_numbers(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def test_what_no_embedding_depends_on_is_left_behind_and_named(tmp_path, bert):
+    """BERT's pooler (models that started at random have one), its position index; a temperature that was constant."""
+    reference = Reference(bert, pooler=True)
+    weights = reference.state_dict()
+    weights["text_encoder.model.model.embeddings.position_ids"] = torch.arange(32)[None]
+    del weights["loss.temperature"]
+    checkpoint = saved(tmp_path / "released.pth", {f"module.{key}": value for key, value in weights.items()})
+    folder = convert_checkpoint(
+        checkpoint, tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert), verify=True
+    )
+    card = (folder / "README.md").read_text()
+    for name in ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"):
+        assert f"text_encoder.model.model.{name}" in card
+    model, _, text = stock(folder, torch.zeros(1, 3, 160, 160), TEXTS)
+    torch.testing.assert_close(text, reference(torch.zeros(1, 3, 160, 160), TEXTS)[1], rtol=0, atol=TOLERANCE)
+    assert model.logit_scale.exp().item() == pytest.approx(1 / 0.02, rel=1e-6)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_open_clip_training_checkpoints_convert_by_params_or_by_named_towers(tmp_path, bert, prefix):
+    vision = {**TIMM_VISION, "timm_proj_bias": False}
+    name = register(
+        tmp_path / "configs", f"convert-timm-{prefix[1]}", vision, {**bert_text(bert), "context_length": 25}
+    )
+    model = random_model(name)
+    checkpoint = write_run(tmp_path / "run", model, {"model": name}, prefix=prefix)
+    by_params = convert_checkpoint(checkpoint, tmp_path / "by-params", verify=True)
+    by_name = convert_checkpoint(
+        checkpoint, tmp_path / "by-name", image_model=name, text_model=str(bert), image_size=160, verify=True
+    )
+    images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.encode_image(images, normalize=True)
+    for folder in (by_params, by_name):
+        loaded, image, _ = stock(folder, images, TEXTS)
+        torch.testing.assert_close(image, expected, rtol=0, atol=TOLERANCE)
+        assert loaded.logit_scale.item() == pytest.approx(model.logit_scale.item(), abs=1e-7)
+
+
+def test_a_timm_run_at_another_size_is_rescued(tmp_path, bert):
+    """What export must refuse (open_clip cannot rebuild it) convert takes over into open_clip's own ViT."""
+    vision = {**TIMM_VISION, "timm_proj_bias": False}
+    name = register(tmp_path / "configs", "convert-forced", vision, {**bert_text(bert), "context_length": 25})
+    model = random_model(name, force_image_size=128)
+    checkpoint = write_run(tmp_path / "run", model, {"model": name, "force_image_size": 128})
+    with pytest.raises(UserError, match=r"another shape .*zerovl convert"):
+        convert_checkpoint(checkpoint, tmp_path / "out")
+    folder = convert_checkpoint(
+        checkpoint, tmp_path / "out", image_model=name, text_model=str(bert), image_size=128, verify=True
+    )
+    images = torch.randn(2, 3, 128, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.encode_image(images, normalize=True)
+    torch.testing.assert_close(stock(folder, images, TEXTS)[1], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
+    reference = Reference(bert)
+    weights = reference.state_dict()
+
+    def refused(changed: dict[str, torch.Tensor], sentence: str, **options) -> None:
+        checkpoint = saved(tmp_path / "case.pth", changed)
+        with pytest.raises(UserError, match=sentence) as caught:
+            convert_checkpoint(
+                checkpoint, tmp_path / "out", **{"image_model": IMAGE_MODEL, "text_model": str(bert), **options}
+            )
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
+
+    def without(part: str) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in weights.items() if part not in key}
+
+    refused({**weights, "extra_loss.0.queue": torch.ones(3)}, r"1 tensors that have no place .*extra_loss\.0\.queue")
+    refused({**weights, "image_encoder.model.model.pre_logits.fc.weight": torch.ones(3)}, r"is no test_vit.*pre_logits")
+    refused(without("blocks.0.norm1.bias"), r"is no test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias")
+    refused(
+        without("encoder.layer.0.output.dense.bias"), r"missing \(first: text\.transformer\.encoder\.layer\.0\.output"
+    )
+    refused(without("text_projection"), "has no text projection")
+    refused(without("text_encoder"), "has no text$")
+    refused({**weights, "text_projection.linear.weight": torch.ones(8, 32)}, "differ in width: 24 for images, 8")
+    refused({**weights, "loss.temperature": torch.ones(2)}, "must be one number")
+    refused(weights, "--image-size 100 is no multiple of the patches' 16 px; give 96", image_size=100)
+    refused(weights, "timm has no model 'test_vot'; did you mean test_vit", image_model="test_vot")
+    refused(weights, "is no ViT with a class token", image_model="test_resnet")
+    refused(weights, "is no vit_tiny", image_model="vit_tiny_patch16_224")
+    refused(weights, "name them with --image-model", image_model=None)
+    refused(weights, "normalization 'none' is not one of imagenet, half", normalization="none")
+    refused(weights, "if that is missing, give the folder", text_model=str(tmp_path / "nowhere"))
+    refused({"visual.proj": torch.ones(1)}, "zerovl export --model NAME")
+    native = random_model(register(tmp_path / "configs", "convert-native", NATIVE_VISION, bert_text(bert)))
+    refused(native.state_dict(), "have no place in an open_clip model with timm")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch should-not-exist",)
+
+
+def test_the_command_converts_verifies_and_refuses_what_would_run_code(tmp_path, bert, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = saved(tmp_path / "released.pth", Reference(bert).state_dict())
+    towers = ["--image-model", IMAGE_MODEL, "--text-model", str(bert)]
+    assert main(["convert", str(checkpoint), "out", *towers, "--verify"]) == 0
+    assert f"Converted, verified. Load it with open_clip.create_model_and_transforms('local-dir:{tmp_path}/out')" in (
+        capsys.readouterr().out
+    )
+    mean = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"]
+    assert mean[0] == pytest.approx(0.485)
+    assert main(["convert", str(checkpoint), "out", *towers]) == 2
+    assert "replace it with --force" in capsys.readouterr().err
+    assert main(["convert", str(checkpoint), "out", *towers, "--force"]) == 0
+    evil = saved(tmp_path / "evil.pth", Reference(bert).state_dict(), config=Evil())
+    assert main(["convert", str(evil), "other", *towers]) == 2
+    assert "was refused, since loading it could run code" in capsys.readouterr().err
+    assert not (tmp_path / "should-not-exist").exists()
+
+
+def test_a_temperature_out_of_range_counts_as_the_released_code_clamps_it(tmp_path, bert):
+    weights = {**Reference(bert).state_dict(), "loss.temperature": torch.tensor([0.9])}
+    folder = convert_checkpoint(
+        saved(tmp_path / "hot.pth", weights), tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert)
+    )
+    assert open_clip.create_model(f"local-dir:{folder}").logit_scale.item() == pytest.approx(math.log(2), abs=1e-6)

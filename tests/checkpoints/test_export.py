@@ -1,0 +1,390 @@
+"""Export and loading: what training leaves behind opens in stock open_clip, in a process that does not know us."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from open_clip_zerovl.checkpoints.export import export_local_dir, load_model, read_model_spec, relocation_note
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
+
+EMBEDDING = 1e-6  # largest difference of an embedding's entry, the issue's bound
+TEXTS = ["a small red cat", "The BIG round house, with a tree", "xyz 猫"]
+
+# Run by a bare interpreter: open_clip alone, no network. It prints the embeddings of a given image and texts.
+STRANGER = """
+import json, sys
+import open_clip, torch
+from PIL import Image
+folder, image, texts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:" + folder)
+tokenizer = open_clip.get_tokenizer("local-dir:" + folder)
+assert not any(name.startswith("open_clip_zerovl") for name in sys.modules)
+model.eval()
+with torch.no_grad():
+    image = model.encode_image(preprocess(Image.open(image))[None])
+    text = model.encode_text(tokenizer(texts))
+print(json.dumps({"image": image.tolist(), "text": text.tolist(), "scale": float(model.logit_scale)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """Registered models: `native-bert`, `timm-bert`, `native-clip`, and an image."""
+    home = tmp_path_factory.mktemp("home")
+    bert = write_bert(home / "bert")
+    register(home / "configs", "native-bert", NATIVE_VISION, bert_text(bert), init_logit_scale=3.9)
+    register(home / "configs", "timm-bert", TIMM_VISION, bert_text(bert))
+    register(home / "configs", "native-clip", NATIVE_VISION, CLIP_TEXT)
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(home / "image.png")
+    return home
+
+
+def embeddings(model, preprocess, tokenizer, image: Path) -> dict[str, torch.Tensor]:
+    model.eval()
+    with torch.no_grad():
+        return {
+            "image": model.encode_image(preprocess(Image.open(image))[None]),
+            "text": model.encode_text(tokenizer(TEXTS)),
+        }
+
+
+@pytest.mark.parametrize("name", ["native-bert", "timm-bert", "native-clip"])
+def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home, name):
+    model = random_model(name)
+    params = {"model": name, "image_mean": [0.1, 0.2, 0.3], "image_std": None, "image_resize_mode": "squash"}
+    checkpoint = write_run(tmp_path / "run", model, params, prefix="module.")
+    folder = export_local_dir(checkpoint, tmp_path / "export")
+    assert folder == tmp_path / "export"
+
+    # What the training process itself would have computed.
+    _, _, preprocess = open_clip.create_model_and_transforms(
+        name, pretrained_text=False, image_mean=(0.1, 0.2, 0.3), image_resize_mode="squash"
+    )
+    expected = embeddings(model, preprocess, open_clip.get_tokenizer(name), home / "image.png")
+
+    # The run, its checkpoint and the text tower's folder are out of reach, the hub too; only the export is there.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
+    shutil.move(tmp_path / "run", tmp_path / "hidden")
+    shutil.move(home / "bert", home / "hidden-bert")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER, str(folder), str(home / "image.png"), json.dumps(TEXTS)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        shutil.move(home / "hidden-bert", home / "bert")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for tower in ("image", "text"):
+        assert torch.allclose(torch.tensor(found[tower]), expected[tower], rtol=0, atol=EMBEDDING)
+    assert found["scale"] == pytest.approx(model.logit_scale.item(), abs=1e-7)
+
+    # Negative control: the comparison would see another model's weights.
+    other = embeddings(random_model(name, seed=1), preprocess, open_clip.get_tokenizer(name), home / "image.png")
+    assert not torch.allclose(other["image"], expected["image"], atol=1e-2)
+    assert not torch.allclose(other["text"], expected["text"], atol=1e-2)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrappers_prefixes_are_taken_off(tmp_path, home, prefix):
+    model = random_model("native-clip")
+    checkpoint = write_run(tmp_path / "run", model, {"model": "native-clip"}, prefix=prefix)
+    loaded, _, _ = load_model(checkpoint)
+    assert not loaded.training
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key])
+
+
+def test_checkpoint_export_and_folder_load_alike(tmp_path, home):
+    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
+    folder = export_local_dir(checkpoint, tmp_path / "export")
+    reference = embeddings(*load_model(checkpoint), home / "image.png")
+    for source in (folder, str(folder), f"local-dir:{folder}"):
+        found = embeddings(*load_model(source), home / "image.png")
+        for tower in ("image", "text"):
+            assert torch.allclose(found[tower], reference[tower], rtol=0, atol=EMBEDDING)
+
+
+def test_arguments_of_the_run_reach_the_export(tmp_path, home):
+    """Each `params.txt` entry that changes the model or its preprocessing."""
+    forced = {"force_image_size": 48, "force_quick_gelu": True, "force_custom_text": True, "force_context_length": 20}
+    siglip = {"init_logit_scale": float(np.log(10)), "init_logit_bias": -10}
+    model = random_model("native-clip", **forced, **siglip)
+    params = {
+        **forced,
+        "force_image_size": [48],
+        "force_patch_dropout": 0.5,
+        "model": "native-clip",
+        "siglip": True,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": (0.2, 0.2, 0.2),
+        "image_interpolation": "bilinear",
+        "image_resize_mode": "longest",
+        "logs": "/somewhere: else",
+    }
+    checkpoint = write_run(tmp_path / "run", model, params)
+    spec = read_model_spec(checkpoint)
+    assert spec.model_cfg["quick_gelu"] is True
+    assert spec.model_cfg["custom_text"] is True
+    assert spec.model_cfg["init_logit_bias"] == -10
+    assert "patch_dropout" not in spec.model_cfg["vision_cfg"]  # of the training, not of the model
+
+    folder = export_local_dir(checkpoint, tmp_path / "export")
+    stock, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    assert type(stock) is type(model)
+    assert stock.visual.image_size == (48, 48)
+    assert stock.logit_bias.item() == pytest.approx(model.logit_bias.item())
+    assert open_clip.get_tokenizer(f"local-dir:{folder}")(TEXTS).shape == (3, 20)
+    cfg = stock.visual.preprocess_cfg
+    assert (list(cfg["mean"]), list(cfg["std"])) == ([0.5, 0.4, 0.3], [0.2, 0.2, 0.2])
+    assert (cfg["interpolation"], cfg["resize_mode"]) == ("bilinear", "longest")
+    model.eval()
+    stock.eval()
+    image, tokens = torch.randn(2, 3, 48, 48), torch.randint(1, 400, (2, 20))
+    with torch.no_grad():
+        assert torch.allclose(stock.encode_image(image), model.encode_image(image), rtol=0, atol=EMBEDDING)
+        assert torch.allclose(stock.encode_text(tokens), model.encode_text(tokens), rtol=0, atol=EMBEDDING)
+
+
+def test_a_pretrained_tags_preprocessing_is_kept(tmp_path):
+    """A run that started from a tag normalises as the tag does, not as open_clip's default; a flag outranks the tag."""
+    (tmp_path / "params.txt").write_text("model: ViT-B-16-SigLIP\npretrained: webli\nimage_std: [0.1, 0.2, 0.3]\n")
+    cfg = read_model_spec(tmp_path / "checkpoints" / "epoch_1.pt").preprocess_cfg
+    assert tuple(cfg["mean"]) == (0.5, 0.5, 0.5)
+    assert cfg["resize_mode"] == "squash"
+    assert cfg["std"] == [0.1, 0.2, 0.3]
+
+
+def test_the_text_towers_folder_may_be_given(tmp_path, home):
+    """`--text-model` of the run, or of the export where the folder has moved."""
+    bert = write_bert(tmp_path / "other-bert", words=["only", "three", "words"])
+    register(tmp_path / "configs", "moved-bert", NATIVE_VISION, bert_text(bert))
+    model = random_model("moved-bert")
+    checkpoint = write_run(tmp_path / "run", model, {"model": "native-bert", "text_model": bert})
+    for folder, text_model in (("a", None), ("b", bert)):
+        export = export_local_dir(checkpoint, tmp_path / folder, text_model=text_model and str(text_model))
+        tokens = open_clip.get_tokenizer(f"local-dir:{export}")(TEXTS)
+        assert torch.equal(tokens, open_clip.get_tokenizer("moved-bert")(TEXTS))
+    with pytest.raises(UserError, match=r"text\.transformer\.embeddings\.word_embeddings\.weight"):
+        export_local_dir(checkpoint, tmp_path / "c", text_model=str(home / "bert"))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_half_precision_weights_load_as_float32(tmp_path, home, precision, dtype):
+    checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
+    whole = export_local_dir(checkpoint, tmp_path / "whole")
+    half = export_local_dir(checkpoint, tmp_path / "half", precision=precision)
+    weights = "open_clip_model.safetensors"
+    assert (half / weights).stat().st_size < 0.6 * (whole / weights).stat().st_size
+    reference = open_clip.create_model(f"local-dir:{whole}").state_dict()
+    for key, value in open_clip.create_model(f"local-dir:{half}").state_dict().items():
+        assert value.dtype == reference[key].dtype
+        assert torch.equal(value, reference[key].to(dtype).to(value.dtype))
+
+
+def test_an_export_may_move_where_open_clip_allows_it(tmp_path, home):
+    clip = export_local_dir(
+        write_run(tmp_path / "clip-run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "clip"
+    )
+    assert relocation_note(clip) is None
+    load_model(shutil.move(clip, tmp_path / "clip-moved"))
+
+    bert = export_local_dir(
+        write_run(tmp_path / "bert-run", random_model("native-bert"), {"model": "native-bert"}), tmp_path / "bert"
+    )
+    assert "hf_model_name" in (relocation_note(bert) or "")
+    moved = Path(shutil.move(bert, tmp_path / "bert-moved"))
+    with pytest.raises(UserError, match=r"was moved.*set hf_model_name"):
+        load_model(moved)
+    # The sentence's remedy works.
+    config = json.loads((moved / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["hf_model_name"] = str(moved)
+    (moved / "open_clip_config.json").write_text(json.dumps(config))
+    load_model(moved)
+
+
+def test_an_existing_folder_is_only_replaced_on_demand(tmp_path, home):
+    params = {"model": "native-clip"}
+    first = write_run(tmp_path / "first", random_model("native-clip", seed=1), params)
+    second = write_run(tmp_path / "second", random_model("native-clip", seed=2), params)
+    folder = export_local_dir(first, tmp_path / "export")
+    with pytest.raises(UserError, match="already holds an export"):
+        export_local_dir(second, folder)
+    export_local_dir(second, folder, force=True)
+    scale = torch.load(second, weights_only=True)["state_dict"]["logit_scale"]
+    assert torch.equal(open_clip.create_model(f"local-dir:{folder}").logit_scale, scale)
+    # Somebody's own folder is not an export, --force or not.
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="is no earlier export"):
+        export_local_dir(second, tmp_path / "precious", force=True)
+    (tmp_path / "empty").mkdir()
+    export_local_dir(second, tmp_path / "empty")
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path, home):
+    checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-bert"})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="another model"):
+        export_local_dir(checkpoint, tmp_path / "export")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch should-not-exist",)
+
+
+def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
+    model = random_model("native-clip")
+    good = write_run(tmp_path / "run", model, {"model": "native-clip"})
+
+    def refused(checkpoint: Path, sentence: str, **options) -> None:
+        with pytest.raises(UserError, match=sentence) as caught:
+            export_local_dir(checkpoint, tmp_path / "export", **options)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "export").exists()
+
+    def saved(name: str, content: object) -> Path:
+        torch.save(content, good.parent / name)
+        return good.parent / name
+
+    refused(tmp_path / "none.pt", "does not exist")
+    refused(good, "knows no model 'native-clap'; did you mean native-clip", model="native-clap")
+    refused(good, r"another model than native-bert: .* missing \(first: .*unexpected \(first: ", model="native-bert")
+    refused(good, "own text tower", text_model=str(home / "bert"))
+    refused(good, "precision 'int8' is not one of fp32, fp16, bf16", precision="int8")
+
+    weights = model.state_dict()
+    fewer = {key: value for key, value in weights.items() if key != "visual.proj"}
+    refused(saved("fewer.pt", {"state_dict": fewer}), r"1 tensors are missing \(first: visual\.proj\)")
+    refused(saved("more.pt", {"state_dict": {**weights, "extra": torch.ones(1)}}), r"unexpected \(first: extra\)")
+    other = {**weights, "visual.proj": torch.ones(2, 3)}
+    refused(saved("shape.pt", {"state_dict": other}), r"another shape \(first: visual\.proj \(2, 3\) instead of")
+    twice = {**weights, "module.logit_scale": weights["logit_scale"]}
+    refused(saved("twice.pt", {"state_dict": twice}), "holds 'logit_scale' twice")
+    refused(saved("list.pt", [1, 2]), "holds no 'state_dict'")
+    refused(saved("empty.pt", {"epoch": 1}), "holds no 'state_dict'")
+
+    refused(saved("evil.pt", {"state_dict": weights, "x": Evil()}), "refused, since loading it could run code")
+    (good.parent / "pickle.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
+    refused(good.parent / "pickle.pt", "refused, since loading it could run code|cannot be loaded")
+    assert not Path("should-not-exist").exists()
+    (good.parent / "cut.pt").write_bytes(good.read_bytes()[:1000])
+    refused(good.parent / "cut.pt", "cannot be loaded|refused")
+    (good.parent / "zero.pt").write_bytes(b"")
+    refused(good.parent / "zero.pt", "cannot be loaded")
+
+    (tmp_path / "run" / "params.txt").unlink()
+    refused(good, r"has no params\.txt beside it")
+    export_local_dir(good, tmp_path / "export", model="native-clip")
+
+
+def test_a_forced_size_of_a_timm_vit_is_explained(tmp_path, home):
+    model = random_model("timm-bert", force_image_size=128)
+    checkpoint = write_run(tmp_path / "run", model, {"model": "timm-bert", "force_image_size": 128})
+    with pytest.raises(UserError, match=r"another shape .*--force-image-size 128 with a timm tower"):
+        export_local_dir(checkpoint, tmp_path / "export")
+
+
+def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
+    def refused(source: str | Path, sentence: str, **options) -> None:
+        with pytest.raises(UserError, match=sentence):
+            load_model(source, **options)
+
+    refused("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k")
+    refused("ViT-B/32/none", "no weights 'none' of ViT-B-32")
+    refused("ViT-B-99/openai", "neither a folder with open_clip_config.json, nor a checkpoint file")
+    refused("no-such-thing", "neither a folder")
+    refused(f"local-dir:{tmp_path / 'none'}", "does not exist")
+    refused(tmp_path, "open_clip_config.json is missing")
+    refused(tmp_path, "goes with a training checkpoint", model_name="ViT-B-32")
+    folder = export_local_dir(
+        write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "export"
+    )
+    (folder / "open_clip_config.json").write_text("{")
+    refused(folder, "is not valid JSON")
+    (folder / "open_clip_config.json").write_text("{}")
+    refused(folder, "has no 'model_cfg'")
+    folder = export_local_dir(tmp_path / "run" / "checkpoints" / "epoch_1.pt", tmp_path / "bare")
+    (folder / "open_clip_model.safetensors").unlink()
+    refused(folder, "holds no weights")  # open_clip would go on with random ones
+
+
+def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path, home):
+    """Recipe from params.txt, sources without their folders, metrics of the checkpoint's own epoch from results.jsonl."""
+    params = {"model": "native-bert", "name": "my-run", "batch_size": 64, "world_size": 2, "dga_steps": 4, "epochs": 3}
+    params |= {"lr": 0.0001, "sampling": "debiased", "coin_flip_mixup": True, "mixup_alpha": 0.1, "precision": "fp32"}
+    params |= {"train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar", "init_from": "/secret/old.pt"}
+    params |= {"train_data_upsampling_factors": "1::2"}
+    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), params)
+    recalls = {f"{way}_R@{k}": 0.05 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    lines = [
+        {"epoch": 1, "imagenet-zeroshot-val-top1": 0.25},
+        {"epoch": 1, **{f"coco_{name}": value for name, value in recalls.items()}, "coco_rsum": 160.0},
+        {"epoch": 2, "imagenet-zeroshot-val-top1": 0.75},  # of another checkpoint
+    ]
+    results = checkpoint.parent / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n")
+    assert "# my-run (native-bert)" in card
+    assert "after epoch 1 of 3" in card
+    assert "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks" in card
+    assert "- sampling of sources: debiased" in card
+    assert "- mixup alpha: 0.1" in card
+    assert "- sbu, weight 1\n- cc3m, weight 2" in card
+    assert "| coco | 5.0 | 25.0 | 50.0 | 5.0 | 25.0 | 50.0 | 160.0 |" in card
+    assert "- imagenet-zeroshot-val-top1: 0.2500" in card
+    assert "0.75" not in card
+    assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
+    assert "started from checkpoint: old.pt" in card
+    results.write_text("{")
+    with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
+        export_local_dir(checkpoint, tmp_path / "other")
+    results.unlink()
+    card = (export_local_dir(checkpoint, tmp_path / "third") / "README.md").read_text()
+    assert "No metrics were recorded" in card
+
+
+def test_the_command_exports_in_half_precision(tmp_path, home, capsys):
+    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
+    assert main(["export", str(checkpoint), str(tmp_path / "half"), "--fp16"]) == 0
+    assert "after moving" in capsys.readouterr().out  # the sentence and the way, where it cannot just move
+    weights = load_file(tmp_path / "half" / "open_clip_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.float16}
+    reference = embeddings(*load_model(checkpoint), home / "image.png")
+    half = embeddings(*load_model(tmp_path / "half"), home / "image.png")
+    for tower in ("image", "text"):  # half precision keeps 11 bits of each weight
+        torch.testing.assert_close(half[tower], reference[tower], rtol=0.02, atol=0.02)
+    assert main(["export", str(checkpoint), str(tmp_path / "half")]) == 2
+    assert "replace it with --force" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Words are processed at the paper's rates, as the tokenizer means it; images by open_clip's transform plus the policy."""
+
+import math
+import pickle
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transform import AugmentationCfg, image_transform
+from PIL import Image
+from tokenizers import ByteLevelBPETokenizer
+from torchvision.transforms import AutoAugment, CenterCrop, Compose, Normalize, RandomResizedCrop, Resize, ToTensor
+from transformers import RobertaTokenizer
+
+from open_clip_zerovl.data.transforms import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    image_transform_train,
+    paper_eval_transform,
+    with_auto_augment,
+)
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import seeded
+from support.tiny_clip import WORDS, write_bert
+
+CAPTION = "a small red cat with the round face of the moon"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    words = [*WORDS, "[unused1]", "!", "7", "cafe"]
+    return write_bert(tmp_path_factory.mktemp("augment") / "bert", words=words)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return HFTokenizer(str(folder), context_length=32)
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_the_papers(tokenizer):
+    """Of 200,000 distinct words 20 % are processed: 50 / 10 / 40 % masked, replaced, deleted; bounds of 5 deviations."""
+    augment = WordAugment(tokenizer, 0.2)
+    per_caption, captions = 50, 4000
+    masked = replaced = kept = 0
+    for seed in range(captions):
+        words = [f"w{index}" for index in range(per_caption)]
+        result = augment(" ".join(words), seed).split()
+        masked += result.count("[MASK]")
+        replaced += sum(word in WORDS or word == "cafe" for word in result)
+        kept += sum(word in words for word in result)
+        assert [word for word in result if word in words] == [word for word in words if word in result]  # order stays
+    n = per_caption * captions
+    deleted = n - masked - replaced - kept
+    for count, share in ((masked, 0.1), (replaced, 0.02), (deleted, 0.08), (kept, 0.8)):
+        assert abs(count - n * share) < 5 * math.sqrt(n * share * (1 - share)), (count, share)
+
+
+def test_words_are_processed_one_by_one_not_a_fixed_number_of_them(tokenizer):
+    """The number processed of 10 words is binomial: chi-squared of 5,000 captions below its 0.1 % bound."""
+    augment = WordAugment(tokenizer, 0.2)
+    words = [f"w{index}" for index in range(10)]
+    counts = np.bincount(
+        [10 - sum(w in words for w in augment(" ".join(words), seed).split()) for seed in range(5000)], minlength=6
+    )
+    expected = np.array([math.comb(10, k) * 0.2**k * 0.8 ** (10 - k) for k in range(6)])
+    observed, wanted = [*counts[:5], counts[5:].sum()], [*expected[:5], 1 - expected[:5].sum()]
+    chi_squared = sum((o - 5000 * w) ** 2 / (5000 * w) for o, w in zip(observed, wanted, strict=True))
+    assert chi_squared < 20.5  # 5 degrees of freedom
+
+
+def test_replacements_are_whole_words_of_the_vocabulary(tokenizer):
+    augment = WordAugment(tokenizer, 1.0)
+    assert set(augment.vocabulary) == {word for word in [*WORDS, "cafe"] if len(word) > 1}
+    seen = {word for seed in range(3000) for word in augment(CAPTION, seed).split()} - {"[MASK]", "a"}
+    assert seen == set(augment.vocabulary)
+
+
+def test_no_caption_becomes_empty(tokenizer):
+    augment = WordAugment(tokenizer, 1.0)
+    results = [augment("cat dog", seed) for seed in range(500)]
+    assert all(results)
+    assert {"cat", "dog"} <= set(results)  # where both were deleted, either stays
+    assert {augment("zebra", seed) for seed in range(100)} >= {"[MASK]", "zebra"}
+
+
+def test_share_zero_changes_nothing_and_white_space_is_one_space(tokenizer):
+    augment = WordAugment(tokenizer, 0.0)
+    assert augment(CAPTION, 1) == CAPTION
+    assert augment(" a\tsmall \n cat ", 1) == "a small cat"
+    assert augment("", 1) == ""
+
+
+def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(tokenizer):
+    augment = WordAugment(tokenizer, 0.5)
+    state = random.getstate()
+    results = [augment(CAPTION, seed) for seed in range(20)]
+    assert random.getstate() == state
+    assert [augment(CAPTION, seed) for seed in range(20)] == results
+    assert len(set(results)) > 15
+    travelled = pickle.loads(pickle.dumps(augment))
+    assert [travelled(CAPTION, seed) for seed in range(20)] == results
+    rng = random.Random(4)
+    assert augment(CAPTION, rng) != augment(CAPTION, rng)
+
+
+def test_the_mask_becomes_the_mask_token(tokenizer):
+    augment = WordAugment(tokenizer, 0.6)
+    inner = tokenizer.tokenizer
+    seen = 0
+    for seed in range(50):
+        text = augment("Cat &amp; Dog of the Moon", seed)
+        ids = tokenizer([text])[0].tolist()
+        assert ids.count(inner.mask_token_id) == text.split().count("[MASK]")
+        seen += ids.count(inner.mask_token_id)
+    assert seen > 20
+
+
+def test_byte_level_vocabularies_work_too(tmp_path):
+    corpus = [CAPTION, "two dogs in the snow", "snowing again", "the moon above a tower"] * 20
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(corpus, vocab_size=500, min_frequency=1, special_tokens=["<s>", "<pad>", "</s>", "<unk>"])
+    bpe.save_model(str(tmp_path))
+    RobertaTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    augment = WordAugment(HFTokenizer(str(tmp_path), context_length=32), 1.0)
+    assert augment.mask == "<mask>"
+    assert {"snow", "moon", "tower", "dogs"} <= set(augment.vocabulary)
+    assert not {"owing", "ow", "nowing"} & set(augment.vocabulary)
+
+
+def test_tokenizers_that_cannot_be_masked_are_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="needs a mask token.*SimpleTokenizer"):
+        WordAugment(SimpleTokenizer())
+    with pytest.raises(UserError, match="does not read the text"):
+        WordAugment(HFTokenizer(str(folder), context_length=32, clean="canonicalize"))
+    wordless = write_bert(tmp_path / "wordless", words=["7"])
+    with pytest.raises(UserError, match="no whole words"):
+        WordAugment(HFTokenizer(str(wordless), context_length=32))
+    for share in (-0.1, 1.1):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            WordAugment(HFTokenizer(str(folder), context_length=32), share)
+
+
+def test_words_are_fast_enough(tokenizer):
+    """20,000 captions a second of one core's time (scripts/bench/words.py measures six times that)."""
+    augment = WordAugment(tokenizer)
+    start = time.process_time()
+    for seed in range(10_000):
+        augment(CAPTION, seed)
+    assert 10_000 / (time.process_time() - start) > 20_000
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def image(seed=0, size=(90, 70), mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def names(transform):
+    return [type(step).__name__ for step in transform.transforms]
+
+
+def test_the_policy_goes_right_after_the_crop():
+    stock = image_transform(32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), color_jitter_prob=None))
+    before = names(stock)
+    transform = with_auto_augment(stock)
+    assert names(transform) == ["RandomResizedCrop", "MaybeConvertMode", "AutoAugment", "MaybeToTensor", "Normalize"]
+    assert names(stock) == before  # the one that was given stays as it was
+    assert len(transform.transforms[2].policies) == 25
+    with seeded(3):
+        first = transform(image())
+    with seeded(3):
+        again = transform(image())
+    with seeded(3):
+        plain = stock(image())
+    assert first.shape == (3, 32, 32) and torch.equal(first, again)
+    changed = 0
+    for seed in range(20):
+        with seeded(seed):
+            augmented = transform(image(mode="P"))  # a palette image: the policy works on RGB
+        with seeded(seed):
+            changed += not torch.equal(augmented, stock(image(mode="P")))
+    assert changed >= 10
+    assert plain.shape == first.shape
+
+
+def test_the_policy_goes_into_open_clips_timm_transform_too():
+    stock = image_transform(32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), use_timm=True))
+    transform = with_auto_augment(stock)
+    assert names(transform)[:2] == [names(stock)[0], "AutoAugment"]
+    assert transform(image()).shape == (3, 32, 32)
+
+
+def test_transforms_without_a_place_for_the_policy_are_refused():
+    evaluation = image_transform(32, is_train=False)
+    with pytest.raises(UserError, match="has none"):
+        with_auto_augment(evaluation)
+    with pytest.raises(UserError, match="has none"):
+        with_auto_augment(lambda image: image)
+    train = image_transform(32, is_train=True)
+    with pytest.raises(UserError, match="already"):
+        with_auto_augment(with_auto_augment(train))
+    with pytest.raises(UserError, match="no AutoAugment policy 'cifar'"):
+        with_auto_augment(train, "cifar")
+    with pytest.raises(UserError, match="has 2"):
+        with_auto_augment(Compose([RandomResizedCrop(8), RandomResizedCrop(8)]))
+
+
+def test_the_papers_training_transform():
+    transform = image_transform_train(32, auto_augment="imagenet")
+    crop = transform.transforms[0]
+    assert (crop.size, crop.scale, crop.ratio) == ((32, 32), (0.6, 1.0), (0.75, 4 / 3))
+    assert isinstance(transform.transforms[2], AutoAugment)
+    assert transform(image()).shape == (3, 32, 32)
+    assert not any(isinstance(step, AutoAugment) for step in image_transform_train(32).transforms)
+    with pytest.raises(UserError, match="interpolation"):
+        image_transform_train(32, interpolation="random")
+
+
+def test_the_papers_evaluation_transform_squashes():
+    transform = paper_eval_transform(224)
+    picture = image(size=(300, 200))
+    expected = Normalize(IMAGENET_MEAN, IMAGENET_STD)(ToTensor()(CenterCrop(224)(Resize((256, 256))(picture))))
+    assert torch.equal(transform(picture), expected)
+    assert transform.transforms[1].size == (256, 256)
+    assert paper_eval_transform(112).transforms[1].size == (128, 128)
+    # Negative control: open_clip's default keeps the aspect ratio.
+    stock = image_transform(224, is_train=False, mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bilinear")
+    assert (stock(picture) - expected).abs().max() > 0.1

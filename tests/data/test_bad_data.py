@@ -1,0 +1,429 @@
+"""The corruption suite: every kind of rot, what becomes of it, and that a run never hangs or drifts (docs/data.md's table)."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import os
+import signal
+import struct
+import tarfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms
+
+from open_clip_zerovl.data.health import JUDGED_SAMPLES, Ledger, Loss, Report
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.errors import UserError
+from support.tars import noise_jpeg, png, write_source, write_tar
+
+SIZE = 12  # samples a shard; the bad one is number BAD of the first
+BAD = 5
+Members = list[tuple[str, bytes]]
+
+
+def encoded(mode: str, format: str, size: tuple[int, int] = (9, 7), **options) -> bytes:
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    shape = (size[1], size[0], channels) if channels > 1 else (size[1], size[0])
+    pixels = np.full(shape, 200, dtype=np.uint8)
+    image = Image.fromarray(pixels, mode) if mode not in ("1", "P") else Image.fromarray(pixels).convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def grey16() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((7, 9), 200 << 8, dtype=np.uint16)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def animation(format: str) -> bytes:
+    frames = [Image.new("RGB", (9, 7), (200, 200, 200)), Image.new("RGB", (9, 7), (0, 0, 0))]
+    buffer = io.BytesIO()
+    frames[0].save(
+        buffer, format, save_all=True, append_images=frames[1:], **({"lossless": True} if format == "WEBP" else {})
+    )
+    return buffer.getvalue()
+
+
+def bomb() -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+def float_tiff() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((7, 9), dtype=np.float32)).save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
+JPEG = noise_jpeg(1, 40, 30)
+# One sample: name -> (image's suffix and bytes or None, caption or None, reason of the loss or None = it is shown)
+SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = {
+    "random bytes for an image": (("jpg", os.urandom(500)), b"x 5", "undecodable image"),
+    "an empty image": (("jpg", b""), b"x 5", "undecodable image"),
+    "a truncated JPEG": (("jpg", JPEG[: len(JPEG) // 2]), b"x 5", "undecodable image"),
+    "a truncated PNG": (("png", png((200, 200, 200), 64)[:-60]), b"x 5", "undecodable image"),
+    "a web page for an image": (("jpg", b"<html>404</html>"), b"x 5", "undecodable image"),
+    "floating-point pixels": (("png", float_tiff()), b"x 5", "undecodable image"),
+    "a decompression bomb": (("png", bomb()), b"x 5", "oversized image"),
+    "a one-pixel image": (("png", png((9, 9, 9), 1)), b"x 5", "one-pixel image"),
+    "a line of one pixel": (("png", encoded("RGB", "PNG", (40, 1))), b"x 5", "one-pixel image"),
+    "a CMYK JPEG": (("jpg", encoded("CMYK", "JPEG")), b"x 5", None),
+    "a 16-bit PNG": (("png", grey16()), b"x 5", None),
+    "a palette with transparency": (("png", encoded("P", "PNG", transparency=bytes([0, 128] * 100))), b"x 5", None),
+    "an alpha channel": (("png", encoded("RGBA", "PNG")), b"x 5", None),
+    "grey with alpha": (("png", encoded("LA", "PNG")), b"x 5", None),
+    "one bit a pixel": (("png", encoded("1", "PNG")), b"x 5", None),
+    "an animated GIF": (("png", animation("GIF")), b"x 5", None),
+    "an animated WebP": (("webp", animation("WEBP")), b"x 5", None),
+    "a PNG called jpg": (("jpg", png((200, 200, 200))), b"x 5", None),
+    "an upper-case suffix": (("JPG", JPEG), b"x 5", None),
+    "no image": (None, b"x 5", "no image"),
+    "a dot in the key": (("b.png", png((1, 2, 3))), b"x 5", "no image"),
+    "no caption": (("png", png((200, 200, 200))), None, "no caption"),
+    "an empty caption": (("png", png((200, 200, 200))), b"", "empty caption"),
+    "a blank caption": (("png", png((200, 200, 200))), b" \n\t ", "empty caption"),
+    "a caption in Latin-1": (("png", png((200, 200, 200))), "Caf\u00e9 5".encode("latin-1"), "caption not UTF-8"),
+    "a caption in UTF-16": (("png", png((200, 200, 200))), "x 5".encode("utf-16"), "caption not UTF-8"),
+    "a byte-order mark": (("png", png((200, 200, 200))), "\ufeffx 5".encode(), None),
+    "a caption of a megabyte": (("png", png((200, 200, 200))), b"x 5 " + b"word " * 200_000, None),
+}
+
+
+def good_members(first: int = 0, leave_out: int | None = None) -> Members:
+    members = []
+    for number in range(first, first + SIZE):
+        if number != leave_out:
+            members += [(f"{number:04d}.png", png((200, 200, 200))), (f"{number:04d}.txt", f"x {number}".encode())]
+    return members
+
+
+def truncate(shard: Path, sample: int) -> None:
+    """Cut a shard off in the middle of a sample's picture."""
+    with tarfile.open(shard) as tar:
+        offset = tar.getmembers()[2 * sample].offset_data
+    shard.write_bytes(shard.read_bytes()[: offset + 20])
+
+
+def damage_header(shard: Path, member: int) -> None:
+    with tarfile.open(shard) as tar:
+        offset = tar.getmembers()[member].offset
+    data = bytearray(shard.read_bytes())
+    data[offset : offset + 512] = os.urandom(512)
+    shard.write_bytes(data)
+
+
+def drop_tail(shard: Path) -> None:
+    write_tar(shard, good_members()[: 2 * BAD])
+
+
+def compress(shard: Path, share: float = 1) -> None:
+    data = gzip.compress(shard.read_bytes())
+    shard.write_bytes(data[: int(len(data) * share)])
+
+
+def repeat_key(shard: Path) -> None:
+    members = good_members()
+    write_tar(shard, [*members[: 2 * BAD], *members[2 * (BAD - 1) : 2 * BAD], *members[2 * BAD : -2]])
+
+
+def sizes_as(count: int) -> Callable[[Path], None]:
+    def write(shard: Path) -> None:
+        (shard.parent / "sizes.json").write_text(json.dumps({"0.tar": count, "1.tar": SIZE}))
+
+    return write
+
+
+def extra_members(shard: Path) -> None:
+    members = good_members()
+    with tarfile.open(shard, "w") as tar:
+        for index, (name, content) in enumerate(members):
+            for extra in (f"__meta{index}__", name.split(".")[0] + f".{index}.json", "README"):
+                tar.addfile(tarfile.TarInfo(extra))
+            folder = tarfile.TarInfo(f"dir{index}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+            link = tarfile.TarInfo(name.split(".")[0] + ".jpg")
+            link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
+            tar.addfile(link)
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def long_names(shard: Path) -> None:
+    folder = "\u00e9" * 150
+    write_tar(shard, [(f"{folder}/{name}", content) for name, content in good_members()])
+
+
+def become_folder(shard: Path) -> None:
+    shard.unlink()
+    shard.mkdir()
+
+
+# One shard of two: name -> (what happens to it, {reason: samples lost})
+SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
+    "a tar truncated within a picture": (lambda shard: truncate(shard, BAD), {"truncated shard": SIZE - BAD}),
+    "a tar truncated between samples": (drop_tail, {"short shard": SIZE - BAD}),
+    "a damaged header": (lambda shard: damage_header(shard, 2 * BAD), {"short shard": SIZE - BAD}),
+    "an empty file": (lambda shard: shard.write_bytes(b""), {"unreadable shard": SIZE}),
+    "a web page for a tar": (lambda shard: shard.write_bytes(b"<html>404</html>" * 99), {"unreadable shard": SIZE}),
+    "a vanished shard": (lambda shard: shard.unlink(), {"unreadable shard": SIZE}),
+    "a folder for a tar": (become_folder, {"unreadable shard": SIZE}),
+    "a truncated gzip": (lambda shard: compress(shard, 0.5), {"short shard": -1}),
+    "a gzipped tar": (compress, {}),
+    "fewer samples than counted": (sizes_as(SIZE + 4), {"short shard": 4}),
+    "more samples than counted": (sizes_as(SIZE - 4), {}),
+    "the same key twice": (repeat_key, {}),
+    "metadata, folders and links": (extra_members, {}),
+    "long and foreign names": (long_names, {}),
+}
+
+
+def ids_of(captions: list[str]) -> torch.Tensor:
+    assert all(caption and len(caption) <= MAX_CAPTION_CHARACTERS for caption in captions)
+    return torch.tensor([int(caption.split()[1]) for caption in captions])
+
+
+def loader_of(
+    sources: tuple[Source, ...], *, workers: int = 0, on_bad_sample: str = "replace", batch: int = 2, **options
+):
+    mixture = Mixture(
+        sources,
+        Batching(batch, workers=max(1, workers)),
+        transform=transforms.Compose([transforms.Resize((6, 6)), transforms.PILToTensor()]),
+        tokenizer=ids_of,
+        on_bad_sample=on_bad_sample,
+        with_origin=True,
+    )
+    return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, **options})
+
+
+def two_shards(folder: Path, members: Members | None = None) -> Path:
+    write_tar(folder / "0.tar", members if members is not None else good_members())
+    write_tar(folder / "1.tar", good_members(SIZE))
+    sizes_as(SIZE)(folder / "0.tar")
+    return folder
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_rotten_sample(tmp_path, kind):
+    image, caption, reason = SAMPLES[kind]
+    members = good_members()
+    sample = [(f"{BAD:04d}.{image[0]}", image[1])] if image is not None else []
+    sample += [(f"{BAD:04d}.txt", caption)] if caption is not None else []
+    folder = two_shards(tmp_path / "s", [*members[: 2 * BAD], *sample, *members[2 * BAD + 2 :]])
+    sources = parse_sources(f"s={folder}")
+    loader = loader_of(sources)
+    batches = list(loader)
+    seen = torch.cat([ids for _, ids, _ in batches]).tolist()
+    everything = list(range(2 * SIZE))
+    if reason is None:
+        assert sorted(seen) == everything and loader.lost == {}
+        (pixels,) = [images[ids == BAD] for images, ids, _ in batches if (ids == BAD).any()]
+        grey = {"a CMYK JPEG": 55 * 55 // 255, "an upper-case suffix": None, "one bit a pixel": None}.get(kind, 200)
+        assert grey is None or abs(pixels.double().mean().item() - grey) < 4
+    else:
+        assert loader.lost == {"s": {reason: 1}} and len(seen) == 2 * SIZE
+        assert set(seen) == set(everything) - {BAD}  # each of the others once, and one of them again
+        strict = loader_of(sources, on_bad_sample="fail")
+        with pytest.raises(UserError, match=f"sample '000{BAD}' in .*0.tar .source 's'.") as raised:
+            list(strict)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_rotten_shard(tmp_path, kind, caplog):
+    damage, lost = SHARDS[kind]
+    folder = two_shards(tmp_path / "s")
+    sources = parse_sources(f"s={folder}/{{0..1}}.tar")
+    damage(folder / "0.tar")
+    if kind.endswith("than counted"):
+        sources = parse_sources(f"s={folder}")
+    loader = loader_of(sources)
+    batches = list(loader)
+    seen = torch.cat([ids for _, ids, _ in batches]).tolist()
+    assert len(seen) == sources[0].num_samples // 2 * 2
+    counted = loader.lost.get("s", {})
+    if -1 in lost.values():
+        assert counted.keys() == lost.keys()
+    else:
+        assert counted == lost
+    if lost and kind != "fewer samples than counted":
+        assert set(range(SIZE, 2 * SIZE)) <= set(seen)  # the whole shard is seen, and stands in for the other
+        with pytest.raises(UserError, match=r"shard .*0.tar of source 's' (cannot be read|was counted)"):
+            list(loader_of(sources, on_bad_sample="fail"))
+    elif kind == "the same key twice":
+        assert len(seen) == 2 * SIZE and seen.count(BAD - 1) == 2
+    elif kind == "more samples than counted":
+        assert "was counted with 8 samples and holds more" in caplog.text
+    else:
+        assert set(seen) == set(range(2 * SIZE))
+
+
+@pytest.mark.parametrize(
+    "command, lost",
+    [
+        ("cat {tar}", {}),
+        ("cat {tar}; exit 3", {}),
+        ("cat {tar}.gone 2>/dev/null", {"unreadable shard": SIZE}),
+        ("head -c 9000 {tar}", {"truncated shard": -1}),
+        ("false", {"unreadable shard": SIZE}),
+    ],
+)
+def test_a_pipe(tmp_path, command, lost):
+    folder = two_shards(tmp_path / "s")
+    shards = (f"pipe:{command.format(tar=folder / '0.tar')}", str(folder / "1.tar"))
+    loader = loader_of((Source("s", shards, (SIZE, SIZE)),))
+    seen = torch.cat([ids for _, ids, _ in loader]).tolist()
+    assert len(seen) == 2 * SIZE
+    assert loader.lost.get("s", {}).keys() == lost.keys()
+    if not lost:
+        assert sorted(seen) == list(range(2 * SIZE))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stalled_pipe_ends_with_a_sentence(workers):
+    """No hang: with worker processes the training process watches, without them the pipe itself is watched."""
+    loader = loader_of((Source("s", ("pipe:sleep 1000",), (SIZE,)),), workers=workers, stall_timeout_seconds=2)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"shard pipe:sleep 1000 of source 's'") as raised:
+        list(loader)
+    assert time.monotonic() - begin < 40
+    assert "2 s" in str(raised.value) and ("loader worker 0 of rank 0" in str(raised.value)) == bool(workers)
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_ends_with_a_sentence(tmp_path):
+    """Where the signal is heard depends on the moment; both ways lead to the same sentence."""
+    loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 200, 50)}"), workers=1)
+    with pytest.raises((UserError, RuntimeError)) as raised:
+        for _ in loader:
+            pid = loader.mixture.activity[0].get()[0]
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.5)
+    error = raised.value
+    sentence = str(error) if isinstance(error, UserError) else loader.explain(error)
+    assert sentence is not None and "loader worker 0 of rank 0 was lost while reading shard" in sentence
+    assert loader.explain(RuntimeError("CUDA out of memory")) is None
+
+
+@pytest.mark.timeout(60)
+def test_workers_outlive_a_signal_that_the_training_process_means_to_outlive(tmp_path):
+    """A scheduler's SIGTERM reaches all processes of a job; the data is needed until the checkpoint is written."""
+    kept = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 40, 40)}"), workers=1)
+        for count, _ in enumerate(loader):
+            if count == 0:
+                os.kill(loader.mixture.activity[0].get()[0], signal.SIGTERM)
+        assert count == 19
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+
+
+def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):
+    folder = two_shards(tmp_path / "s")
+    sources = parse_sources(f"s={folder}")
+    for shard in folder.glob("*.tar"):
+        shard.unlink()
+    with pytest.raises(UserError, match="nothing of source 's' can be read"):
+        list(loader_of(sources))
+    members = [(name, b"rotten" if name.endswith("png") else content) for name, content in good_members()]
+    write_tar(tmp_path / "t" / "0.tar", members)
+    with pytest.raises(UserError, match="none of the 128 samples around it can be shown either"):
+        list(loader_of(parse_sources(f"t={tmp_path}/t")))
+
+
+def test_one_bad_sample_that_is_all_that_a_reader_has(tmp_path):
+    """24 readers of one sample each: the stand-in comes from beyond the reader's own share."""
+    members = good_members()
+    members[2 * BAD] = (members[2 * BAD][0], b"rotten")
+    (source,) = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
+    seen = []
+    for rank in range(2 * SIZE):
+        mixture = Mixture(
+            (source,),
+            Batching(1, world_size=2 * SIZE),
+            rank=rank,
+            transform=transforms.PILToTensor(),
+            tokenizer=ids_of,
+        )
+        seen += [int(ids[0]) for _, ids in MixtureLoader(mixture, workers=0)]
+    assert len(seen) == 2 * SIZE and set(seen) == set(range(2 * SIZE)) - {BAD}
+
+
+def test_too_much_rot_ends_the_run(tmp_path, caplog):
+    members = good_members()
+    for number in (3, 4, 5):
+        members[2 * number] = (members[2 * number][0], b"rotten")
+    sources = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
+    with pytest.raises(UserError, match=r"source 's' has lost 3 samples \(3 undecodable image\), more than 10% of 24"):
+        list(loader_of(sources, max_bad_share=0.1))
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        list(loader_of(sources, max_bad_share=0.125))
+    assert "Source s: 3 of 24 samples (12.50%) were replaced (3 undecodable image)" in caplog.text
+    assert caplog.text.count("is replaced by others") == 1  # said once a kind
+    with pytest.raises(UserError, match="must lie between 0 and 1"):
+        loader_of(sources, max_bad_share=2.0)
+    with pytest.raises(UserError, match="unknown way 'ignore' to treat bad samples"):
+        loader_of(sources, on_bad_sample="ignore")
+
+
+def test_the_books_are_judged_over_all_ranks():
+    """A rank that loses most of its share ends nothing while the source as a whole is sound, and the other way round."""
+    losses = [Loss(0, "short shard", "", "s", "", number) for number in range(600)]
+    one = Ledger(["a"], 0.1)
+    one.open_epoch([JUDGED_SAMPLES * 10])
+    one.add(Report({0: 1000}, losses))  # 60 % of what this rank has seen so far
+    healthy = ({}, {"a": 999_000})
+    one.close_epoch([(one.lost, one.delivered), healthy])
+    uniform = ({"a": {"no image": 30_000}}, {"a": 125_000})
+    with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
+        one.close_epoch([uniform] * 8)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_shards_that_are_broken_before_the_run(tmp_path, strict, caplog):
+    folder = two_shards(tmp_path / "s")
+    policy = {"on_bad_sample": "fail" if strict else "replace"}
+    (folder / "0.tar").unlink()
+    expect = pytest.raises(UserError, match="1 of 2 shards of source 's' do not exist") if strict else None
+    if expect is None:
+        assert parse_sources(f"s={folder}/{{0..1}}.tar", **policy)[0].sizes == (SIZE, SIZE)
+        assert "others stand in for their 12 samples" in caplog.text
+    else:
+        with expect:
+            parse_sources(f"s={folder}/{{0..1}}.tar", **policy)
+    (folder / "sizes.json").unlink()
+    truncate(folder / "1.tar", BAD)
+    if strict:
+        with pytest.raises(UserError, match="1.tar cannot be read as a tar file"):
+            parse_sources(f"s={folder}", **policy)
+    else:
+        assert parse_sources(f"s={folder}", **policy)[0].sizes == (5,)
+        assert "torn after 5 samples" in caplog.text

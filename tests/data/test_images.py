@@ -1,0 +1,171 @@
+"""Decoding and transport: reduced JPEGs keep a crop's details, uint8 images become what open_clip's transform makes."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip.transform import image_transform
+from PIL import Image
+from torchvision.transforms import Compose, PILToTensor, RandomResizedCrop, Resize, ToTensor
+
+from open_clip_zerovl.data.images import (
+    BadImage,
+    Crop,
+    collate_images,
+    crop_of,
+    decode_image,
+    normalize,
+    split_normalize,
+)
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import seeded
+from support.tars import noise_jpeg, write_source
+
+STOCK = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(2, 3000),
+    height=st.integers(2, 3000),
+    size=st.sampled_from([32, 224, 288]),
+    area=st.sampled_from([0.08, 0.3, 0.6, 0.9, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_no_crop_of_a_reduced_image_is_enlarged_for_it(width, height, size, area, seed):
+    ratio = (3 / 4, 4 / 3)
+    scale = Crop(size, size, area, ratio).reduction(width, height)
+    reduced = torch.empty(1, -(-height // scale), -(-width // scale))
+    if scale == 1:
+        return
+    torch.manual_seed(seed)
+    for _ in range(20):
+        _, _, rows, columns = RandomResizedCrop.get_params(reduced, [area, 1.0], list(ratio))
+        assert rows >= size and columns >= size
+
+
+def test_reduction_of_usual_sizes():
+    crop = crop_of(STOCK)
+    assert crop == Crop(224, 224, 0.6, (3 / 4, 4 / 3))
+    assert [crop.reduction(*size) for size in ((384, 256), (640, 480), (1280, 854), (4000, 3000))] == [1, 1, 2, 8]
+    whole = crop_of(image_transform(224, True))  # open_clip's default crops as little as 90 %
+    assert whole is not None and whole.min_area == 0.9
+    assert crop_of(Compose([Resize(224), ToTensor()])) is None and crop_of(lambda image: image) is None
+    assert crop_of(image_transform_train(224)) == Crop(224, 224, 0.6, (3 / 4, 4 / 3))
+    assert crop_of(with_auto_augment(STOCK)) == crop
+    timm = image_transform(224, True, aug_cfg={"scale": (0.5, 1.0), "use_timm": True})
+    assert crop_of(timm) == Crop(224, 224, 0.5, (3 / 4, 4 / 3))
+
+
+def test_a_reduced_jpeg_shows_the_same_picture():
+    data = noise_jpeg(3, 1280, 854)
+    full, reduced = decode_image(data), decode_image(data, crop_of(STOCK))
+    assert full.size == (1280, 854) and reduced.size == (640, 427)
+    box = (64, 85, 576, 405)
+    crops = []
+    for image, scale in ((full, 2), (reduced, 1)):
+        cut = image.crop(tuple(scale * side for side in box))
+        crops.append(np.asarray(cut.resize((224, 224), Image.Resampling.BICUBIC), dtype=float))
+    error = np.sqrt(np.mean((crops[0] - crops[1]) ** 2))
+    assert error < 2.5  # of 255: below JPEG's own error
+    shifted = np.roll(crops[0], 2, axis=1)
+    assert np.sqrt(np.mean((shifted - crops[1]) ** 2)) > 2 * error  # negative control
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_reduced_jpegs_of_all_modes_are_rgb(mode):
+    buffer = io.BytesIO()
+    Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))).save(buffer, "JPEG")
+    image = decode_image(buffer.getvalue(), Crop(100, 100, 0.6, (0.75, 4 / 3)))
+    plain = Image.open(io.BytesIO(buffer.getvalue())).convert("RGB")
+    assert image.mode == "RGB" and image.size == (250, 250)
+    assert abs(np.asarray(image).mean() - np.asarray(plain).mean()) < 1.5
+
+
+def test_sixteen_bits_are_scaled_and_not_clipped():
+    for dtype, format in ((np.uint16, "PNG"), (np.uint16, "TIFF"), (np.int32, "TIFF")):
+        buffer = io.BytesIO()
+        Image.fromarray(np.arange(0, 65536, 1024, dtype=dtype).reshape(8, 8)).save(buffer, format)
+        assert np.asarray(decode_image(buffer.getvalue()))[..., 0].ravel().tolist() == list(range(0, 256, 4))
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_normalising_later_is_the_stock_transform(augmented):
+    """1e-6: one rounding of the float division and subtraction; the random draws are the same."""
+    stock = with_auto_augment(STOCK) if augmented else STOCK
+    to_bytes, mean, std = split_normalize(stock)
+    images = [decode_image(noise_jpeg(i, 384, 256)) for i in range(6)]
+    wanted, got = [], []
+    for number, image in enumerate(images):
+        with seeded(number):
+            wanted.append(stock(image))
+        with seeded(number):
+            got.append(to_bytes(image))
+    batch = collate_images(got)
+    assert batch.dtype == torch.uint8 and batch.shape == (6, 3, 224, 224)
+    assert torch.equal(batch, torch.stack(got))
+    normal = normalize(batch, mean, std)
+    assert normal.is_contiguous() and normal.dtype == torch.float32
+    assert (normal - torch.stack(wanted)).abs().max() < 1e-6
+    assert (batch.float() / 255 - torch.stack(wanted)).abs().max() > 0.1  # negative control
+
+
+def test_other_transforms_are_refused_in_a_sentence():
+    for transform in (Compose([ToTensor()]), Compose([Resize(3), PILToTensor()]), Resize(3)):
+        with pytest.raises(UserError, match="ends in ToTensor and Normalize, and this one ends in"):
+            split_normalize(transform)
+
+
+def test_images_of_different_sizes_are_not_broadcast():
+    with pytest.raises(ValueError, match=r"images of .3, 4, 4. and .3, 1, 1.; they must be alike"):
+        collate_images([torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)])
+    assert collate_images([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+    grey = torch.arange(8, dtype=torch.uint8).view(1, 2, 4)
+    assert torch.equal(collate_images([grey, grey]), torch.stack([grey, grey]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.booleans())
+def test_damaged_pictures_decode_or_say_so(seed, damage, reduced):
+    rng = np.random.default_rng(seed)
+    data = bytearray(noise_jpeg(1, 300, 200))
+    for place in rng.integers(0, len(data), damage):
+        data[place] = rng.integers(256)
+    try:
+        assert decode_image(bytes(data), Crop(30, 30, 0.5, (0.75, 4 / 3)) if reduced else None).mode == "RGB"
+    except BadImage as error:
+        assert error.fault.reason in ("undecodable image", "one-pixel image", "oversized image")
+
+
+def test_memory_does_not_grow_over_an_epoch(tmp_path):
+    """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
+    write_source(tmp_path / "s", 0, 2000, 250)
+    window, picture = 200, 16 << 10
+    mixture = Mixture(
+        parse_sources(f"s={tmp_path}/s"),
+        Batching(10),
+        transform=PILToTensor(),
+        tokenizer=lambda texts: torch.zeros(len(texts), 1),
+        shuffle_window_samples=window,
+    )
+    peaks = []
+    tracemalloc.start()
+    try:
+        for number, _ in enumerate(MixtureLoader(mixture, workers=0)):
+            if number % 50 == 49:
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.reset_peak()
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) == 4 and max(peaks[1:]) < peaks[0] + picture * 20, peaks

@@ -1,0 +1,212 @@
+"""The data engine on real tars: pure, exactly once, repeatable, for any shards, ranks and workers; and never a hang."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torchvision import transforms
+
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.shares import follow, local_order
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import sample_seed, seeded
+from support.tars import png, write_source, write_tar
+
+COUNTS = {"a": 83, "b": 40, "c": 21}
+FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID tells its source
+
+
+def ids_of(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([int(caption.split()[-1]) for caption in captions])
+
+
+@pytest.fixture(scope="module")
+def train_data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    shards = {"a": 17, "b": 40, "c": 4}
+    return "::".join(
+        f"{name}={write_source(folder / name, FIRST[name], count, shards[name])}" for name, count in COUNTS.items()
+    )
+
+
+def epoch_of(train_data, batching, epoch=0, *, workers=0, strategy="debiased", seed=0, transform=None, **sampling):
+    """[rank][micro-batch] -> (images, ids) of one epoch."""
+    ranks = []
+    for rank in range(batching.world_size):
+        mixture = Mixture(
+            parse_sources(train_data),
+            batching,
+            rank=rank,
+            sampling=Sampling(strategy, **sampling),
+            seed=seed,
+            transform=transform or transforms.PILToTensor(),
+            on_bad_sample="fail",
+            tokenizer=ids_of,
+        )
+        loader = MixtureLoader(mixture, workers=workers)
+        loader.set_epoch(epoch)
+        ranks.append(list(loader))
+    return ranks
+
+
+@pytest.mark.parametrize("strategy", ["debiased", "random", "sequential"])
+@pytest.mark.parametrize("workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)])
+def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_steps):
+    batching = Batching(3, dga_steps, world_size, max(1, workers))
+    ranks = epoch_of(train_data, batching, workers=workers, strategy=strategy)
+    n = batching.effective_batch
+    seen = torch.cat([ids for rank in ranks for _, ids in rank]).tolist()
+    assert len(seen) == len(set(seen))
+    if strategy != "random":
+        for name, count in COUNTS.items():
+            taken = [number for number in seen if FIRST[name] <= number < FIRST[name] + count]
+            assert len(taken) == count // n * n
+    else:
+        assert len(seen) == sum(COUNTS.values()) // n * n
+    steps = len(ranks[0]) // dga_steps
+    sources_per_step = [
+        {int(i) // 1000 for rank in ranks for k in range(dga_steps) for i in rank[step * dga_steps + k][1]}
+        for step in range(steps)
+    ]
+    if strategy != "random":
+        assert all(len(sources) == 1 for sources in sources_per_step)
+        assert set.union(*sources_per_step) == {0, 1, 2}
+    elif n >= 6:
+        assert any(len(sources) > 1 for sources in sources_per_step)  # negative control
+
+
+def test_pixels_and_caption_belong_together(train_data):
+    ((*batches,),) = epoch_of(train_data, Batching(4))
+    for images, ids in batches:
+        assert (images[:, 0, 0, 0] == ids % 256).all() and (images[:, 1, 0, 0] == ids // 256).all()
+
+
+def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
+    """With random augmentation and two workers, whatever the process's own generators do meanwhile."""
+    batching = Batching(4, 1, 1, 2)
+    crop = transforms.Compose([transforms.RandomCrop(5), transforms.ColorJitter(0.5), transforms.PILToTensor()])
+
+    def run(**options):
+        torch.manual_seed(random.randrange(1000))
+        (batches,) = epoch_of(train_data, batching, workers=2, transform=crop, **options)
+        return torch.cat([images for images, _ in batches]), torch.cat([ids for _, ids in batches])
+
+    images, ids = run()
+    images_again, ids_again = run()
+    assert torch.equal(ids, ids_again) and torch.equal(images, images_again)
+    assert not torch.equal(ids, run(seed=1)[1])
+    assert not torch.equal(ids, run(epoch=1)[1])
+
+
+def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):
+    """Augmentation is seeded by the sample, so another number of ranks and workers shows the same pixels in an epoch."""
+    noise = transforms.Compose([transforms.PILToTensor(), lambda image: torch.rand(3)])
+    by_id = []
+    for batching in (Batching(4), Batching(2, 1, 2, 2)):
+        ranks = epoch_of(train_data, batching, workers=0 if batching.workers == 1 else 2, transform=noise)
+        by_id.append(
+            {int(i): image for rank in ranks for images, ids in rank for image, i in zip(images, ids, strict=True)}
+        )
+    common = by_id[0].keys() & by_id[1].keys()
+    assert len(common) > 100
+    assert all(torch.equal(by_id[0][i], by_id[1][i]) for i in common)
+
+
+def test_persistent_workers_follow_the_epoch(train_data):
+    mixture = Mixture(
+        parse_sources(train_data), Batching(4, workers=2), transform=transforms.PILToTensor(), tokenizer=ids_of
+    )
+    loader = MixtureLoader(mixture, workers=2)
+    orders = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        orders.append(torch.cat([ids for _, ids in loader]))
+    assert not torch.equal(*orders)
+    assert torch.equal(
+        orders[1], torch.cat([ids for _, ids in epoch_of(train_data, Batching(4, workers=2), 1, workers=2)[0]])
+    )
+
+
+def test_local_order_is_a_permutation_within_its_window():
+    rng = np.random.default_rng(0)
+    for count, window in ((1, 5), (100, 100), (5000, 100)):
+        order = local_order(count, window, rng)
+        assert sorted(order) == list(range(count))
+        if count > window:
+            assert abs(order - np.arange(count)).max() <= window  # bounded look-back and look-ahead
+            assert abs(np.corrcoef(order[:-1] % window, order[1:] % window)[0, 1]) < 0.05  # neighbours are torn apart
+    ahead: list[int] = []
+    order = local_order(2000, 50, rng)
+    assert list(follow(order, (ahead.append(i) or i for i in range(2000)))) == order.tolist()
+
+
+def test_fewer_shards_than_readers(tmp_path):
+    data = f"one={write_source(tmp_path / 'one', 0, 64, 64)}"
+    ranks = epoch_of(data, Batching(2, 1, 4, 4), workers=4)
+    assert sorted(torch.cat([ids for rank in ranks for _, ids in rank]).tolist()) == list(range(64))
+
+
+def test_seeded_leaves_the_process_as_it_was():
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with seeded(5):
+        first = (torch.rand(1).item(), random.random(), np.random.rand())
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+    with seeded(5):
+        assert first == (torch.rand(1).item(), random.random(), np.random.rand())
+    assert len({sample_seed(0, source, position) for source in range(10) for position in range(100)}) == 1000
+
+
+GOOD = [("0.png", png((1, 2, 3))), ("0.txt", b"sample 0"), ("1.png", png((1, 2, 3))), ("1.txt", b"sample 1")]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "members, sizes, words",
+    [
+        ([*GOOD, ("2.png", png((0, 0, 0)))], 3, "sample '2' in .*00000.tar .source 'bad'. has no caption"),
+        ([*GOOD, ("2.txt", b"words")], 3, "sample '2' .* has no image"),
+        (
+            [*GOOD, ("2.png", b"not a picture"), ("2.txt", b"x 2")],
+            3,
+            "sample '2' .* has an image that cannot be decoded",
+        ),
+        (
+            [*GOOD, ("2.png", png((0, 0, 0))), ("2.txt", b"\xff\xfe")],
+            3,
+            "sample '2' .* has a caption that is not UTF-8",
+        ),
+        ([*GOOD, ("2.png", png((0, 0, 0))), ("2.txt", b" ")], 3, "sample '2' .* has an empty caption"),
+        (GOOD, 4, "was counted with 4 samples and holds 2"),
+        (GOOD, 1, "was counted with 1 samples and holds more"),
+    ],
+)
+def test_bad_data_ends_with_a_sentence(tmp_path, members, sizes, words):
+    write_tar(tmp_path / "bad" / "00000.tar", members)
+    (tmp_path / "bad" / "sizes.json").write_text(json.dumps({"00000.tar": sizes}))
+    with pytest.raises(UserError, match=words) as raised:
+        epoch_of(f"bad={tmp_path}/bad", Batching(1))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_truncated_or_vanished_shard_ends_with_a_sentence(tmp_path):
+    data = f"cut={write_source(tmp_path / 'cut', 0, 40, 20)}"
+    shard = tmp_path / "cut" / "00001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="00001.tar of source 'cut' (cannot be read|was counted with 20 samples)"):
+        epoch_of(data, Batching(4, workers=2), workers=2)
+    sources = parse_sources(data)
+    shard.unlink()
+    mixture = Mixture(sources, Batching(4), transform=transforms.PILToTensor(), tokenizer=ids_of, on_bad_sample="fail")
+    with pytest.raises(UserError, match="00001.tar of source 'cut' cannot be read"):
+        list(MixtureLoader(mixture, workers=0))

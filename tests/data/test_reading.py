@@ -1,0 +1,126 @@
+"""An epoch entered at a step yields, bit for bit, what the uninterrupted epoch yields from that step on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchvision import transforms
+
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
+from support.tars import noise_jpeg, png, write_tar
+
+SHARDS = {"a": (90, 30), "b": (41, 41), "c": (25, 4)}
+
+
+def ids_of(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([int(caption.split()[-1]) for caption in captions])
+
+
+@pytest.fixture(scope="module")
+def rotten(tmp_path_factory):
+    """Three sources with every fifth or so sample bad, one shard truncated, one too short and one gone."""
+    folder = tmp_path_factory.mktemp("rotten")
+    for s, (name, (count, per_shard)) in enumerate(SHARDS.items()):
+        table = {}
+        for begin in range(0, count, per_shard):
+            members = []
+            for number in range(begin, min(begin + per_shard, count)):
+                image = b"rotten" if number % 7 == 3 else noise_jpeg(number, 12, 10)
+                text = b"\xff" if number % 11 == 5 else f"sample {1000 * s + number}".encode()
+                members += [(f"{number:04d}.jpg", image), *([] if number % 13 == 7 else [(f"{number:04d}.txt", text)])]
+            shard = write_tar(folder / name / f"{begin // per_shard:02d}.tar", members)
+            table[shard.name] = min(per_shard, count - begin)
+        (folder / name / "sizes.json").write_text(json.dumps(table))
+    torn = folder / "a" / "01.tar"
+    torn.write_bytes(torn.read_bytes()[: torn.stat().st_size * 2 // 3])
+    write_tar(folder / "c" / "02.tar", [("x.jpg", png((1, 2, 3))), ("x.txt", b"sample 2099")])
+    (folder / "c" / "04.tar").unlink()
+    return parse_sources(f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2")
+
+
+def loader_of(sources, batching, rank=0, *, workers=0, window=40, strategy="debiased", **options) -> MixtureLoader:
+    crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
+    mixture = Mixture(
+        sources,
+        batching,
+        rank=rank,
+        sampling=Sampling(strategy),
+        seed=3,
+        transform=crop,
+        tokenizer=ids_of,
+        with_origin=True,
+        shuffle_window_samples=window,
+    )
+    return MixtureLoader(mixture, workers=workers, max_bad_share=1.0, **options)
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_step_any_shape(rotten, data):
+    draw = data.draw
+    batching = Batching(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    strategy = draw(st.sampled_from(["debiased", "random", "sequential"]))
+    loader = loader_of(
+        rotten,
+        batching,
+        draw(st.integers(0, batching.world_size - 1)),
+        window=draw(st.integers(1, 200)),
+        strategy=strategy,
+    )
+    epoch, step = draw(st.integers(0, 3)), draw(st.integers(0, loader.num_batches))
+    loader.set_epoch(epoch)
+    whole = list(loader)
+    lost = loader.lost
+    assert sum(sum(reasons.values()) for reasons in lost.values()) > 0
+    loader.set_epoch(epoch, step)
+    assert same(list(loader), whole[step * batching.dga_steps :])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_two_persistent_workers(rotten, world_size):
+    """The micro-batch at which an epoch is entered falls on either worker; a half-read epoch before leaves no trace."""
+    batching = Batching(2, 3, world_size, 2)
+    for rank in range(world_size):
+        loader = loader_of(rotten, batching, rank, workers=2)
+        loader.set_epoch(1)
+        whole = list(loader)
+        for step in (1, 2, loader.num_batches - 1, loader.num_batches):
+            loader.set_epoch(0)
+            next(iter(loader))
+            loader.set_epoch(1, step)
+            assert same(list(loader), whole[step * 3 :])
+        loader.set_epoch(2)
+        assert not same(list(loader), whole)  # negative control
+
+
+def test_bad_samples_are_replaced_by_good_ones_of_their_source(rotten):
+    loader = loader_of(rotten, Batching(2))
+    loader.set_epoch(0)
+    for images, ids, origin in loader:
+        assert (ids // 1000 == origin[:, 0]).all()
+        assert ((ids % 1000) % 11 != 5).all() or (ids == 2099).any()
+        assert images.shape == (2, 3, 6, 6)
+    assert set(loader.lost["a"]) == {"undecodable image", "caption not UTF-8", "no caption", "truncated shard"}
+    assert {"short shard", "unreadable shard"} <= set(loader.lost["c"])
+    assert loader.lost["c"]["unreadable shard"] in (4, 8)  # a shard of four, twice an epoch but for the remainder
+
+
+def test_a_step_outside_the_epoch_is_refused(rotten):
+    loader = loader_of(rotten, Batching(2))
+    for step in (-1, loader.num_batches + 1):
+        with pytest.raises(UserError, match=f"cannot begin at step {step}"):
+            loader.set_epoch(0, step)

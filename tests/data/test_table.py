@@ -1,0 +1,182 @@
+"""Tables of pairs as sources, and images with several captions in tables and tars."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision import transforms
+
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import BLOCK_SAMPLES, CsvFormat, open_table
+from open_clip_zerovl.errors import UserError
+from support.tars import png, write_source, write_tar
+
+
+def captions_of_epochs(
+    sources: tuple[Source, ...], epochs: int, *, batch: int = 1, workers: int = 0
+) -> list[list[str]]:
+    """Captions shown in each epoch; a tokenizer of bytes brings them through the loader."""
+    mixture = Mixture(
+        sources,
+        Batching(batch, workers=max(1, workers)),
+        transform=transforms.PILToTensor(),
+        tokenizer=lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts]),
+    )
+    loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
+    shown = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        shown.append([bytes(row.tolist()).rstrip(b"\0").decode() for _, texts in loader for row in texts])
+    captions_of_epochs.lost = loader.lost
+    return shown
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    (folder / "pictures").mkdir(parents=True)
+    for number in range(count):
+        (folder / "pictures" / f"{number}.png").write_bytes(png((number, 0, 0)))
+
+
+def zerovl_table(folder: Path, images: int = 6, captions: int = 3) -> Path:
+    write_pictures(folder, images)
+    rows = ["image,image_id,caption,caption_id"]
+    for caption in range(captions):  # an image's rows do not lie together
+        rows += [f'pictures/{i}.png,id{i},"image {i}, caption {caption}",{i}_{caption}' for i in range(images)]
+    (folder / "pairs.csv").write_text("\n".join(rows) + "\n")
+    return folder / "pairs.csv"
+
+
+def test_open_clips_and_zerovls_tables(tmp_path):
+    write_pictures(tmp_path / "a", 5)
+    rows = [f"pictures/{i}.png\ttitle {i}" for i in range(5)]
+    (tmp_path / "a" / "pairs.tsv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
+    zerovl_table(tmp_path / "b")
+    sources = parse_sources(f"one={tmp_path}/a/pairs.tsv::{tmp_path}/b", "b=0.5")
+    assert [(source.name, source.num_samples, source.weight) for source in sources] == [("one", 5, 1), ("b", 18, 0.5)]
+    assert [source.layout for source in sources] == ["table pairs.tsv", "table pairs.csv"]
+    ((*shown,),) = captions_of_epochs((sources[0],), 1, workers=1)
+    assert sorted(shown) == [f"title {i}" for i in range(5)]
+    assert sorted(captions_of_epochs((sources[1],), 2)[0]) != sorted(captions_of_epochs((sources[1],), 2)[1])
+
+
+def test_columns_and_separator_by_flags(tmp_path):
+    write_pictures(tmp_path, 2)
+    (tmp_path / "x.csv").write_text("words;file\none;pictures/0.png\ntwo;pictures/1.png\n")
+    style = CsvFormat("file", "words", ";")
+    assert captions_of_epochs(parse_sources(f"x={tmp_path}/x.csv", table_format=style), 1)[0] in (
+        ["one", "two"],
+        ["two", "one"],
+    )
+    with pytest.raises(UserError, match="no columns 'filepath' and 'title' or .* but 'words;file'; name them with"):
+        parse_sources(f"x={tmp_path}/x.csv")
+
+
+def test_one_caption_of_an_image_an_epoch_and_all_in_turn(tmp_path):
+    path = zerovl_table(tmp_path, 6, 3)
+    sources = parse_sources(f"t={path}", captions="one-per-epoch")
+    assert sources[0].num_samples == 6
+    epochs = captions_of_epochs(sources, 3)
+    for shown in epochs:
+        assert sorted(text.split(",")[0] for text in shown) == [f"image {i}" for i in range(6)]
+    assert Counter(text for shown in epochs for text in shown).most_common(1)[0][1] == 1  # three epochs show all 18
+    assert len({text[-1] for text in epochs[0]}) > 1  # not caption 0 of every image in the first
+    assert captions_of_epochs(sources, 3) == epochs
+    every = parse_sources(f"t={path}", captions="all")
+    assert every[0].num_samples == 18 and len(set(captions_of_epochs(every, 1)[0])) == 18
+
+
+def test_captions_in_the_lines_of_a_tar(tmp_path):
+    members = []
+    for i in range(7):
+        lines = "\n".join(f"image {i} line {line}" for line in range(i % 3 + 1))
+        members += [(f"{i}.png", png((i, 0, 0))), (f"{i}.txt", (lines + "\n\n").encode())]
+    write_tar(tmp_path / "s" / "0.tar", members)
+    whole, one, every = (parse_sources(f"s={tmp_path}/s", captions=c) for c in (None, "one-per-epoch", "all"))
+    assert [source.num_samples for (source,) in (whole, one, every)] == [7, 7, 13]
+    assert "image 1 line 0\nimage 1 line 1" in captions_of_epochs(whole, 1)[0]
+    epochs = captions_of_epochs(one, 6)
+    assert all(len({text.split(" line")[0] for text in shown}) == 7 for shown in epochs)
+    assert {text for shown in epochs for text in shown} == set(captions_of_epochs(every, 1)[0]) and len(
+        set(captions_of_epochs(every, 1)[0])
+    ) == 13
+    assert (
+        sorted(captions_of_epochs(every, 1, workers=2, batch=2)[0])[:5] == sorted(captions_of_epochs(every, 1)[0])[:5]
+    )
+    with pytest.raises(UserError, match="are remote, first pipe:cat .*; copy them here"):
+        parse_sources(f"s=pipe:cat {tmp_path}/s/0.tar", captions="all")
+    with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
+        parse_sources(f"s={tmp_path}/s", captions="some")
+
+
+def test_rotten_rows_are_replaced(tmp_path):
+    write_pictures(tmp_path, 9)
+    (tmp_path / "pictures" / "3.png").unlink()
+    (tmp_path / "pictures" / "4.png").write_bytes(b"rotten")
+    rows = [f"pictures/{i}.png\ttitle {i}".encode() for i in range(9)]
+    rows[5], rows[6], rows[7] = b"pictures/5.png", b"pictures/6.png\t\xff\xfe", b"pictures/\x007.png\tx"
+    (tmp_path / "pairs.tsv").write_bytes(b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n")
+    (shown,) = captions_of_epochs(parse_sources(f"t={tmp_path}"), 1)
+    assert set(shown) == {f"title {i}" for i in (0, 1, 2, 8)} and len(shown) == 9
+    assert captions_of_epochs.lost == {
+        "t": {"no image": 2, "undecodable image": 1, "no caption": 1, "caption not UTF-8": 1}
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12), min_size=1, max_size=150)
+)
+def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, captions):
+    import csv
+
+    path = tmp_path_factory.mktemp("table") / "t.csv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["image", "caption"])
+        writer.writerows((f"{number}.png", caption) for number, caption in enumerate(captions))
+    table = open_table(str(path))
+    with open(path, "rb") as file:
+        rows = [table.read_row(file.fileno(), row) for row in range(len(table))]
+    assert rows == [(f"{number}.png", caption.encode()) for number, caption in enumerate(captions)]
+
+
+@pytest.mark.parametrize(
+    "files, words",
+    [
+        ({"a.csv": "filepath,title\n"}, "holds no rows below its header"),
+        ({"a.csv": ""}, "has no columns .* but nothing"),
+        ({"a.csv": "filepath,title\n", "b.tsv": "x"}, "holds 2 tables .a.csv, b.tsv ....; name the one"),
+        ({"a.txt": ""}, "holds no [*].tar shards"),
+        ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path, files, words):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        parse_sources(f"t={tmp_path}")
+    with pytest.raises(UserError, match="cannot be read .No such file"):
+        parse_sources(f"t={tmp_path}/gone.csv")
+
+
+def test_a_table_beside_tars_is_none_of_the_sources_business(tmp_path):
+    write_source(tmp_path / "s", 0, 4, 4)
+    (tmp_path / "s" / "notes.csv").write_text("anything")
+    assert parse_sources(f"s={tmp_path}/s")[0].num_samples == 4
+
+
+def test_a_long_table_is_shuffled_in_blocks(tmp_path):
+    write_pictures(tmp_path, 1)
+    (tmp_path / "t.csv").write_text("filepath,title\n" + "".join(f"pictures/0.png,row {i}\n" for i in range(1000)))
+    (source,) = parse_sources(f"t={tmp_path}/t.csv")
+    assert set(source.sizes[:-1]) == {BLOCK_SAMPLES} and sum(source.sizes) == 1000
+    (shown,) = captions_of_epochs((source,), 1, batch=10)
+    assert sorted(shown) == sorted(f"row {i}" for i in range(1000)) and shown != sorted(shown)

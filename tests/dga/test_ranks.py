@@ -1,0 +1,317 @@
+"""Decoupled gradient accumulation over real gloo processes against one graph in one process, in fp64.
+
+Each case runs two optimizer steps in W ranks under DistributedDataParallel. The reference forwards every rank's
+micro-batches one after another in one process, each rank's under that rank's random state, and takes one loss over all.
+The processes of one world size run all cases, since starting them costs more than the cases.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from support.dga_reference import TOLERANCE, batches, bert_clip, bert_folder, error, one_graph
+
+STEPS = 2
+EXACT = TOLERANCE[torch.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: Callable[..., Any]  # called with rank and world_size
+    reference_loss: Callable[..., Any] = ClipLoss
+    sizes: Callable[[int], list[int]] = lambda rank: [3, 2, 3]
+    retain: int | str = 1
+    mixup_lambda: float | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    freeze: str | None = None
+    ddp: dict[str, Any] = field(default_factory=dict)
+    dga: dict[str, Any] = field(default_factory=dict)
+    use_dga: bool = True
+    compile: bool = False
+
+    def build(self) -> torch.nn.Module:
+        model = bert_clip(**self.model)
+        if self.freeze:
+            getattr(model, self.freeze).requires_grad_(False)
+        return model
+
+    def loss_inputs(self, sizes: list[int]) -> dict[str, Any]:
+        if self.mixup_lambda is None:
+            return {}
+        return {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
+
+
+def ragged(rank: int) -> list[int]:
+    return [3, 2 + rank, 1, 4 - rank % 2]
+
+
+CASES = {
+    "ours": Case(ContrastiveLoss),
+    "ours, chunks of 3, ragged within and between ranks": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged),
+    "ours, mixup, ragged": Case(
+        partial(ContrastiveLoss, chunk_size=4), ContrastiveLoss, sizes=ragged, mixup_lambda=0.8, retain=0
+    ),
+    "ours, retain K-1": Case(ContrastiveLoss, retain=2),
+    "ours, retain auto": Case(ContrastiveLoss, retain="auto"),
+    "ours, another K on each rank": Case(ContrastiveLoss, sizes=lambda rank: [2] * (2 + rank)),
+    "ours, one micro-batch": Case(ContrastiveLoss, sizes=lambda rank: [5]),
+    "ours, one micro-batch, replayed": Case(ContrastiveLoss, sizes=lambda rank: [5], retain=0),
+    "ours, check always": Case(ContrastiveLoss, dga={"check": "always"}),
+    "ours, frozen text": Case(ContrastiveLoss, freeze="text"),
+    "ours, frozen image": Case(ContrastiveLoss, freeze="visual", retain=0),
+    "ours, logit_bias": Case(ContrastiveLoss, model={"bias": True}),
+    "ours, find_unused_parameters": Case(ContrastiveLoss, ddp={"find_unused_parameters": True}),
+    "ours, gradients as bucket views": Case(ContrastiveLoss, ddp={"gradient_as_bucket_view": True}),
+    "ours, an ordinary DDP loop": Case(ContrastiveLoss, sizes=lambda rank: [4], use_dga=False),
+    "ours, an ordinary DDP loop, ragged": Case(ContrastiveLoss, sizes=lambda rank: [4 + rank], use_dga=False),
+    "ClipLoss, 1/W corrected": Case(ClipLoss),
+    "ClipLoss, gather_with_grad": Case(partial(ClipLoss, gather_with_grad=True)),
+    "ClipLoss, gather_with_grad, local_loss": Case(partial(ClipLoss, gather_with_grad=True, local_loss=True)),
+    **{
+        f"SigLipLoss, {impl}": Case(partial(SigLipLoss, dist_impl=impl), SigLipLoss, model={"bias": True})
+        for impl in ("bidir", "shift", "reduce", "gather")
+    },
+}
+SLOW_CASES = {"ours, compiled DDP": Case(ContrastiveLoss, compile=True)}
+# Cases that must come out wrong, by at least the second number.
+CONTROLS = {
+    "new masks in the replay": (Case(ContrastiveLoss, dga={"replay_rng": False}), 0.1),
+    "detached gather": (Case(partial(ContrastiveLoss, gather_grad=False)), 0.01),
+    "ClipLoss in an ordinary DDP loop: 1/W": (Case(ClipLoss, sizes=lambda rank: [4], use_dga=False), 0.4),
+}
+
+
+def rank_batches(case: Case, rank: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return batches(case.sizes(rank), seed=1000 * step + rank)
+
+
+def rank_seed(rank: int, step: int) -> int:
+    return 10 * step + rank
+
+
+def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """The gradients of each step, as this rank has them after synchronisation."""
+    model = case.build()
+    wrapped = DistributedDataParallel(model, **case.ddp)
+    if case.compile:
+        wrapped = torch.compile(wrapped, backend="aot_eager")  # the wrapping is tested here, not the code generator
+    loss = case.loss(rank=rank, world_size=world_size)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    dga = DecoupledGradientAccumulation(wrapped, loss, retain=case.retain, **case.dga) if case.use_dga else None
+    found = []
+    for step in range(STEPS):
+        micro_batches = rank_batches(case, rank, step)
+        torch.manual_seed(rank_seed(rank, step))
+        if dga is not None:
+            dga.backward(micro_batches, **case.loss_inputs(case.sizes(rank)))
+        else:
+            loss(**wrapped(*micro_batches[0])).backward()
+        kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({name: grad.clone() for name, grad in kept.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
+    model = case.build()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    found = []
+    for step in range(STEPS):
+        micro_batches, states, sizes = [], [], []
+        for rank in range(world_size):
+            torch.manual_seed(rank_seed(rank, step))
+            of_rank = rank_batches(case, rank, step)
+            micro_batches += of_rank
+            states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
+            sizes += case.sizes(rank)
+        _, grads = one_graph(model, case.reference_loss(), micro_batches, rng_states=states, **case.loss_inputs(sizes))
+        found.append(grads)
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads.get(name)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def worker(rank: int, world_size: int, port: int, folder: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    cases = CASES | SLOW_CASES | {name: case for name, (case, _) in CONTROLS.items()}
+    found: dict[str, Any] = {name: run_case(cases[name], rank, world_size) for name in names}
+    if names != list(SLOW_CASES):
+        found["losses"] = global_loss(rank, world_size)
+        found["refusals"] = refusals(rank, world_size)
+        found["replay error"] = replay_error(rank, world_size)
+    torch.save(found, os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def global_loss(rank: int, world_size: int) -> tuple[float, float]:
+    """The value of our loss, and of the detached variant: the global mean on every rank."""
+    images, texts = torch.randn(2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine, scale = slice(4 * rank, 4 * rank + 4), torch.tensor(3.0, dtype=torch.float64)
+    return tuple(
+        ContrastiveLoss(rank=rank, world_size=world_size, gather_grad=gather_grad, chunk_size=3)(
+            images[mine], texts[mine], scale
+        ).item()
+        for gather_grad in (True, False)
+    )
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    model = DistributedDataParallel(bert_clip())
+    attempts = {
+        "local_loss": lambda: DecoupledGradientAccumulation(
+            model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
+        ),
+        "world_size": lambda: DecoupledGradientAccumulation(model, ClipLoss()),
+        "static_graph": lambda: DecoupledGradientAccumulation(
+            DistributedDataParallel(bert_clip(), static_graph=True), ContrastiveLoss(rank=rank, world_size=world_size)
+        ),
+        "no DDP": lambda: DecoupledGradientAccumulation(bert_clip(), ContrastiveLoss(rank=rank, world_size=world_size)),
+        "retain": lambda: DecoupledGradientAccumulation(
+            model, ContrastiveLoss(rank=rank, world_size=world_size), retain=2
+        ).backward(batches([2, 2])),
+        "ragged ClipLoss": lambda: DecoupledGradientAccumulation(
+            model, ClipLoss(gather_with_grad=True, rank=rank, world_size=world_size)
+        ).backward(batches([2, 2 + rank])),
+    }
+    seen = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except UserError as refusal:
+            seen[name] = str(refusal)
+    return seen
+
+
+def replay_error(rank: int, world_size: int) -> str:
+    """One rank's `prepare` is not deterministic; no rank may be left waiting."""
+    dga = DecoupledGradientAccumulation(
+        DistributedDataParallel(bert_clip()), ContrastiveLoss(rank=rank, world_size=world_size)
+    )
+    calls = [0]
+
+    def prepare(images, texts):
+        calls[0] += 1
+        return images * (calls[0] if rank == 1 else 1), texts
+
+    try:
+        dga.backward(batches([3, 3]), prepare=prepare)
+    except ReplayError as caught:
+        return str(caught)
+    return "no error"
+
+
+def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bert_folder()
+    # forkserver with the library imported once: starting four processes costs one import of torch and transformers.
+    mp.get_context("forkserver").set_forkserver_preload(["open_clip_zerovl.dga", "transformers"])
+    mp.start_processes(
+        worker, (world_size, port, str(folder), names), nprocs=world_size, start_method="forkserver", join=True
+    )
+    return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request, tmp_path_factory):
+    """(W, what each rank found). Four ranks are slow: four processes on a core or two."""
+    names = [*CASES, *CONTROLS]
+    return request.param, start(request.param, names, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_has_the_gradient_of_one_graph(ranks, name):
+    world_size, found = ranks
+    wanted = reference(CASES[name], world_size)
+    for rank in range(world_size):
+        for step in range(STEPS):
+            assert error(found[rank][name][step], wanted[step]) <= EXACT, f"rank {rank}, step {step}"
+            for parameter, gradient in found[rank][name][step].items():
+                assert torch.equal(gradient, found[0][name][step][parameter]), f"ranks drift apart in {parameter}"
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_come_out_wrong(ranks, name):
+    world_size, found = ranks
+    case, at_least = CONTROLS[name]
+    assert error(found[0][name][0], reference(case, world_size)[0]) >= at_least
+
+
+def test_detached_gather_is_the_papers_equation(ranks):
+    """A.1: the mean over ranks of local losses whose other-rank features are constants."""
+    world_size, found = ranks
+    case = CONTROLS["detached gather"][0]
+
+    class Detached(torch.nn.Module):
+        def forward(self, image_features, text_features, logit_scale, output_dict):
+            images, texts = image_features.chunk(world_size), text_features.chunk(world_size)
+            total = 0.0
+            for r in range(world_size):
+                seen = [
+                    torch.cat([x if o == r else x.detach() for o, x in enumerate(side)]) for side in (images, texts)
+                ]
+                labels = torch.arange(len(images[r])) + r * len(images[r])
+                for query, keys in ((images[r], seen[1]), (texts[r], seen[0])):
+                    total = total + torch.nn.functional.cross_entropy(logit_scale * query @ keys.T, labels)
+            return {"contrastive_loss": total / (2 * world_size)}
+
+    wanted = reference(Case(case.loss, Detached), world_size)
+    for step in range(STEPS):
+        assert error(found[0]["detached gather"][step], wanted[step]) <= EXACT
+
+
+def test_loss_is_the_global_mean_on_every_rank(ranks):
+    world_size, found = ranks
+    images, texts = torch.randn(2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = ClipLoss()(images, texts, torch.tensor(3.0, dtype=torch.float64)).item()
+    for of_rank in found:
+        assert of_rank["losses"] == pytest.approx((wanted, wanted), rel=1e-13)
+
+
+def test_what_cannot_be_right_over_ranks_is_refused(ranks):
+    world_size, found = ranks
+    for of_rank in found:
+        seen = of_rank["refusals"]
+        assert "gather_with_grad=True or use ContrastiveLoss" in seen["local_loss"]
+        assert f"made for world_size=1, but the model's gradients are averaged over {world_size}" in seen["world_size"]
+        assert f"made for world_size={world_size}" in seen["no DDP"]
+        assert "static_graph" in seen["static_graph"]
+        assert "at most 1 (over several ranks one is replayed" in seen["retain"]
+        assert "as many samples on each" in seen["ragged ClipLoss"]
+
+
+def test_a_failed_replay_stops_every_rank(ranks):
+    _, found = ranks
+    assert "Replayed image_features of micro-batch 0 differ" in found[1]["replay error"]
+    assert "Another rank's replayed features" in found[0]["replay error"]
+
+
+@pytest.mark.slow  # two processes trace two graphs each, forward and backward
+def test_compiled_ddp(tmp_path):
+    found = start(2, list(SLOW_CASES), tmp_path)
+    for name, case in SLOW_CASES.items():
+        wanted = reference(case, 2)
+        for rank in range(2):
+            for step in range(STEPS):
+                assert error(found[rank][name][step], wanted[step]) <= EXACT

@@ -1,0 +1,527 @@
+"""Decoupled gradient accumulation in one process against one graph over the whole batch (ranks: test_dga_ranks.py).
+
+The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in fp32, by the error that dga_reference.py defines, the worst parameter.
+"""
+
+import logging
+import math
+import re
+from contextlib import suppress
+from functools import partial
+
+import open_clip
+import pytest
+import torch
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from torch import nn
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.dga import retain as retain_module
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from open_clip_zerovl.memory import LiveBytes
+from support import ROOT
+from support.dga_reference import (
+    CONTEXT,
+    TOLERANCE,
+    VOCABULARY,
+    batches,
+    bert_clip,
+    error,
+    errors,
+    gradients,
+    one_graph,
+    vit,
+)
+
+EXACT = TOLERANCE[torch.float64]
+SEED = 5
+
+
+def accumulated(model, loss, micro_batches, *, prepare=None, loss_inputs=None, **options):
+    """Losses and gradients of one step from the seed, and the random state it ends in."""
+    torch.manual_seed(SEED)
+    step = DecoupledGradientAccumulation(model, loss, **options)
+    losses = step.backward(micro_batches, prepare=prepare, **(loss_inputs or {}))
+    return losses, gradients(model)
+
+
+def reference(model, loss, micro_batches, **options):
+    torch.manual_seed(SEED)
+    return one_graph(model, loss, micro_batches, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sizes", [[7], [4, 4], [3, 2, 4, 1]], ids=str)
+@pytest.mark.parametrize("retain", [0, 1, 2, "K"])
+def test_every_gradient_is_that_of_one_graph(sizes, retain, dtype):
+    k = len(sizes)
+    if retain == 2 and k < 2:
+        pytest.skip("more graphs than micro-batches")
+    model, micro_batches = bert_clip(dtype), batches(sizes, dtype)
+    value, wanted = reference(model, ClipLoss(), micro_batches)
+    ended = torch.get_rng_state()
+    for loss in (ClipLoss(), ContrastiveLoss(), ContrastiveLoss(chunk_size=3)):
+        losses, found = accumulated(model, loss, micro_batches, retain=k if retain == "K" else retain)
+        assert error(found, wanted) <= TOLERANCE[dtype]
+        assert torch.equal(torch.get_rng_state(), ended), "random numbers were not as if forwarded once"
+        assert set(losses) == {"contrastive_loss", "loss", "logit_scale"}
+        assert not any(entry.requires_grad for entry in losses.values())
+        torch.testing.assert_close(losses["loss"], value)
+        torch.testing.assert_close(losses["logit_scale"], model.logit_scale.exp().detach())
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_siglip_with_its_bias(retain):
+    model, micro_batches = bert_clip(bias=True), batches([3, 2, 4])
+    _, wanted = reference(model, SigLipLoss(), micro_batches)
+    _, found = accumulated(model, SigLipLoss(), micro_batches, retain=retain)
+    assert wanted["logit_bias"].abs() > 0 and error(found, wanted) <= EXACT
+
+
+def test_mixup_targets_and_input_mixup():
+    """Images mixed with the reversed micro-batch in `prepare`, targets to match, over ragged micro-batches."""
+    sizes, lam = [3, 4, 1], 0.7
+    model, micro_batches = bert_clip(), batches(sizes)
+
+    def mix(images, texts):
+        return lam * images + (1 - lam) * images.flip(0), texts
+
+    inputs = {"mixup_lambda": lam, "partner": reversed_partner(sizes)}
+    _, wanted = reference(model, ContrastiveLoss(), micro_batches, prepare=mix, **inputs)
+    _, found = accumulated(
+        model, ContrastiveLoss(chunk_size=3), micro_batches, prepare=mix, loss_inputs=inputs, retain=1
+    )
+    assert error(found, wanted) <= EXACT
+    _, unmixed = reference(model, ContrastiveLoss(), micro_batches, prepare=mix)
+    assert error(found, unmixed) > 0.1  # the targets matter
+
+
+def test_open_clips_own_clip_and_a_model_that_is_not_open_clips():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(3 * 32 * 32, 8))
+            self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2))
+            self.scale = nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, image, text):
+            return {
+                "image_features": normalize(self.image(image), dim=-1),
+                "text_features": normalize(self.text(text).mean(1), dim=-1),
+                "logit_scale": self.scale.exp(),
+            }
+
+    torch.manual_seed(0)
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2}
+    for model in (open_clip.CLIP(16, vit(), text, output_dict=True), Towers()):
+        model, micro_batches = model.double().train(), batches([3, 3, 2])
+        _, wanted = reference(model, ClipLoss(), micro_batches)
+        _, found = accumulated(model, ClipLoss(), micro_batches, retain=1)
+        assert error(found, wanted) <= EXACT
+
+
+def test_two_steps_of_training_follow_one_graph():
+    """The second step starts from the random state the first one left, and from its weights."""
+    models = [bert_clip(), bert_clip()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    step = DecoupledGradientAccumulation(models[0], ContrastiveLoss())
+    states = [torch.Generator().manual_seed(SEED).get_state()] * 2
+    for number in range(3):
+        micro_batches = batches([3, 3], seed=number)
+        torch.set_rng_state(states[0])
+        step.backward(micro_batches)
+        states[0] = torch.get_rng_state()
+        torch.set_rng_state(states[1])
+        _, grads = one_graph(models[1], ClipLoss(), micro_batches)
+        states[1] = torch.get_rng_state()
+        for name, parameter in models[1].named_parameters():
+            parameter.grad = grads[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        # Adam divides key biases' rounding noise (true gradient 0) by its own size: compare what has a gradient.
+        if wanted.ndim > 1:
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_are_added_to_what_is_there():
+    model, micro_batches = bert_clip(), batches([2, 2])
+    _, once = accumulated(model, ContrastiveLoss(), micro_batches)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    _, twice = accumulated(model, ContrastiveLoss(), micro_batches)
+    assert error({name: grad - 1 for name, grad in twice.items()}, once) <= 1e-9  # 1 + small - 1 loses digits
+
+
+# --------------------------------------------------------------------------------------------------- negative controls
+
+
+def test_without_replay_it_is_wrong(caplog):
+    model, micro_batches = bert_clip(), batches([4, 4, 4])
+    _, wanted = reference(model, ContrastiveLoss(), micro_batches)
+    _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
+    of_towers = [e for name, e in errors(found, wanted).items() if name.endswith("weight")]
+    assert sorted(of_towers)[len(of_towers) // 2] > 0.3
+    assert "WRONG" in caplog.text
+
+
+def open_clip_accumulation(model, loss, micro_batches):
+    """open_clip 3.3's --accum-freq, told in its order: cache all, then a loss per micro-batch with its part replaced."""
+    with torch.no_grad():
+        cached = [model(*micro_batch) for micro_batch in micro_batches]
+    for k, micro_batch in enumerate(micro_batches):
+        outputs = model(*micro_batch)
+        features = {
+            name: torch.cat([outputs[name] if j == k else cached[j][name] for j in range(len(micro_batches))])
+            for name in ("image_features", "text_features")
+        }
+        loss(**features, logit_scale=outputs["logit_scale"]).backward()
+    return gradients(model)
+
+
+def test_what_open_clips_accumulation_does_to_the_scale_and_to_dropout():
+    """The error this class is there to avoid: logit_scale's gradient times K; with dropout, the towers' wrong too."""
+    model, micro_batches = bert_clip(), batches([4, 4, 4])
+    _, wanted = reference(model.eval(), ClipLoss(), micro_batches)
+    theirs = open_clip_accumulation(model, ClipLoss(), micro_batches)
+    assert theirs["logit_scale"].item() == pytest.approx(3 * wanted["logit_scale"].item(), rel=1e-9)
+    _, found = accumulated(model, ClipLoss(), micro_batches, retain=0)
+    assert found["logit_scale"].item() == pytest.approx(wanted["logit_scale"].item(), rel=1e-12)
+    _, wanted = reference(model.train(), ClipLoss(), micro_batches)
+    torch.manual_seed(SEED)
+    theirs = open_clip_accumulation(model, ClipLoss(), micro_batches)
+    of_towers = [e for name, e in errors(theirs, wanted).items() if name.endswith("weight")]
+    assert sorted(of_towers)[len(of_towers) // 2] > 0.3
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("kind", ["amp", "pure"])
+def test_bf16_error_is_that_of_one_graph_in_bf16(kind):
+    sizes = [4, 4, 3]
+    exact_model, micro_batches = bert_clip(torch.float32), batches(sizes, torch.float32)
+    _, exact = reference(exact_model, ClipLoss(), micro_batches)
+    model = bert_clip(torch.bfloat16 if kind == "pure" else torch.float32)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if kind == "amp" else suppress
+
+    def prepare(images, texts):
+        return (images.bfloat16() if kind == "pure" else images), texts
+
+    _, one = reference(model, ClipLoss(), micro_batches, prepare=prepare, autocast=autocast)
+    for retain in (0, 1, 3):
+        for loss in (ContrastiveLoss(), ClipLoss()):
+            _, found = accumulated(
+                model, loss, micro_batches, prepare=prepare, autocast=autocast, retain=retain, check="always"
+            )
+            theirs, ours = errors(one, exact), errors(found, exact)
+            total = [math.sqrt(sum(e**2 for e in of.values()) / len(of)) for of in (ours, theirs)]
+            assert total[0] <= 1.5 * total[1]
+            noisy = {name for name in ours if name.endswith("key.bias")}  # true gradient 0: all of it is rounding
+            assert all(ours[name] <= 1.5 * theirs[name] + 1e-3 for name in ours if name not in noisy)
+
+
+def test_grad_scaler():
+    """Gradients carry the scale, the scaler has seen a loss, and a whole scaled optimizer step goes through."""
+    model, micro_batches = bert_clip(torch.float32), batches([3, 3], torch.float32)
+    _, wanted = reference(model, ContrastiveLoss(), micro_batches)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    losses, found = accumulated(model, ContrastiveLoss(), micro_batches, scaler=scaler)
+    assert error({name: grad / 2**10 for name, grad in found.items()}, wanted) <= TOLERANCE[torch.float32]
+    assert losses["loss"] < 100  # the loss itself comes back unscaled
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.logit_scale.item()
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), scaler=scaler).backward(micro_batches)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert model.logit_scale.item() != before
+
+
+# ------------------------------------------------------------------------------------------------- what models may hold
+
+
+def test_gradient_checkpointing():
+    model, micro_batches = bert_clip(), batches([3, 3])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    model.set_grad_checkpointing()
+    for retain in (0, 1, 2):
+        _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain, check="always")
+        assert error(found, wanted) <= EXACT
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8))
+        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Flatten(), nn.BatchNorm1d(8 * CONTEXT, momentum=None))
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, image, text):
+        return {
+            "image_features": normalize(self.image(image), dim=-1),
+            "text_features": normalize(self.text(text), dim=-1)[:, :8],
+            "logit_scale": self.logit_scale.exp(),
+        }
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_batch_norm_statistics_are_updated_once(retain):
+    torch.manual_seed(0)
+    model, once, micro_batches = WithBatchNorm().double(), WithBatchNorm().double(), batches([4, 3, 2])
+    once.load_state_dict(model.state_dict())
+    _, wanted = reference(once, ClipLoss(), micro_batches)
+    _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain)
+    assert error(found, wanted) <= EXACT
+    for (name, buffer), expected in zip(model.named_buffers(), once.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert model.image[1].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("kind", ["bert", "clip"])
+@pytest.mark.parametrize("frozen", ["encode_text", "encode_image", "both"])
+def test_a_frozen_tower_runs_once(frozen, kind):
+    """Dropout and token drop stay on in the frozen tower: the other tower's masks must not move when it is skipped."""
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    torch.manual_seed(0)
+    model = bert_clip() if kind == "bert" else open_clip.CLIP(16, vit(), text, output_dict=True).double()
+    model.visual.requires_grad_(frozen == "encode_text")
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("visual", "logit_scale")):
+            parameter.requires_grad_(frozen == "encode_image")
+    calls = {"encode_image": 0, "encode_text": 0}
+    count = lambda name: calls.__setitem__(name, calls[name] + 1)  # noqa: E731
+    model.visual.register_forward_hook(lambda *_: count("encode_image"))
+    (model.text if kind == "bert" else model.transformer).register_forward_hook(lambda *_: count("encode_text"))
+    micro_batches = batches([3, 2, 2])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    calls.update(encode_image=0, encode_text=0)
+    _, found = accumulated(model, ClipLoss(), micro_batches, retain=1, check="always")
+    assert error(found, wanted) <= EXACT
+    for name, number in calls.items():
+        assert number == (3 if frozen in (name, "both") else 3 + 2)
+    assert "encode_text" not in vars(model) and "encode_image" not in vars(model)  # put back
+
+
+def test_a_frozen_tower_that_cannot_be_skipped_is_told(caplog):
+    class Own(open_clip.CustomTextCLIP):
+        def forward(self, image, text):
+            return super().forward(image, text)
+
+    model, micro_batches = bert_clip(), batches([3, 2])
+    model.__class__ = Own
+    model.text.requires_grad_(False)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    with caplog.at_level(logging.INFO):
+        _, found = accumulated(model, ClipLoss(), micro_batches, retain=0)
+    assert error(found, wanted) <= EXACT
+    assert "runs in both passes" in caplog.text
+
+
+def test_a_constant_temperature():
+    model, micro_batches = bert_clip(), batches([3, 2])
+    model.logit_scale.requires_grad_(False)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    _, found = accumulated(model, ContrastiveLoss(), micro_batches)
+    assert "logit_scale" not in found and error(found, wanted) <= EXACT
+
+
+@pytest.mark.slow  # the code generator needs a C++ compiler and a minute
+def test_compiled_with_dropout():
+    """The compiled graphs with and without gradient draw the same masks; the reference is compiled too."""
+    torch._dynamo.reset()
+    model = torch.compile(bert_clip(torch.float32))
+    micro_batches = batches([4, 4, 4], torch.float32)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    for retain in (0, 1):
+        _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain, check="always")
+        assert error(found, wanted) <= TOLERANCE[torch.float32]
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+def test_check_names_what_differs():
+    calls = [0]
+
+    def unsteady(images, texts):
+        calls[0] += 1
+        return images * calls[0], texts
+
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    with pytest.raises(ReplayError, match=r"image_features of micro-batch [01] .*relative difference .*random masks"):
+        accumulated(model, ClipLoss(), micro_batches, prepare=unsteady)
+    model.zero_grad()
+    accumulated(model, ClipLoss(), micro_batches, prepare=unsteady, check="never")
+    assert issubclass(ReplayError, UserError) and issubclass(ReplayError, RuntimeError)
+
+
+def test_check_first_looks_at_the_first_replay_only():
+    model, micro_batches = bert_clip(), batches([3, 2])
+    drift = [0.0]
+
+    def prepare(images, texts):
+        drift[0] += drift[0]
+        return images + drift[0], texts
+
+    first = DecoupledGradientAccumulation(model, ClipLoss())
+    always = DecoupledGradientAccumulation(model, ClipLoss(), check="always")
+    for step in (first, always):
+        step.backward(micro_batches[:1], prepare=prepare)  # nothing replayed: the check is still to come
+        step.backward(micro_batches, prepare=prepare)
+    drift[0] = 0.1
+    first.backward(micro_batches, prepare=prepare)
+    with pytest.raises(ReplayError):
+        always.backward(micro_batches, prepare=prepare)
+
+
+def test_equal_nan_is_no_difference():
+    """An overflow is the loss scaler's business, not the self-check's."""
+    micro_batches = batches([3, 2])
+    micro_batches[0][0][0] = math.nan
+    accumulated(bert_clip(), ClipLoss(), micro_batches, retain=0, check="always")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class PeakBytes(LiveBytes):
+    """The most bytes that tensors made inside took at once."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.bytes())
+        return result
+
+
+def peak_bytes(k, retain=1):
+    model, micro_batches = bert_clip(torch.float32), batches([16] * k, torch.float32)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=16), retain=retain)
+    step.backward(micro_batches)  # gradients exist from here on, as in training
+    with PeakBytes() as seen:
+        step.backward(micro_batches)
+    return seen.peak
+
+
+def test_memory_does_not_grow_with_k():
+    one = peak_bytes(1)
+    assert peak_bytes(16) <= 1.10 * one
+    assert peak_bytes(8, retain=4) >= 3 * one  # the measure sees graphs
+
+
+def test_retain_auto_fits_the_memory(monkeypatch, caplog):
+    model, micro_batches = bert_clip(), batches([4, 4, 4, 2])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    torch.manual_seed(SEED)
+    step = DecoupledGradientAccumulation(model, ClipLoss(), retain="auto")
+    step.backward(micro_batches)  # keeps one graph and measures it
+    assert error(gradients(model), wanted) <= EXACT
+    per_graph = 4 * step._retention._bytes_per_sample
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.setdefault(t.untyped_storage()._cdata, t), lambda t: t
+    ):
+        outputs = model(*micro_batches[0])
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    graph = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in parameters)
+    assert 0.9 * graph <= per_graph <= 1.1 * graph and outputs
+    # Two graphs' worth is set aside for the step itself, 90 % of the rest is filled.
+    monkeypatch.setattr(retain_module, "available_bytes", lambda device: int(4.1 * per_graph / 0.9))
+    torch.manual_seed(SEED)
+    with caplog.at_level(logging.INFO):
+        step.backward(micro_batches)
+    assert step._retention.graphs([4, 4, 4, 2]) == 3 and "3 graphs" in caplog.text
+    assert error(gradients(model), wanted) <= EXACT
+    assert step._retention.graphs([4, 4]) == 2  # never more than there are
+
+
+def test_available_bytes_of_this_machine():
+    free = retain_module.available_bytes(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50
+    assert retain_module.available_bytes(torch.device("meta")) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_refusals_before_any_pass():
+    model = bert_clip()
+    dga = DecoupledGradientAccumulation
+    with pytest.raises(UserError, match="cannot train CoCa"):
+        dga(model, CoCaLoss(2.0, 1.0))
+    with pytest.raises(UserError, match="does not distil"):
+        dga(model, DistillClipLoss())
+    with pytest.raises(UserError, match="made for world_size=2"):
+        dga(model, ContrastiveLoss(rank=0, world_size=2))
+    with pytest.raises(UserError, match="check must be .* 'sometimes'"):
+        dga(model, ClipLoss(), check="sometimes")
+    for retain in (-1, 1.5, "all", True):
+        with pytest.raises(UserError, match=f"retain must be .* {retain!r}"):
+            dga(model, ClipLoss(), retain=retain)
+    with pytest.raises(UserError, match="no parameters"):
+        dga(nn.Identity(), ClipLoss())
+    with pytest.raises(UserError, match="retain=3 graphs .* 2 micro-batches .* at most 2"):
+        dga(model, ClipLoss(), retain=3).backward(batches([2, 2]))
+    for wrong, message in [
+        ([], "is empty"),
+        (iter(batches([2])), "is a list_iterator"),
+        ([batches([2])[0][0]], "Micro-batch 0 must be a pair"),
+        ([(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))], "has 3 and 2"),
+        ([(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))], "has 0 and 0"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            dga(model, ClipLoss()).backward(wrong)
+    with pytest.raises(UserError, match="No parameter of the model is trainable"):
+        dga(bert_clip().requires_grad_(False), ClipLoss()).backward(batches([2]))
+
+
+def test_refused_outputs():
+    class Returns(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.logit_scale = nn.Parameter(torch.tensor(1.0))
+            self.outputs = outputs
+
+        def forward(self, image, text):
+            features = torch.ones(len(image), 4)
+            known = {"image_features": features, "text_features": features, "logit_scale": self.logit_scale.exp()}
+            return {**known, **self.outputs} if isinstance(self.outputs, dict) else self.outputs
+
+    for outputs, message in [
+        ({"logits": 0, "labels": 0}, r"caption loss \(CoCa\): the model returned labels, logits"),
+        ({"dist_image_features": 0}, r"distillation\): the model returned dist_image_features"),
+        ({"tokens": 0}, "unknown to it: the model returned tokens"),
+        ({"image_features": torch.ones(2, 3, 4)}, r"image_features of 2 samples .* \(2, 3, 4\)"),
+        ((1, 2, 3), "returned tuple; create open_clip models with output_dict=True"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            DecoupledGradientAccumulation(Returns(outputs), ClipLoss()).backward(batches([2]))
+
+
+def test_a_failure_leaves_the_model_as_it_was():
+    """A frozen tower's method is put back when a forward fails."""
+    model = bert_clip()
+    model.text.requires_grad_(False)
+    with pytest.raises(RuntimeError):
+        DecoupledGradientAccumulation(model, ClipLoss()).backward([(torch.zeros(2, 5), torch.zeros(2, CONTEXT))])
+    assert "encode_text" not in vars(model)
+
+
+def test_the_loop_in_the_documentation_runs():
+    """docs/dga.md's first Python block, on a tiny model."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    model = bert_clip(torch.float32)
+    before = model.logit_scale.item()
+    loader = [batches([4, 4], torch.float32, seed=number) for number in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exec(compile(code, "docs/dga.md", "exec"), {"model": model, "effective_batches": loader, "optimizer": optimizer})
+    assert model.logit_scale.item() != before

@@ -1,0 +1,339 @@
+"""The registered model configs build as the paper says, and open_clip's silent traps end with a sentence."""
+
+import json
+import math
+import shutil
+
+import open_clip
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from open_clip.factory import get_model_config
+from open_clip.tokenizer import HFTokenizer
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+import open_clip_zerovl
+from open_clip_zerovl.datasets.vocabulary import write_bert
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models import configs as models
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+
+PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
+CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """The folder of a small BERT without weights."""
+    folder = tmp_path_factory.mktemp("text") / "bert"
+    write_bert(folder, CAPTIONS, vocab_size=200, width=32, layers=1, heads=2, max_positions=32)
+    return folder
+
+
+@pytest.fixture
+def bert_with_weights(bert, tmp_path):
+    folder = shutil.copytree(bert, tmp_path / "bert")
+    torch.manual_seed(1)
+    BertModel(BertConfig.from_pretrained(folder), add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, bert):
+    """A registered model of the paper's layout with a timm ViT of 0.4 M parameters."""
+    config = get_model_config(PAPER[0])
+    config["vision_cfg"].update(timm_model_name="test_vit", timm_model_pretrained=False, image_size=160)
+    config["text_cfg"].update(hf_model_name=str(bert), hf_tokenizer_name=str(bert), hf_model_pretrained=False)
+    file = tmp_path_factory.mktemp("configs") / "zerovl-test-small.json"
+    file.write_text(json.dumps(config))
+    open_clip.add_model_config(file)
+    return file.stem
+
+
+# --- the configs -----------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_registers_its_configs_and_again_is_harmless():
+    assert open_clip_zerovl.__doc__
+    before = open_clip.list_models()
+    others = {"zerovl-ViT-B-16-288-BERT-base", "zerovl-emoji", "zerovl-emoji-vit"}
+    assert set(models.register_model_configs()) == {*PAPER, *others} <= set(before)
+    assert open_clip.list_models() == before
+
+
+def test_a_missing_config_folder_is_not_silent(monkeypatch, tmp_path):
+    open_clip.add_model_config(tmp_path / "nowhere")  # open_clip itself says nothing
+    monkeypatch.setattr(models, "CONFIG_FOLDER", tmp_path)
+    with pytest.raises(UserError, match="without its model configs"):
+        models.register_model_configs()
+    (tmp_path / "zerovl-incomplete.json").write_text('{"embed_dim": 8}')
+    with pytest.raises(UserError, match="did not register zerovl-incomplete"):
+        models.register_model_configs()
+
+
+@pytest.mark.parametrize(("name", "tag"), zip(PAPER, ("base_patch16", "base_patch32", "small_patch16"), strict=True))
+def test_the_paper_configs_name_the_pretrained_towers(name, tag):
+    config = get_model_config(name)
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    assert vision["timm_model_name"] == f"vit_{tag}_224.augreg_in21k" and vision["timm_model_pretrained"]
+    assert vision["timm_model_name"] in timm.list_models(pretrained=True)
+    assert text["hf_model_name"] == text["hf_tokenizer_name"] == "bert-base-uncased" and text["hf_model_pretrained"]
+    assert math.exp(-config["init_logit_scale"]) == pytest.approx(models.INITIAL_TEMPERATURE, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "pixels"), [(PAPER[0], 224), (PAPER[2], 224), ("zerovl-emoji", 32)])
+def test_the_configs_build_as_the_paper_says(name, pixels, bert):
+    model, _, _ = create_model_and_transforms(with_text_model(name, bert))
+    tokenizer = open_clip.get_tokenizer(with_text_model(name, bert))
+    model.eval()
+    assert isinstance(tokenizer, HFTokenizer)
+    tokens = tokenizer(CAPTIONS)
+    assert tokens.shape == (3, 25)
+    assert float(model.logit_scale.detach().exp()) == pytest.approx(50, rel=1e-6)
+    assert tuple(model.visual.preprocess_cfg["size"]) == (pixels, pixels)
+
+    images = torch.randn(2, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        image_features, text_features = model.encode_image(images), model.encode_text(tokens)
+        # Raw [CLS], then one linear map without bias.
+        hidden = model.text.transformer(input_ids=tokens, attention_mask=(tokens != 0).long()).last_hidden_state
+        torch.testing.assert_close(text_features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
+        if name in PAPER:
+            token = model.visual.trunk.forward_features(images)[:, 0]
+            torch.testing.assert_close(image_features, token @ model.visual.head.proj.weight.T, rtol=0, atol=1e-4)
+    width = 512 if name in PAPER else get_model_config(name)["embed_dim"]
+    assert image_features.shape == (2, width) and text_features.shape == (3, width)
+    assert model.text.proj.bias is None
+    if name == "zerovl-emoji":
+        assert sum(parameter.numel() for parameter in model.visual.parameters()) < 1_000_000
+        dropouts = {m.p for m in model.text.modules() if isinstance(m, torch.nn.Dropout)}
+        assert dropouts == {0.1}  # the demo's text tower has dropout, as BERT has
+
+
+def test_temperature_and_logit_scale():
+    assert math.exp(models.logit_scale_of(0.02)) == pytest.approx(50)
+    with pytest.raises(UserError, match="must be positive, got 0"):
+        models.logit_scale_of(0)
+
+
+# --- another text tower ----------------------------------------------------------------------------------------------
+
+
+def test_with_text_model_is_idempotent_and_leaves_the_model_alone(bert, monkeypatch):
+    before = get_model_config("zerovl-emoji")
+    name = with_text_model("zerovl-emoji", bert)
+    count = len(open_clip.list_models())
+    assert with_text_model("zerovl-emoji", str(bert)) == name and len(open_clip.list_models()) == count
+    monkeypatch.chdir(bert.parent)
+    assert with_text_model("zerovl-emoji", "./bert") == name  # a relative folder is kept as an absolute one
+    assert get_model_config("zerovl-emoji") == before
+    derived = get_model_config(name)
+    assert derived["text_cfg"]["hf_model_name"] == derived["text_cfg"]["hf_tokenizer_name"] == str(bert.resolve())
+    assert derived["vision_cfg"] == before["vision_cfg"] and "/" not in name
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # a hub id is taken on trust; nothing is downloaded
+    assert with_text_model("zerovl-emoji", "org/some-bert") != name
+
+
+def test_a_folder_with_weights_loads_them_and_one_without_is_said_to_start_at_random(
+    bert, bert_with_weights, small, caplog
+):
+    name = with_text_model(small, bert_with_weights)
+    assert models.pretrained_text_of(name)
+    model, _, _ = create_model_and_transforms(name)
+    expected = BertModel.from_pretrained(bert_with_weights).state_dict()
+    for key, value in model.text.transformer.state_dict().items():
+        assert torch.equal(value, expected[key])
+
+    assert not models.pretrained_text_of(with_text_model(PAPER[2], bert))
+    assert "starts at random" in caplog.text
+
+
+def test_open_clip_ignores_hf_model_pretrained_and_our_function_does_not(small):
+    with pytest.raises(OSError, match="no file named"):  # the trap: the config says false, open_clip looks for weights
+        open_clip.create_model_and_transforms(small)
+    model, _, _ = create_model_and_transforms(small)
+    assert model.text.transformer is not None
+
+
+def test_an_image_tower_without_its_weights_is_warned_about(bert, caplog):
+    create_model_and_transforms(with_text_model(PAPER[2], bert))
+    assert "the image tower starts at random" in caplog.text and "--pretrained-image" in caplog.text
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B/32", "RN50", "local-dir:/somewhere", "hf-hub:org/name"])
+def test_stock_names_pass(name):
+    check_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "zerovl-ViT-B-16-BERT",
+            "open_clip knows no model 'zerovl-ViT-B-16-BERT'; did you mean zerovl-ViT-B-16-BERT-base",
+        ),
+        ("qqqqqqqq", "see open_clip.list_models"),
+        ("zerovl-ViT-B/16-BERT-base", "write zerovl-ViT-B-16-BERT-base .* CLIP's BPE tokenizer"),
+    ],
+)
+def test_a_name_that_is_not_registered_ends_with_a_sentence(name, words):
+    with pytest.raises(UserError, match=words):
+        check_model(name)
+    # What would have happened: CLIP's BPE tokenizer, without a word.
+    assert isinstance(open_clip.get_tokenizer(name), open_clip.SimpleTokenizer)
+
+
+def test_the_demo_model_without_its_text_folder_says_what_to_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="data/emoji/bert does not exist .*`zerovl data emoji --out data/emoji` writes it"
+    ):
+        check_model("zerovl-emoji")
+
+
+def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
+    def broken(name, **config):
+        folder = shutil.copytree(bert, tmp_path / name)
+        whole = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**whole, **config}))
+        return folder
+
+    no_config, no_tokenizer = broken("no-config"), broken("no-tokenizer")
+    (no_config / "config.json").unlink()
+    (no_tokenizer / "vocab.txt").unlink()
+    (no_tokenizer / "tokenizer.json").unlink()
+    garbled = broken("garbled")
+    (garbled / "config.json").write_text("{")
+    cases = {
+        tmp_path / "absent": "does not exist",
+        "some/where/deep": "does not exist",
+        no_config: "no config.json",
+        garbled: "not valid JSON",
+        no_tokenizer: "holds no tokenizer",
+        broken("gpt", model_type="gpt9"): "a model of type 'gpt9'",
+        broken("vocabulary", vocab_size=7): "the tower only 7",
+        broken("short", max_position_embeddings=16): "16 positions, the model's context_length is 25",
+    }
+    for source, words in cases.items():
+        with pytest.raises(UserError, match=words):
+            check_model(small, text_model=source)
+        with pytest.raises(UserError, match=words):
+            with_text_model(small, source)
+    with pytest.raises(UserError, match="own text tower"):
+        check_model("ViT-B-32", text_model=bert)
+    with pytest.raises(UserError, match="brings its own text tower"):
+        check_model("local-dir:/somewhere", text_model=bert)
+    with pytest.raises(UserError, match="no ImageNet weights"):
+        check_model("ViT-B-32", pretrained_image=True)
+
+
+def test_an_hf_tower_without_a_named_tokenizer_is_refused(bert, tmp_path):
+    config = get_model_config(PAPER[2])
+    config["text_cfg"]["hf_model_name"] = str(bert)
+    del config["text_cfg"]["hf_tokenizer_name"]
+    (tmp_path / "zerovl-test-no-tokenizer.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    with pytest.raises(UserError, match="no hf_tokenizer_name"):
+        check_model("zerovl-test-no-tokenizer")
+
+
+def test_weights_that_cannot_be_had_end_with_a_sentence(monkeypatch, tmp_path, bert):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="bert-base-uncased is neither a folder nor in the Hugging Face cache"):
+        check_model(PAPER[0])
+    name = with_text_model(PAPER[2], bert)
+    with pytest.raises(UserError, match="cannot be built with its weights"):
+        create_model_and_transforms(name, pretrained_image=True, cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match="'absent.pt' is not a known tag or valid file path|absent.pt"):
+        create_model_and_transforms(name, "absent.pt")
+
+
+def test_token_drop_of_a_tower_without_tokens_is_refused(bert):
+    with pytest.raises(UserError, match="has no tokens to drop"):
+        create_model_and_transforms(with_text_model("zerovl-emoji", bert), force_patch_dropout=0.25)
+
+
+# --- weights of one tower --------------------------------------------------------------------------------------------
+
+
+def raw_image_weights():
+    torch.manual_seed(2)
+    return timm.create_model("test_vit", num_classes=10).state_dict()
+
+
+def test_raw_timm_weights_load_whole_where_open_clip_loads_nothing(small, tmp_path):
+    raw = raw_image_weights()
+    torch.save(raw, tmp_path / "raw.pt")
+    save_file(raw, tmp_path / "raw.safetensors")
+
+    stock, _, _ = create_model_and_transforms(small, pretrained_image_path=str(tmp_path / "raw.pt"))
+    trunk = stock.visual.trunk.state_dict()
+    assert not torch.equal(trunk["patch_embed.proj.weight"], raw["patch_embed.proj.weight"])  # the trap, silent
+
+    for file in ("raw.pt", "raw.safetensors"):
+        model, _, _ = create_model_and_transforms(small)
+        head = model.visual.head.proj.weight.clone()
+        done = load_pretrained_tower(model, "image", tmp_path / file)
+        assert done.loaded == len(trunk) and set(done.unused) == {"head.weight", "head.bias"}
+        assert all(torch.equal(value, raw[key]) for key, value in model.visual.trunk.state_dict().items())
+        assert torch.equal(model.visual.head.proj.weight, head)
+
+
+def test_raw_bert_weights_load_under_the_names_in_use(small, bert, tmp_path):
+    torch.manual_seed(3)
+    source = BertForMaskedLM(BertConfig.from_pretrained(bert))
+    whole = source.state_dict()
+    old_names = {
+        k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v
+        for k, v in whole.items()
+    }
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    torch.save(old_names, folder / "pytorch_model.bin")
+    model, _, _ = create_model_and_transforms(small)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "epoch_1.pt")
+
+    done = load_pretrained_tower(model, "text", folder)
+    assert all(key.startswith("cls.") for key in done.unused)
+    for key, value in model.text.transformer.state_dict().items():
+        assert torch.equal(value, whole[f"bert.{key}"])
+    # And back from a training checkpoint.
+    load_pretrained_tower(model, "text", tmp_path / "epoch_1.pt")
+    assert not torch.equal(
+        model.text.transformer.embeddings.word_embeddings.weight, whole["bert.embeddings.word_embeddings.weight"]
+    )
+
+
+def test_tower_weights_that_do_not_fit_change_nothing(small, tmp_path):
+    model, _, _ = create_model_and_transforms(small)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    raw = raw_image_weights()
+    torch.save({f"odd.{key}": value for key, value in raw.items()}, tmp_path / "renamed.pt")
+    torch.save({key: value for key, value in raw.items() if key != "norm.bias"}, tmp_path / "short.pt")
+    torch.save({**raw, "norm.bias": torch.zeros(3)}, tmp_path / "shape.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    (tmp_path / "text.pt").write_text("no tensors")
+    cases = {
+        "renamed.pt": r"holds 0 of the image tower's \d+ tensors",
+        "short.pt": "missing: norm.bias",
+        "shape.pt": r"norm.bias has shape \(3,\)",
+        "empty.pt": "holds no tensors",
+        "text.pt": "does not load as a file of tensors",
+        "absent.pt": "there is no file",
+        "": "holds neither",
+    }
+    for file, words in cases.items():
+        with pytest.raises(UserError, match=words):
+            load_pretrained_tower(model, "image", tmp_path / file)
+    with pytest.raises(UserError, match="'image' or 'text'"):
+        load_pretrained_tower(model, "audio", tmp_path / "short.pt")
+    with pytest.raises(UserError, match="is not a HF model"):
+        load_pretrained_tower(open_clip.create_model("ViT-S-32-alt"), "text", tmp_path / "short.pt")
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

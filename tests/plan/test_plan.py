@@ -1,0 +1,495 @@
+"""`zerovl plan`: what it says of data, batches and hardware, and that a measured micro-batch is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from open_clip_zerovl.cli.plan import parse_plan
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.plan import estimate as plan_estimate
+from open_clip_zerovl.plan import measure as plan_measure
+from open_clip_zerovl.plan.data import check_data, schedule_steps
+from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
+from open_clip_zerovl.plan.gpus import GPUS, micro_batch_for, parse_hardware
+from open_clip_zerovl.plan.make import kept_checkpoints, make_plan
+from open_clip_zerovl.plan.measure import extrapolate, kinds_of_steps, largest_that_fits, step_with_data
+from open_clip_zerovl.plan.model import build
+from open_clip_zerovl.plan.report import WIDTH, report
+from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+from support import ROOT
+from support.tars import png, write_source, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert, write_retrieval_set
+
+README = ROOT / "README.md"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Timings of a moment: nothing here depends on how long something takes."""
+    monkeypatch.setattr(plan_measure, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(plan_measure, "LOADER_SECONDS", 0.1)
+    monkeypatch.setitem(plan_measure.measure_step.__kwdefaults__, "step_seconds", 0.1)
+    monkeypatch.setitem(plan_measure.measure_loader.__kwdefaults__, "seconds", 0.1)
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    return register(tmp_path / "configs", "plan-tiny", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert")))
+
+
+def settings_of(model: str = "x", **values) -> PlanSettings:
+    return PlanSettings(**{"model": model, "train_data": "a=/nowhere", "precision": "fp32", **values})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def readme_arguments() -> list[str]:
+    command = re.search(r"torchrun --nproc-per-node 8 -m training.main -- (.*?)```", README.read_text("utf-8"), re.S)
+    assert command is not None
+    return shlex.split(command[1].replace("\\\n", " "))
+
+
+def test_a_retain_that_is_no_number_is_told_as_training_tells_it():
+    with pytest.raises(UserError, match="'some' is neither a number of micro-batches nor auto"):
+        parse_plan(["--model", "x", "--dga-retain", "some"])
+
+
+def test_the_readmes_command_line_is_taken_as_it_stands():
+    values = parse_plan(["--", *readme_arguments()])
+    settings = PlanSettings(**{name: value for name, value in values.items() if name != "json"})
+    assert (settings.batch_size, settings.dga_steps, settings.sampling) == (128, 16, "debiased")
+    assert settings.aug_cfg == {"scale": (0.6, 1.0)} and settings.image_mean == (0.485, 0.456, 0.406)
+    assert {"--lr", "--warmup-share", "--name", "--resume"} <= set(settings.passed_over)
+    assert choose_batching(settings, 8, 1).effective_batch == 16384
+
+
+def test_training_knows_every_flag_of_the_plan_under_its_name():
+    from training.params import parse
+
+    given = {
+        "--batch-size": "8", "--dga-steps": "3", "--dga-retain": "auto", "--epochs": "7", "--workers": "2",
+        "--token-drop": "0.5", "--train-num-samples": "99", "--save-every-steps": "5", "--keep-checkpoints": "4",
+        "--text-augment": "0.1", "--mixup-alpha": "0.3", "--precision": "fp32", "--freeze": "text", "--loss-chunk": "2",
+    }  # fmt: skip
+    line = ["--model", "zerovl-emoji", "--train-data", "a=/x", "--coin-flip-mixup", "--debiased-sampling"]
+    line += [word for pair in given.items() for word in pair]
+    args, config = parse(line)
+    planned = PlanSettings(**{name: value for name, value in parse_plan(line).items() if name != "json"})
+    for name in [flag.removeprefix("--").replace("-", "_") for flag in given] + ["sampling", "coin_flip_mixup"]:
+        assert getattr(planned, name) == getattr(config if hasattr(config, name) else args, name), name
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--train-data a=/x", "--model"),
+        ("--model m", "give --train-data"),
+        ("--model m --train-data a=/x --epochs 0", "--epochs 0"),
+        ("--model m --train-data a=/x --epochs two", "invalid int"),
+        ("--model m --train-data a=/x --token-drop 1.5", "--token-drop 1.5"),
+        ("word --model m --train-data a=/x", "'word' belongs to no flag"),
+        ("--model m --train-data a=/x --sampling random --debiased-sampling", "contradict"),
+        ("--model m --train-data a=/x --assume p100:8", "--assume p100:8 names no GPU"),
+        ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),
+        ("--model m --train-data a=/x --assume v100:2 --gpus 2", "both tell a number"),
+        ("--model zerovl-emojo --train-data a=/x --device cpu", "did you mean zerovl-emoji"),
+        ("--model m --train-data a=/x --gpus 64 --device cpu", "--gpus 64 asks for more than the 0 GPUs"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_a_sentence(line, words, capsys):
+    assert main(["plan", *line.split()]) == 2
+    errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("zerovl: error: ")]
+    assert len(errors) == 1 and words in errors[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# B, K, W and N
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "fits", "expected"),
+    [
+        ({}, 1, 512, (64, 1)),  # open_clip's default
+        ({"batch_size": 128, "dga_steps": 16}, 8, 1, (128, 16)),
+        ({"effective_batch": 16384}, 8, 128, (128, 16)),
+        ({"effective_batch": 16384}, 1, 512, (512, 32)),
+        ({"effective_batch": 64}, 8, 128, (8, 1)),  # no more than each rank needs
+        ({"effective_batch": 16384, "batch_size": 32}, 8, 128, (32, 64)),
+        ({"effective_batch": 16384, "dga_steps": 4}, 8, 128, (512, 4)),
+        ({"effective_batch": 1000}, 3, 64, (64, 5)),  # 960: the nearest
+    ],
+)
+def test_batches(given, ranks, fits, expected):
+    batching = choose_batching(settings_of(**given), ranks, fits)
+    assert (batching.micro_batch, batching.dga_steps) == expected
+    assert batching.effective_batch == expected[0] * expected[1] * ranks
+
+
+def test_batches_that_contradict_each_other_are_refused():
+    with pytest.raises(UserError, match=r"--effective-batch 100 is not --batch-size 8 x --dga-steps 2 x 2 ranks = 32"):
+        choose_batching(settings_of(effective_batch=100, batch_size=8, dga_steps=2), 2, 8)
+    with pytest.raises(UserError, match=r"--dga-retain 4 is out of range .* 0 to 3"):
+        choose_batching(settings_of(batch_size=8, dga_steps=4, dga_retain=4), 2, 8)
+
+
+def test_steps_of_few_micro_batches_tell_those_of_many():
+    a, g, h = 0.3, 2.0, 2.7
+
+    def seconds(k: int, r: int) -> float:
+        return a + r * g + (k - r) * h
+
+    for k, r in ((3, 1), (16, 0), (16, 1), (16, 2), (16, 5), (16, 12), (16, 16), (5, 5)):
+        for high in (4, 8):
+            timed = [(*kind, seconds(*kind)) for kind in kinds_of_steps(k, r, high)]
+            assert all(of_k <= k and of_r <= min(of_k, r) for of_k, of_r, _ in timed)
+            assert extrapolate(timed, k, r) == pytest.approx(seconds(k, r))
+
+
+def test_step_with_data():
+    def step(compute, data, workers, **where):
+        places = {"ranks": 1, "cores": 64, "compute_threads": 0, **where}
+        return step_with_data(compute, data, workers=workers, **places)
+
+    assert step(2.0, 1.0, 0) == 3.0  # read in between
+    assert step(2.0, 1.0, 1) == 2.0  # hidden
+    assert step(2.0, 8.0, 2) == 4.0  # the loaders are slower
+    assert step(2.0, 8.0, 8, cores=2) == 4.0  # only two find a core
+    assert step(2.0, 8.0, 8, cores=16, ranks=8) == 4.0  # two cores a rank
+    assert step(2.0, 1.0, 1, cores=2, compute_threads=2) == 2.5  # five core seconds on two cores
+
+
+def test_largest_micro_batch():
+    tried = []
+
+    def fitting(limit):
+        def fit(size: int) -> bool:
+            tried.append(size)
+            return size <= limit
+
+        return fit
+
+    assert largest_that_fits(fitting(100), 512, 4096) == 64
+    assert largest_that_fits(fitting(100), 16, 4096) == 64
+    assert largest_that_fits(fitting(100), 16, 32) == 32
+    assert largest_that_fits(fitting(0), 16, 32) == 0
+    assert all(size & (size - 1) == 0 for size in tried)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hardware
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_hardware_table():
+    assert parse_hardware("v100:8") == (GPUS["v100"], 8)
+    assert parse_hardware("H200") == (GPUS["h200"], 1)
+    assert parse_hardware("A100_80:4") == (GPUS["a100-80"], 4)
+    assert {"v100", "v100-16", "a100", "a100-80", "h100", "h200", "l40s", "rtx3090", "rtx4090", "t4"} <= set(GPUS)
+    assert not GPUS["v100"].bf16 and GPUS["a100"].bf16
+    with pytest.raises(UserError, match="v100, v100-16"):
+        parse_hardware("tpu")
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "size"), [(32, 128), (31.7, 128), (16, 64), (15.8, 64), (24, 64), (40, 128), (80, 256), (141, 512)]
+)
+def test_micro_batch_for_a_gpus_memory(memory_gib, size):
+    assert micro_batch_for(memory_gib) == size
+
+
+def test_paper_utilisation_is_a_share_of_the_v100s_peak():
+    hours = plan_estimate.PAPER_FLOPS * plan_estimate.PAPER_SAMPLES / (UTILISATION * 125e12) / 3600
+    assert hours == pytest.approx(680) and 0.05 < UTILISATION < 0.5
+
+
+@pytest.mark.slow  # builds ViT-B/16 and BERT-base and takes two steps
+def test_flops_of_the_papers_run_are_counted_right():
+    planned = build(settings_of("zerovl-ViT-B-16-BERT-base"), CPU, "fp32")
+    costs = count_costs(planned, with_memory=False)
+    assert costs.replayed_flops == pytest.approx(plan_estimate.PAPER_FLOPS, rel=2e-3)
+    assert planned.parameters[0] == pytest.approx(195.5e6, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counting and measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_counted_flops_are_those_of_forward_and_backward(model):
+    planned = build(settings_of(model), CPU, "fp32")
+    images, texts = planned.prepare(*planned.micro_batch(1))
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        planned.model(images, texts)
+    with FlopCounterMode(display=False) as both:
+        outputs = planned.model(images, texts)
+        (outputs["image_features"].sum() + outputs["text_features"].sum()).backward()
+    costs = count_costs(planned)
+    assert costs.retained_flops == both.get_total_flops()
+    assert costs.replayed_flops == forward.get_total_flops() + both.get_total_flops()
+    # By hand: the image tower's products with weights, on 16 patches and a class token.
+    width, tokens, layers, patch = 32, 17, 2, 8
+    weights = layers * 12 * width * width
+    by_hand = 2 * (tokens * weights + 16 * 3 * patch * patch * width + width * 24)
+    by_hand += layers * 4 * tokens * tokens * width  # attention
+    with FlopCounterMode(display=False) as image_tower, torch.no_grad():
+        planned.model.encode_image(images)
+    assert image_tower.get_total_flops() == pytest.approx(by_hand, rel=0.02)
+
+
+def test_frozen_tower_and_token_drop_cost_less(model):
+    whole = count_costs(build(settings_of(model), CPU, "fp32"))
+    frozen_model = build(settings_of(model, freeze=("text",)), CPU, "fp32")
+    frozen = count_costs(frozen_model)
+    dropped = count_costs(build(settings_of(model, token_drop=0.5), CPU, "fp32"))
+    assert dropped.retained_flops < whole.retained_flops and dropped.sample_bytes < whole.sample_bytes
+    assert frozen.retained_flops < whole.retained_flops and frozen.state_bytes < whole.state_bytes
+    # A frozen tower is forwarded once in a replayed micro-batch, too: the replay adds the image tower's pass alone.
+    assert frozen.replayed_flops - frozen.retained_flops < whole.replayed_flops - whole.retained_flops
+    total, trained = frozen_model.parameters
+    assert frozen.state_bytes == 4 * total + 8 * trained
+
+
+def test_memory_grows_with_micro_batch_and_graphs_kept(model):
+    costs = count_costs(build(settings_of(model), CPU, "fp32"))
+    few, many = (choose_batching(settings_of(batch_size=b, dga_steps=8), 1, 1) for b in (4, 16))
+    assert costs.sample_bytes > 0 and costs.fixed_bytes > 0
+    assert costs.peak_bytes(few, 1, 4) < costs.peak_bytes(few, 4, 4) < costs.peak_bytes(many, 4, 4)
+    assert costs.graphs_that_fit(few, costs.peak_bytes(few, 3, None) / 0.9 + 1, None) == 3
+    assert costs.graphs_that_fit(few, 1e12, None) == 8
+    assert costs.graphs_that_fit(few, 0, None) == 1
+
+
+def two_sources(tmp_path: Path) -> str:
+    a = write_source(tmp_path / "a", 0, 40, 10)
+    b = write_source(tmp_path / "b", 1000, 30, 10)
+    return f"a={a}::b={b}"
+
+
+@pytest.mark.parametrize(("workers", "retain", "steps"), [(0, 1, 2), (1, "auto", 6)])
+def test_measured_plan(model, tmp_path, workers, retain, steps):
+    settings = settings_of(
+        model,
+        train_data=two_sources(tmp_path),
+        sampling="debiased",
+        device="cpu",
+        batch_size=4,
+        dga_steps=steps,
+        dga_retain=retain,
+        workers=workers,
+        epochs=3,
+        coin_flip_mixup=True,
+        text_augment=0.2,
+        auto_augment="imagenet",
+        logs=str(tmp_path / "logs" / "deep"),
+    )
+    plan = make_plan(settings)
+    assert plan.missing == [] and not plan.estimate
+    assert plan.compute_seconds > 0 and plan.data_seconds > 0 and plan.loader_rate > 0 and plan.peak_bytes > 0
+    assert plan.step_seconds >= plan.compute_seconds
+    assert plan.retained == (1 if retain == 1 else steps)
+    n = 4 * steps
+    assert plan.batching.effective_batch == n and plan.epoch_steps == 40 // n + 30 // n
+    assert plan.steps == 3 * plan.epoch_steps
+    assert [source.left_over for source in plan.sources] == [40 % n, 30 % n]
+    assert plan.free_disk_bytes > 0 and not (tmp_path / "logs").exists()
+    text = report(plan)
+    assert "measured on" in text and "ESTIMATE" not in text and "Nothing is missing." in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("precision", ["amp", "amp_bf16"])
+def test_open_clips_own_towers_in_mixed_precision(tmp_path, precision):
+    name = register(tmp_path / "configs", f"plan-clip-{precision}", NATIVE_VISION, CLIP_TEXT)
+    where = {"train_data": two_sources(tmp_path), "device": "cpu", "logs": str(tmp_path)}
+    plan = make_plan(settings_of(name, precision=precision, effective_batch=20, workers=0, **where))
+    assert plan.step_seconds > 0 and plan.missing == []
+    assert (plan.batching.micro_batch, plan.batching.dga_steps) == (16, 1)
+    assert any("effective batch is 16 in place of 20" in note for note in plan.notes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def missing_of(**values) -> dict[str, str]:
+    return {one.what: one.way_out for one in check_data(settings_of(**values)).missing}
+
+
+def test_sources_table(tmp_path):
+    write_source(tmp_path / "c", 5000, 7, 5, sizes=False)
+    settings = settings_of(train_data=two_sources(tmp_path) + f"::c={tmp_path}/c", sampling="debiased")
+    data = check_data(settings)
+    schedule_steps(settings, data, 7)
+    assert [(s.name, s.pairs, s.steps, s.left_over) for s in data.sources] == [
+        ("a", 40, 5, 5), ("b", 30, 4, 2), ("c", 7, 1, 0),
+    ]  # fmt: skip
+    assert data.missing == [] and data.steps == 10 and data.pairs == 77
+    assert data.sources[2].state == "counted, no sizes.json"
+    assert any("no sizes.json" in note and f"zerovl data index {tmp_path}/c" in note for note in data.notes)
+    mixed = check_data(settings_of(train_data=settings.train_data, sampling="random"))
+    schedule_steps(settings_of(train_data=settings.train_data, sampling="random"), mixed, 7)
+    assert mixed.steps == 11 and all(source.steps is None for source in mixed.sources)
+
+
+def test_a_source_smaller_than_a_batch_is_named(tmp_path):
+    settings = settings_of(train_data=two_sources(tmp_path), sampling="debiased")
+    data = check_data(settings)
+    schedule_steps(settings, data, 32)
+    (missing,) = data.missing
+    assert "source 'b' gives 30 samples" in missing.what and "lower --batch-size" in missing.way_out
+
+
+def test_source_order_names_each_source(tmp_path):
+    settings = settings_of(train_data=two_sources(tmp_path), sampling="sequential", source_order="a::c")
+    with pytest.raises(UserError, match="--source-order a::c must name each source once: a, b"):
+        schedule_steps(settings, check_data(settings), 4)
+
+
+def test_wrong_sizes_json_is_named(tmp_path):
+    train_data = two_sources(tmp_path)
+    sizes = tmp_path / "a" / "sizes.json"
+    sizes.write_text(json.dumps({**json.loads(sizes.read_text()), "00003.tar": 12}))
+    (what, way_out), *others = missing_of(train_data=train_data).items()
+    assert not others and "00003.tar holds 10 samples, its sizes.json says 12" in what
+    assert way_out == f"zerovl data index {tmp_path}/a"
+
+
+def test_missing_shard_and_missing_folder_are_named(tmp_path):
+    train_data = two_sources(tmp_path)
+    (tmp_path / "a" / "00001.tar").unlink()
+    found = missing_of(train_data=f"{train_data}::sbu={tmp_path}/sbu::noto={tmp_path}/emoji/noto")
+    assert [what.partition(":")[0] for what in found] == ["a", "sbu", "noto"]
+    assert "1 of 4 shards are not there, first" in next(iter(found))
+    assert found[f"sbu: there is no {tmp_path}/sbu"] == f"zerovl data sbu --out {tmp_path}/sbu"
+    assert found[f"noto: there is no {tmp_path}/emoji/noto"] == f"zerovl data emoji --out {tmp_path}/emoji"
+    folder = missing_of(train_data=f"a={tmp_path}/a")  # where only sizes.json knows of it
+    assert "1 of 4 shards are not there, first" in next(iter(folder)) and "00001.tar" in next(iter(folder))
+    braces = missing_of(train_data=f"sbu={tmp_path}/sbu/{{00000..00086}}.tar")
+    assert braces == {f"sbu: there is no {tmp_path}/sbu": f"zerovl data sbu --out {tmp_path}/sbu"}
+
+
+def test_an_undecodable_first_sample_and_a_torn_shard_are_named(tmp_path):
+    write_tar(tmp_path / "bad" / "0.tar", [("0.png", b"no picture"), ("0.txt", b"a cat")])
+    good = write_tar(tmp_path / "torn" / "0.tar", [("0.png", png((1, 2, 3))), ("0.txt", b"a"), ("1.txt", b"x" * 5000)])
+    (tmp_path / "torn" / "sizes.json").write_text('{"0.tar": 2}')
+    good.write_bytes(good.read_bytes()[:4000])
+    found = list(missing_of(train_data=f"bad={tmp_path}/bad::torn={tmp_path}/torn"))
+    assert "its first sample cannot be used" in found[0] and "cannot be decoded" in found[0]
+    assert "torn/0.tar" in found[1] and len(found) == 2
+
+
+def test_two_sources_of_one_name_are_bad_input(tmp_path):
+    train_data = two_sources(tmp_path).replace("b=", "a=")
+    with pytest.raises(UserError, match="two sources"):
+        check_data(settings_of(train_data=train_data))
+
+
+def test_retrieval_sets(tmp_path):
+    write_retrieval_set(tmp_path / "coco", [5, 5, 4])
+    data = check_data(settings_of(retrieval_data=f"coco={tmp_path}/coco::f30k={tmp_path}/f30k"))
+    assert data.retrieval["coco"] == "3 images, 14 captions"
+    assert any(one.way_out == f"zerovl data f30k --out {tmp_path}/f30k" for one in data.missing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole plans
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
+    line = ["--model", model, "--train-data", f"{two_sources(tmp_path)}::cc3m={tmp_path}/cc3m", "--device", "cpu"]
+    line += ["--batch-size", "4", "--workers", "0", "--precision", "fp32", "--logs", str(tmp_path)]
+    assert main(["plan", *line]) == 1
+    out = capsys.readouterr().out
+    assert f"- cc3m: there is no {tmp_path}/cc3m" in out and f"zerovl data cc3m --out {tmp_path}/cc3m" in " ".join(
+        out.split()
+    )
+    assert main(["plan", "--", *line[:3], two_sources(tmp_path), *line[4:]]) == 0
+
+
+def test_assumed_hardware_is_labelled_and_takes_the_papers_counts(model, capsys):
+    line = ["--model", model, "--train-data", "sbu=/nowhere/sbu::vg=/nowhere/vg", "--debiased-sampling"]
+    line += ["--effective-batch", "16384", "--epochs", "20", "--dga-retain", "1"]
+    assert main(["plan", "--assume", "v100:8", *line]) == 0
+    out = capsys.readouterr().out
+    assert "ESTIMATE for 8x V100 32 GB" in out and "860,000" in out
+    assert "micro-batch 128 x 16 DGA steps x 8 ranks = effective batch 16,384" in out
+    assert "52 + 30" not in out and "82 steps an epoch x 20 = 1,640 steps" in out
+    assert "zerovl data sbu --out /nowhere/sbu" in out
+    assert max(map(len, out.splitlines())) <= WIDTH
+
+    assert main(["plan", "--assume", "h200", "--json", *line]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["estimate"] and plan["batching"] == {
+        "micro_batch": 512, "dga_steps": 32, "ranks": 1, "effective_batch": 16384,
+    }  # fmt: skip
+    assert plan["gpu_hours"] == pytest.approx(plan["steps"] * plan["step_seconds"] / 3600)
+    assert plan["step_seconds"] > 0 and plan["missing"] == []
+
+
+def test_estimate_follows_flops_and_peak(model):
+    def seconds(gpu: str, **values) -> float:
+        data = {"train_data": None, "train_num_samples": 10**6, "batch_size": 8, "dga_steps": 16}
+        return make_plan(settings_of(model, precision="amp", assume=gpu, **{**data, **values})).step_seconds
+
+    assert seconds("h100") / seconds("v100") == pytest.approx(125 / 989)
+    assert seconds("v100", dga_retain=16) < seconds("v100") < seconds("v100", dga_retain=0)
+
+
+def test_too_little_memory_is_missing_with_a_way_out(model):
+    settings = settings_of(
+        model, train_data=None, train_num_samples=10**7, assume="t4", batch_size=2**18, dga_steps=1, precision="amp"
+    )
+    (missing,) = make_plan(settings).missing
+    assert missing.what.startswith("memory:") and f"--batch-size {2**17} --dga-steps 2" in missing.way_out
+
+
+def test_checkpoints_that_are_kept():
+    assert kept_checkpoints(settings_of(epochs=20)) == 21  # and one that is being written
+    assert kept_checkpoints(settings_of(epochs=20, save_every_steps=500)) == 23
+    assert kept_checkpoints(settings_of(epochs=20, save_frequency=0)) == 2
+    assert kept_checkpoints(settings_of(epochs=20, save_frequency=8)) == 4  # 8, 16 and the last
+    assert kept_checkpoints(settings_of(epochs=20, delete_previous_checkpoint=True)) == 2
+
+
+def test_a_hubs_text_tower_gets_a_stand_in_of_its_shape_or_a_sentence(tmp_path, model):
+    text = {**bert_text(tmp_path / "bert"), "hf_model_name": "nobody/no-tower", "hf_tokenizer_name": "nobody/no-tower"}
+    name = register(tmp_path / "configs", "plan-hub", NATIVE_VISION, text)
+    with pytest.raises(UserError, match=r"nobody/no-tower .*(--text-model|text model)"):
+        build(settings_of(name), CPU, "fp32")
+    planned = build(settings_of(name, text_model=str(tmp_path / "bert")), CPU, "fp32")
+    assert planned.stand_in is None
+
+
+def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
+    write_source(tmp_path / "cc", 0, 12, 6)
+    shards = tuple(str(tmp_path / "cc" / name) for name in ("00000.tar", "00001.tar"))
+    labels = np.array([0, 1] * 6, np.int32)
+    zeros = np.zeros(12, np.float32), np.zeros((2, 1), np.float32)
+    shard_bytes = tuple(Path(shard).stat().st_size for shard in shards)
+    (tmp_path / "clusters").mkdir()
+    save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, shard_bytes), tmp_path / "clusters")
+    write_source(tmp_path / "b", 12, 5, 5)
+    both = f"cc={tmp_path / 'clusters'}::b={tmp_path / 'b'}"
+    data = check_data(settings_of(train_data=both))
+    found = {source.name: (source.pairs, source.state) for source in data.sources}
+    assert found == {"cc-000": (6, "ok"), "cc-001": (6, "ok"), "b": (5, "ok")} and not data.missing and not data.notes
+    assert [source.name for source in data.opened] == list(found)
+    data = check_data(settings_of(train_data=f"{both}::gone={tmp_path / 'gone'}"))
+    assert [source.name for source in data.sources] == [*found, "gone"] and len(data.missing) == 1

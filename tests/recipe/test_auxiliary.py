@@ -1,0 +1,428 @@
+"""Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; what the optimizer is given."""
+
+import copy
+import math
+import pickle
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.recipe.token_drop import check_token_drop
+from open_clip_zerovl.recipe.towers import GROUPS, freeze, group_of, lock_text_layers
+from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
+
+EMBED_DIM = 24
+
+
+def native(*, custom=False, seed=0, vision=None, text=None, embed_dim=EMBED_DIM):
+    torch.manual_seed(seed)
+    build = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    return build(embed_dim=embed_dim, vision_cfg=NATIVE_VISION | (vision or {}), text_cfg=CLIP_TEXT | (text or {}))
+
+
+def randomised(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def saved(model, path, prefix=""):
+    torch.save({"epoch": 1, "state_dict": {prefix + k: v for k, v in model.state_dict().items()}}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return write_bert(tmp_path_factory.mktemp("text") / "bert")
+
+
+def timm_bert(bert, seed=0, **vision):
+    torch.manual_seed(seed)
+    return open_clip.CustomTextCLIP(embed_dim=EMBED_DIM, vision_cfg=TIMM_VISION | vision, text_cfg=bert_text(bert))
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_has_its_group(bert):
+    for model, image_projection, text_projection in (
+        (native(), {"visual.proj"}, {"text_projection"}),
+        (native(custom=True), {"visual.proj"}, {"text.text_projection"}),
+        (timm_bert(bert), {"visual.head.proj.weight"}, {"text.proj.weight"}),
+        (timm_bert(bert, timm_proj=""), {"visual.trunk.head.weight", "visual.trunk.head.bias"}, {"text.proj.weight"}),
+    ):
+        groups = {}
+        for name in model.state_dict():
+            groups.setdefault(group_of(name), set()).add(name)
+        assert set(groups) == set(GROUPS) - {"logit_bias"}
+        assert groups["image projection"] == image_projection
+        assert groups["text projection"] == text_projection
+        assert all(name.startswith("visual.") for name in groups["image tower"])
+        assert not any(name.startswith("visual.") for name in groups["text tower"])
+
+
+# --- init_from -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_text_tower_that_fits_is_loaded_and_the_image_tower_left(tmp_path, prefix):
+    """The paper's auxiliary encoder: the text tower of a run with another image tower."""
+    teacher = randomised(native(vision={"patch_size": 16}))
+    student = native(seed=3)
+    before = copy.deepcopy(student.state_dict())
+    report = init_from(student, saved(teacher, tmp_path / "epoch_1.pt", prefix))
+    assert report.loaded == ("text tower", "text projection", "logit_scale")
+    after = student.state_dict()
+    for name, tensor in after.items():
+        source = before if name.startswith("visual.") else teacher.state_dict()
+        assert torch.equal(tensor, source[name]), name
+    lines = str(report).splitlines()
+    assert len(lines) == 6
+    assert "left: visual.positional_embedding is (5, 32) there and (17, 32) here" in lines[1]
+    assert "left: its image tower was left" in lines[2]  # fits by shape, but means another tower's features
+    assert "loaded" in lines[3] and f"{sum(group_of(n) == 'text tower' for n in after)} tensors" in lines[3]
+
+
+def test_everything_fits_from_every_format(tmp_path):
+    teacher, files = randomised(native()), []
+    files.append(saved(teacher, tmp_path / "epoch_1.pt"))
+    for file in (tmp_path / "weights.safetensors", tmp_path / "open_clip_model.safetensors"):
+        save_file(teacher.state_dict(), file)
+        files.append(file)
+    files.append(tmp_path)  # a folder as `zerovl export` writes it
+    for file in files:
+        student = native(seed=3)
+        assert len(init_from(student, file).loaded) == 5
+        assert all(torch.equal(v, teacher.state_dict()[k]) for k, v in student.state_dict().items())
+
+
+def test_the_plain_class_initialises_the_one_with_a_text_module(tmp_path):
+    teacher, student = randomised(native()), native(custom=True, seed=3)
+    assert len(init_from(student, saved(teacher, tmp_path / "t.pt")).loaded) == 5
+    images, texts = torch.randn(2, 3, 32, 32), torch.randint(1, 99, (2, 16))
+    with torch.no_grad():
+        assert torch.equal(student.eval().encode_text(texts), teacher.eval().encode_text(texts))
+        assert torch.equal(student.encode_image(images), teacher.encode_image(images))
+
+
+def test_groups_are_never_loaded_in_part(tmp_path, bert):
+    deeper = init_from(student := native(), saved(randomised(native(text={"layers": 3})), tmp_path / "deep.pt"))
+    assert "text tower" not in deeper.loaded and "image tower" in deeper.loaded
+    assert "also has transformer.resblocks.2" in str(deeper)
+    assert torch.equal(student.state_dict()["token_embedding.weight"], native().state_dict()["token_embedding.weight"])
+    shallower = init_from(native(), saved(randomised(native(text={"layers": 1})), tmp_path / "shallow.pt"))
+    assert "lacks transformer.resblocks.1" in str(shallower)
+    narrower = init_from(native(), saved(randomised(native(embed_dim=8)), tmp_path / "narrow.pt"))
+    assert narrower.loaded == ("image tower", "text tower", "logit_scale")  # the projections are 8 wide
+    mixed = init_from(timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt"))
+    assert len(mixed.loaded) == 5
+
+
+def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
+    student = native()
+    before = copy.deepcopy(student.state_dict())
+    with pytest.raises(UserError, match="no tower of .* fits this model, so nothing was loaded: image tower: the"):
+        init_from(student, saved(timm_bert(bert), tmp_path / "other.pt"))
+    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())  # not even the logit scale
+    for missing in (tmp_path / "nowhere.pt", tmp_path / "nowhere.safetensors"):
+        with pytest.raises(UserError, match="nowhere"):
+            init_from(student, missing)
+    (tmp_path / "broken.safetensors").write_bytes(b"not tensors at all")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        init_from(student, tmp_path / "broken.safetensors")
+
+
+# --- freeze ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", [True, False])
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("kind", ["native", "custom", "timm_bert"])
+def test_a_frozen_tower_does_not_learn_and_does_not_draw(kind, tower, projection, bert):
+    model = {"native": native, "custom": lambda: native(custom=True), "timm_bert": lambda: timm_bert(bert)}[kind]()
+    wanted = {f"{tower} tower"} | ({f"{tower} projection"} if projection else set())
+    count = freeze(model, [tower], projection=projection)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    assert {group_of(name) for name in frozen} == wanted
+    assert count == sum(p.numel() for p in frozen.values())
+    assert all(p.requires_grad for name, p in model.named_parameters() if group_of(name) not in wanted)
+    for step in (model.eval, model.train):
+        step()
+        for name, module in model.named_modules():
+            if name and not isinstance(module, nn.Identity):
+                assert module.training == (group_of(f"{name}.") not in wanted and step == model.train), name
+    for module in model.modules():
+        module.train()  # one by one, as some loops do
+    assert not any(m.training for n, m in model.named_modules() if n and group_of(f"{n}.") in wanted)
+
+
+def test_dropout_token_drop_and_batch_norm_are_off_in_a_frozen_tower(bert):
+    images, texts = batches([4], torch.float32)[0]
+    model = bert_clip(torch.float32)
+    with torch.no_grad():
+        assert not torch.equal(model.encode_text(texts), model.encode_text(texts))  # negative control: dropout
+        assert not torch.equal(model.encode_image(images), model.encode_image(images))  # and token drop
+        freeze(model, ["text"])
+        model.train()
+        assert torch.equal(model.encode_text(texts), model.encode_text(texts))
+        freeze(model, ["image"], projection=False)
+        model.train()
+        assert torch.equal(model.encode_image(images), model.encode_image(images))
+
+    torch.manual_seed(0)
+    resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)
+    freeze(model, ["image"])
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).train()  # open_clip's --use-bn-sync comes after
+    before = copy.deepcopy(model.visual.state_dict())
+    model.encode_image(torch.randn(4, 3, 64, 64))
+    assert all(torch.equal(v, before[k]) for k, v in model.visual.state_dict().items())
+
+
+def test_a_frozen_tower_has_no_graph_and_no_optimizer_state():
+    model = bert_clip(torch.float32)
+    freeze(model, ["text"])
+    images, texts = batches([4], torch.float32)[0]
+    output = model(images, texts)
+    assert not output["text_features"].requires_grad and output["image_features"].requires_grad
+    groups = parameter_groups(model, 0.1)
+    optimizer = torch.optim.AdamW(groups)
+    ContrastiveLoss()(**output).backward()
+    optimizer.step()
+    assert not {id(p) for p in optimizer.state} & {id(p) for p in model.text.parameters()}
+    assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("projection", [True, False])
+def test_decoupled_accumulation_runs_a_frozen_tower_once(tower, projection):
+    model = bert_clip()
+    freeze(model, [tower], projection=projection)
+    model.train()
+    body = {"image": model.visual.transformer, "text": model.text.transformer}[tower]
+    calls = []
+    body.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    sizes = [3, 2, 3]
+    torch.manual_seed(5)
+    _, reference = one_graph(model, ContrastiveLoss(), batches(sizes))
+    calls.clear()
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always")
+    torch.manual_seed(5)
+    dga.backward(batches(sizes))
+    assert error(gradients(model), reference) < TOLERANCE[torch.float64]
+    # A trainable projection needs the features again; that costs a second pass of the body, without graph in it.
+    assert len(calls) == (3 if projection else 6)
+
+
+def test_a_frozen_model_is_copied_and_pickled_whole():
+    model = bert_clip(torch.float32)
+    freeze(model, ["text"], projection=False)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.train()
+        assert not twin.text.transformer.training and twin.text.proj.training
+        twin.text.proj.eval()
+        twin.train()
+        assert twin.text.proj.training
+        model.text.proj.eval()
+        twin.train()
+        assert not model.text.proj.training  # the copy's train() does not reach the original
+        model.train()
+
+
+def test_freezing_everything_or_something_unknown_is_refused():
+    with pytest.raises(UserError, match="nothing left to learn"):
+        freeze(native(), ["image", "text"])
+    with pytest.raises(UserError, match="no tower 'vision'"):
+        freeze(native(), ["vision"])
+    model = native()
+    freeze(model, ["image", "text"], projection=False)
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learning == {"visual.proj", "text_projection", "logit_scale"}
+
+
+# --- unlocking layers ------------------------------------------------------------------------------------------------
+
+
+def test_open_clip_cannot_unlock_bert_and_we_can(bert):
+    model = timm_bert(bert)
+    with pytest.raises(KeyError):
+        model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
+    for unlocked, learning in ((0, set()), (1, {"encoder.layer.1"}), (2, {"encoder.layer.0", "encoder.layer.1"})):
+        model = timm_bert(bert)
+        lock_text_layers(model, unlocked, freeze_layer_norm=True)
+        trainable = {n for n, p in model.text.transformer.named_parameters() if p.requires_grad}
+        assert {".".join(name.split(".")[:3]) for name in trainable} == learning
+        assert model.text.proj.weight.requires_grad
+    lock_text_layers(model := timm_bert(bert), 3)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_locked_layer_norms_may_go_on_learning(bert):
+    model = timm_bert(bert)
+    lock_text_layers(model, 1, freeze_layer_norm=False)
+    for name, parameter in model.text.transformer.named_parameters():
+        assert parameter.requires_grad == ("LayerNorm" in name or "layer.1." in name), name
+
+
+def test_what_cannot_be_unlocked_is_refused(bert):
+    with pytest.raises(UserError, match="has 2 layers and its embeddings, so that 0 to 3 can be unlocked, not 4"):
+        lock_text_layers(timm_bert(bert), 4)
+    with pytest.raises(UserError, match="not a Hugging Face model"):
+        lock_text_layers(native(custom=True), 1)
+
+
+# --- token drop ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["native", "timm"])
+def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert):
+    if kind == "native":
+        model = native(vision={"patch_dropout": 0.25})
+        dropout, blocks, patches = model.visual.patch_dropout, model.visual.transformer, 16
+    else:
+        model = timm_bert(bert, patch_dropout=0.25)
+        dropout, blocks, patches = model.visual.trunk.patch_drop, model.visual.trunk.blocks, 100
+    check_token_drop(model, 0.25)
+    size = 32 if kind == "native" else 160
+    images, seen = torch.randn(3, 3, size, size), []
+    dropout.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    blocks.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    model.train()
+    model.encode_image(images)
+    (before, after), entering = seen
+    prefix = before.shape[1] - patches
+    assert prefix == 1
+    assert after.shape[1] == prefix + patches * 3 // 4 and entering.shape[1] == after.shape[1]
+    assert torch.equal(after[:, 0], before[:, 0])
+    for row_before, row_after in zip(before[:, 1:], after[:, 1:], strict=True):
+        matches = (row_after[:, None] == row_before[None]).all(dim=-1)
+        assert (matches.sum(dim=1) == 1).all() and (matches.sum(dim=0) <= 1).all()  # patches as they were, none twice
+
+    seen.clear()
+    model.eval()
+    with torch.no_grad():
+        features = model.encode_image(images)
+        assert seen[0][1].shape[1] == prefix + patches
+        plain = native() if kind == "native" else timm_bert(bert)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(plain.eval().encode_image(images), features)
+
+
+def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
+    resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip says nothing
+    with pytest.raises(UserError, match="ModifiedResNet drops no tokens"):
+        check_token_drop(model, 0.25)
+    with pytest.raises(UserError, match="drops no tokens"):
+        check_token_drop(timm_bert(bert), 0.25)
+    convnet = {"timm_model_name": "resnet10t", "timm_model_pretrained": False, "timm_proj": "linear", "image_size": 64}
+    name = register(tmp_path, "token-drop-convnet", convnet, CLIP_TEXT)
+    create_model_and_transforms(name)
+    with pytest.raises(UserError, match=r"has no tokens to drop .*0\.25"):  # timm raises a TypeError
+        create_model_and_transforms(name, force_patch_dropout=0.25)
+    with pytest.raises(UserError, match=r"drops 0\.5 of its tokens instead of 0\.25"):
+        check_token_drop(native(vision={"patch_dropout": 0.5}), 0.25)
+    for rate in (0.0, 1.0):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            check_token_drop(model, rate)
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def open_clip_groups(model):
+    """What open_clip_train.main hands to AdamW, in its words."""
+    exclude = lambda n, p: p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n  # noqa: E731
+    named = list(model.named_parameters())
+    return (
+        [p for n, p in named if exclude(n, p) and p.requires_grad],
+        [p for n, p in named if not exclude(n, p) and p.requires_grad],
+    )
+
+
+def test_the_default_groups_are_open_clips(bert):
+    for model in (native(), native(custom=True), timm_bert(bert)):
+        freeze(model, ["text"], projection=False)
+        spared, decayed = parameter_groups(model, 0.2)
+        assert (spared["weight_decay"], decayed["weight_decay"]) == (0.0, 0.2)
+        for group, expected in zip((spared, decayed), open_clip_groups(model), strict=True):
+            assert [id(p) for p in group["params"]] == [id(p) for p in expected]
+
+
+@pytest.mark.parametrize(("clip", "moved"), [(None, 5.0), (1.0, 1.0)])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_step_clips_unscaled_gradients_and_leaves_out_infinite_ones(clip, moved, scale):
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))  # as a loss would: the scaler starts here
+    layer.weight.grad = (scale or 1.0) * torch.tensor([[3.0, 4.0]])
+    optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+    assert (layer.weight - before).norm().item() == pytest.approx(moved, rel=1e-5)
+    if scaler is not None:
+        after = layer.weight.detach().clone()
+        layer.weight.grad = torch.tensor([[torch.inf, 1.0]])
+        optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+        assert torch.equal(layer.weight, after) and scaler.get_scale() == scale / 2
+
+
+def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wrapped():
+    for wrap in (lambda model: model, torch.compile, lambda model: nn.ModuleDict({"module": model})):
+        for given, expected in ((5.0, math.log(100)), (-0.5, 0.0), (1.5, 1.5)):
+            model = native()
+            with torch.no_grad():
+                model.logit_scale.fill_(given)
+            optimizer_step(wrap(model), torch.optim.SGD(model.parameters(), lr=1.0))
+            assert model.logit_scale.item() == pytest.approx(expected)
+
+
+def test_embeddings_are_spared_on_request(bert):
+    for model, embeddings in (
+        (
+            timm_bert(bert),
+            ("cls_token", "pos_embed", "word_embeddings", "position_embeddings", "token_type_embeddings"),
+        ),
+        (native(), ("class_embedding", "positional_embedding", "visual.positional_embedding", "token_embedding")),
+    ):
+        usual, spared = parameter_groups(model, 0.1), parameter_groups(model, 0.1, exempt_embeddings=True)
+        names = {id(p): n for n, p in model.named_parameters()}
+        moved = {id(p) for p in spared[0]["params"]} - {id(p) for p in usual[0]["params"]}
+        found = {names[i] for i in moved}
+        assert all(any(embedding in name for embedding in embeddings) for name in found), found
+        assert all(any(embedding in name for name in names.values()) for embedding in embeddings)
+        decayed = {names[id(p)] for p in spared[1]["params"]}
+        assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed), decayed
+        assert sum(len(g["params"]) for g in spared) == len(names)
+    with pytest.raises(UserError, match="negative"):
+        parameter_groups(native(), -1.0)
+    with pytest.raises(UserError, match="nothing to optimise"):
+        parameter_groups(native().requires_grad_(False), 0.1)
+
+
+def test_a_constant_temperature_stays_and_the_rest_learns():
+    model = bert_clip()
+    constant_temperature(model)
+    before = model.logit_scale.clone()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2)
+    weight = model.visual.proj.clone()
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss())
+    dga.backward(batches([3, 2]))
+    optimizer.step()
+    assert torch.equal(model.logit_scale, before) and not torch.equal(model.visual.proj, weight)
+    with pytest.raises(UserError, match="no logit_scale"):
+        constant_temperature(nn.Linear(2, 2))

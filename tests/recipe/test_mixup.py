@@ -1,0 +1,338 @@
+"""Coin-flip mixup equals A.3's formulas, under decoupled accumulation and over ranks too, and repeats after a resume."""
+
+import copy
+import io
+import math
+import os
+import socket
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
+from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
+
+EXACT = TOLERANCE[torch.float64]
+TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
+VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+
+
+def draws(mixup, count):
+    return [mixup.draw() for _ in range(count)]
+
+
+def paper_loss(image_features, text_features, temperature, weight):
+    """A.3, term by term, as the paper writes it: both directions, a sum over rows j, two positives each."""
+    n, total = len(image_features), 0.0
+    for own, other in ((image_features, text_features), (text_features, image_features)):
+        for j in range(n):
+            denominator = sum(torch.exp(own[j] @ other[k] / temperature) for k in range(n))
+            pair = torch.log(torch.exp(own[j] @ other[j] / temperature) / denominator)
+            partner = torch.log(torch.exp(own[j] @ other[n - 1 - j] / temperature) / denominator)
+            total = total - (weight * pair + (1 - weight) * partner) / n
+    return total
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_done_by_hand():
+    """Two pairs of unit vectors, temperature 1, images mixed with lambda 3/4: every number below is on paper."""
+    mix = Mix(mixes_images=True, weight=0.75)
+    images, texts = mix.prepare(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    assert images.tolist() == [[0.75, 0.25], [0.25, 0.75]]
+    assert texts.tolist() == [[1, 0], [0, 1]]
+    inputs = mix.loss_inputs([2])
+    assert inputs["mixup_lambda"] == 0.75 and inputs["partner"].tolist() == [1, 0]
+    # Not normalised here, so that the logits stay 3/4 and 1/4: each row's loss is log(e^.75 + e^.25) - (.75^2 + .25^2).
+    by_hand = math.log(math.exp(0.75) + math.exp(0.25)) - 0.625
+    found = ContrastiveLoss()(images, texts, torch.tensor(1.0, dtype=torch.float64), **inputs)
+    assert found.item() == pytest.approx(by_hand, abs=1e-15)
+
+
+@pytest.mark.parametrize("mixes_images", [True, False])
+def test_values_and_gradients_are_those_of_the_paper(mixes_images):
+    model = bert_clip().eval()
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    (images, texts), mix = batches([5])[0], Mix(mixes_images, 0.7)
+
+    with mixup.applied(mix):
+        output = model(*mix.prepare(images, texts))
+    loss = ContrastiveLoss()(**output, **mix.loss_inputs([5]))
+    loss.backward()
+    found = gradients(model)
+
+    plain_image, plain_text = model.visual(images), model.text(texts)  # the hook is off again
+    if mixes_images:
+        plain_image = model.visual(0.7 * images + 0.3 * images[[4, 3, 2, 1, 0]])
+    else:
+        plain_text = 0.7 * plain_text + 0.3 * plain_text[[4, 3, 2, 1, 0]]
+    image_features = plain_image / plain_image.norm(dim=1, keepdim=True)
+    text_features = plain_text / plain_text.norm(dim=1, keepdim=True)
+    expected = paper_loss(image_features, text_features, 1 / model.logit_scale.exp(), 0.7) / 2  # CLIP's half
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert error(found, gradients(model)) < EXACT
+
+
+def test_text_is_mixed_before_its_normalisation_and_only_within_a_step():
+    model = bert_clip().eval()
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    mixup.attach(model)  # a second time changes nothing
+    texts = batches([4])[0][1]
+    with torch.no_grad():
+        plain = model.encode_text(texts)
+        with mixup.applied(Mix(False, 0.6)):
+            mixed = model.encode_text(texts, normalize=True)
+        raw = 0.6 * plain + 0.4 * plain.flip(0)
+        torch.testing.assert_close(mixed, torch.nn.functional.normalize(raw, dim=-1), rtol=0, atol=1e-12)
+        # Negative control: normalised first it is another thing.
+        unit = torch.nn.functional.normalize(plain, dim=-1)
+        assert (mixed - torch.nn.functional.normalize(0.6 * unit + 0.4 * unit.flip(0), dim=-1)).abs().max() > 1e-4
+        assert torch.equal(model.encode_text(texts), plain)
+        with mixup.applied(Mix(True, 0.6)):
+            assert torch.equal(model.encode_text(texts), plain)
+        with pytest.raises(RuntimeError, match="inside"), mixup.applied(Mix(False, 0.6)):
+            raise RuntimeError("inside")
+        assert torch.equal(model.encode_text(texts), plain)
+        mixup.detach()
+        assert not model.text._forward_hooks
+
+
+def test_the_hook_leaves_names_and_copies_alone():
+    model = bert_clip()
+    names = list(model.state_dict())
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model).eval()
+    texts = batches([4])[0][1]
+    with torch.no_grad(), mixup.applied(Mix(False, 0.5)):
+        assert torch.equal(twin.encode_text(texts), bert_clip().eval().encode_text(texts))  # an EMA copy does not mix
+
+
+def test_rows_in_low_precision_are_mixed_in_fp32():
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = (0.3 * rows.double() + 0.7 * rows.double().flip(0)).bfloat16()
+    for weight in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+        mixed = mix_rows(rows, weight)
+        assert mixed.dtype == torch.bfloat16
+        torch.testing.assert_close(mixed, expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(mix_rows(rows, 1.0), rows) and torch.equal(mix_rows(rows, 0.0), rows.flip(0))
+    with pytest.raises(UserError, match="floating-point"):
+        mix_rows(torch.zeros(2, 3, dtype=torch.uint8), 0.5)
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+def test_coins_are_fair_and_lambdas_beta():
+    """Binomial and Beta(0.1, 0.1) moments at 5 standard errors of 20,000 draws; variance 1 / (4 (2 alpha + 1))."""
+    n = 20_000
+    seen = draws(CoinFlipMixup(0.1, seed=3), n)
+    weights = np.array([mix.weight for mix in seen])
+    assert abs(np.mean([mix.mixes_images for mix in seen]) - 0.5) < 5 * 0.5 / math.sqrt(n)
+    variance = 1 / (4 * 1.2)
+    assert abs(weights.mean() - 0.5) < 5 * math.sqrt(variance / n)
+    assert abs(weights.var() - variance) < 0.005
+    assert ((weights >= 0) & (weights <= 1)).all()
+    images = weights[[mix.mixes_images for mix in seen]]
+    assert abs(images.mean() - 0.5) < 0.03  # lambda does not depend on the coin
+
+
+def test_draws_are_a_function_of_seed_and_count_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first = draws(CoinFlipMixup(seed=1), 8)
+    torch.rand(3)
+    assert draws(CoinFlipMixup(seed=1), 8) == first
+    assert draws(CoinFlipMixup(seed=2), 8) != first
+    torch.manual_seed(0)
+    draws(CoinFlipMixup(seed=1), 8)
+    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+
+
+def test_a_resumed_run_repeats_coins_and_lambdas():
+    whole = draws(CoinFlipMixup(seed=5), 10)
+    interrupted = CoinFlipMixup(seed=5)
+    assert draws(interrupted, 4) == whole[:4]
+    file = io.BytesIO()
+    torch.save(interrupted.state_dict(), file)
+    file.seek(0)
+    resumed = CoinFlipMixup(seed=5)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert draws(resumed, 6) == whole[4:]
+    sought = CoinFlipMixup(seed=5)
+    sought.seek(4)
+    assert draws(sought, 6) == whole[4:]
+    assert draws(CoinFlipMixup(seed=5), 6) != whole[4:]  # negative control: without the state it starts over
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"alpha": 0.2, "seed": 0, "draws": 1}, "alpha 0.2"),
+        ({"alpha": 0.1, "seed": 9, "draws": 1}, "seed 9"),
+        ({"alpha": 0.1, "seed": 0}, "lacks draws"),
+        ({"alpha": 0.1, "seed": 0, "draws": -1}, "before its first"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(state, message):
+    with pytest.raises(UserError, match=message):
+        CoinFlipMixup().load_state_dict(state)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_mixed_is_refused():
+    with pytest.raises(UserError, match="alpha must be positive"):
+        CoinFlipMixup(0)
+    with pytest.raises(UserError, match="seed must not be negative"):
+        CoinFlipMixup(seed=-1)
+    with pytest.raises(UserError, match="--force-custom-text"):
+        CoinFlipMixup().attach(open_clip.CLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT))
+    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT | {"output_tokens": True})
+    with pytest.raises(UserError, match="tokens"):
+        CoinFlipMixup().attach(model)
+    mixup = CoinFlipMixup()
+    with pytest.raises(UserError, match="attach"), mixup.step():
+        pass
+    mixup.attach(bert_clip())
+    with pytest.raises(UserError, match="another model"):
+        mixup.attach(bert_clip())
+
+
+def test_open_clips_own_text_tower_is_mixed_too():
+    torch.manual_seed(0)
+    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT).eval()
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    texts = batches([4])[0][1]
+    with torch.no_grad():
+        plain = model.encode_text(texts)
+        with mixup.applied(Mix(False, 0.25)):
+            mixed = model.encode_text(texts)
+    torch.testing.assert_close(mixed, 0.25 * plain + 0.75 * plain.flip(0))
+
+
+# --- under decoupled gradient accumulation ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixes_images", [True, False])
+@pytest.mark.parametrize("retain", [0, 1, 4])
+@pytest.mark.parametrize("frozen", [None, "text"])
+def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retain, frozen):
+    sizes = [3, 2, 4, 1]
+    model, mix = bert_clip(), Mix(mixes_images, 0.35)
+    if frozen:
+        model.text.requires_grad_(False)
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    micro_batches = batches(sizes)
+    torch.manual_seed(7)
+    with mixup.applied(mix):
+        reference_loss, reference = one_graph(
+            model, ContrastiveLoss(), micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes)
+        )
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), retain=retain, check="always")
+    torch.manual_seed(7)
+    with mixup.applied(mix):
+        losses = dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))
+    found = gradients(model)
+    assert losses["loss"].item() == pytest.approx(reference_loss.item(), rel=1e-12)
+    assert error(found, reference) < EXACT
+
+    # Negative control: without the second positive it is another gradient.
+    torch.manual_seed(7)
+    with mixup.applied(mix):
+        dga.backward(micro_batches, prepare=mix.prepare)
+    assert error(gradients(model), reference) > 0.01
+
+
+def test_compiled_graphs_take_any_lambda():
+    """Two graphs, texts mixed or not, however many lambdas come; equal to the eager model's output."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # here: the ranks' processes need not load it
+
+    model = bert_clip(torch.float32).eval()
+    mixup = CoinFlipMixup(0.5, seed=1)
+    mixup.attach(model)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter)
+    images, texts = batches([4], torch.float32)[0]
+    coins = set()
+    for _ in range(10):
+        with torch.no_grad(), mixup.step() as mix:
+            coins.add(mix.mixes_images)
+            inputs = mix.prepare(images, texts)
+            for name, value in model(*inputs).items():
+                torch.testing.assert_close(compiled(*inputs)[name], value, rtol=0, atol=1e-6)
+    assert coins == {True, False}
+    assert counter.frame_count == 2
+
+
+# --- over ranks ------------------------------------------------------------------------------------------------------
+
+RANK_SIZES = ([3, 2], [2, 4])
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(100 + rank)  # ranks differ in all but the mixup's seed
+    model = bert_clip()
+    mixup = CoinFlipMixup(0.5, seed=5)  # images first, then texts
+    mixup.attach(model)
+    wrapped = DistributedDataParallel(model)
+    dga = DecoupledGradientAccumulation(wrapped, ContrastiveLoss(rank=rank, world_size=2))
+    seen = []
+    for step in range(2):
+        torch.manual_seed(rank)
+        with mixup.step() as mix:
+            sizes = RANK_SIZES[rank]
+            dga.backward(batches(sizes, seed=10 * step + rank), prepare=mix.prepare, **mix.loss_inputs(sizes))
+        seen.append((mix, gradients(model)))
+    torch.save([(mix.mixes_images, mix.weight, grads) for mix, grads in seen], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_one_graph_gradient(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert {coin for coin, _, _ in first} == {True, False}
+    for step, ((coin, weight, grads), (other_coin, other_weight, other_grads)) in enumerate(
+        zip(first, second, strict=True)
+    ):
+        assert (coin, weight) == (other_coin, other_weight)
+        assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
+        model, mix = bert_clip(), Mix(coin, weight)
+        mixup = CoinFlipMixup()
+        mixup.attach(model)
+        micro_batches = [pair for rank in (0, 1) for pair in batches(RANK_SIZES[rank], seed=10 * step + rank)]
+        states = []
+        for rank in (0, 1):
+            torch.manual_seed(rank)
+            states += [torch.get_rng_state(), *[None] * (len(RANK_SIZES[rank]) - 1)]
+        with mixup.applied(mix):
+            _, reference = one_graph(
+                model,
+                ContrastiveLoss(),
+                micro_batches,
+                prepare=mix.prepare,
+                rng_states=states,
+                **mix.loss_inputs([*RANK_SIZES[0], *RANK_SIZES[1]]),
+            )
+        assert error(grads, reference) < EXACT

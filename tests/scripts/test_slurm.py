@@ -1,0 +1,349 @@
+"""scripts/train.sbatch: its own decisions with stand-ins for SLURM's commands, and a real two-node SLURM on this machine.
+
+The real one is started by hand in a folder of its own: munged, slurmctld and two slurmd, ended with the test.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import ROOT
+from support.tars import write_source
+from support.tiny_clip import WORDS, write_bert
+
+SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
+RECIPES = ROOT / "scripts" / "recipes.py"
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without SLURM
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_file_parses_and_asks_slurm_for_what_it_relies_on():
+    assert subprocess.run(["bash", "-n", SBATCH]).returncode == 0
+    lines = SBATCH.read_text().splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert {"--ntasks-per-node=1", "--requeue", "--open-mode=append"} <= set(options)
+    assert any(option.startswith("--signal=B:USR1@") for option in options)
+    # sbatch stops reading options at the first command
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(i < first_command for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+
+
+@dataclass
+class StandIn:
+    """A folder that train.sbatch takes for a job's, with SLURM's commands replaced by what a test says they do."""
+
+    folder: Path
+
+    def start(self, *arguments: str, srun: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+        commands = self.folder / "commands"
+        commands.mkdir(exist_ok=True)
+        scontrol = 'case "$*" in *hostnames*) echo n1; echo n2 ;; *node*) echo "NodeName=n1 NodeAddr=10.0.0.1 X=1" ;; '
+        scontrol += f'*) echo "scontrol $*" >> {self.folder}/calls ;; esac'
+        python = f'echo "python $*" >> {self.folder}/calls'
+        for name, body in {"srun": srun, "scontrol": scontrol, "python": python}.items():
+            (commands / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {self.folder}/log\n{body}\n')
+            (commands / name).chmod(0o755)
+        job = {
+            "SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_NNODES": "2", "PYTHON": str(commands / "python"), "PATH": f"{commands}:{os.environ['PATH']}",
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", SBATCH, *arguments],
+            env={**os.environ, **job, **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *arguments: str, srun: str = "exit 0", environment: dict[str, str] | None = None) -> tuple[int, str]:
+        process = self.start(*arguments, srun=srun, environment=environment)
+        output, _ = process.communicate(timeout=30)
+        return process.returncode, output
+
+    @property
+    def calls(self) -> str:
+        """What was asked of SLURM and of Python, beside srun."""
+        file = self.folder / "calls"
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def marker(self) -> Path:
+        folder = self.folder / "logs" / "a-run"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "requeue"
+
+
+@pytest.fixture
+def stand_in(tmp_path) -> StandIn:
+    return StandIn(tmp_path)
+
+
+def test_one_launcher_a_node_meets_at_the_first_ones_address(stand_in):
+    srun = 'echo "meet $MASTER_ADDR:$MASTER_PORT"'
+    status, output = stand_in.run("--ranks", "4", "--", "--name", "a-run", "--lr", "1", srun=srun)
+    assert status == 0 and "meet 10.0.0.1:24711" in output
+    called = shlex.split((stand_in.folder / "log").read_text().splitlines()[-1])
+    assert called[0] == "srun" and {"--ntasks=2", "--ntasks-per-node=1"} <= set(called)
+    assert called[called.index("--ranks") + 1] == "4"
+    assert called[called.index("--") + 1 :] == ["--name", "a-run", "--lr", "1", "--resume", "latest"]
+    assert stand_in.calls == ""
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "requeued"), [(True, 85, True), (False, 1, False), (True, 0, False), (False, 0, False)]
+)
+def test_only_a_run_that_left_its_marker_goes_back_into_the_queue(stand_in, left, status, requeued):
+    """Left by this start: with an earlier one's, a run that cannot start would go round for ever."""
+    stand_in.marker.touch()
+    srun = f"touch {stand_in.marker}; exit {status}" if left else f"exit {status}"
+    assert stand_in.run("--name", "a-run", srun=srun)[0] == status
+    assert ("scontrol requeue 4711" in stand_in.calls) == requeued
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str, every: float = 0.1) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(every)
+
+
+# What a launcher does when it is told to stop: the ranks need a while to save.
+SAVES_WHEN_TOLD = "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
+
+
+def test_short_of_time_the_ranks_are_told_and_the_job_goes_back(stand_in):
+    """Also where the ranks leave no marker: the signal came before their first step."""
+    srun = SAVES_WHEN_TOLD.format(folder=stand_in.folder)
+    process = stand_in.start("--name", "a-run", srun=srun)
+    wait_for((stand_in.folder / "started").exists, 10, "srun")
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 85 and "scontrol requeue 4711" in stand_in.calls, output
+
+
+def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stand_in):
+    """SIGTERM: a preempted job is put back by SLURM, and a cancelled one must stay cancelled."""
+    srun = f"touch {stand_in.folder}/started; sleep 1; touch {stand_in.marker}; exit 85"
+    process = stand_in.start("--name", "a-run", srun=srun)
+    wait_for((stand_in.folder / "started").exists, 10, "srun")
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 85 and "requeue" not in stand_in.calls
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_fine_tuning_ends_with_its_table_if_it_ended_well(stand_in, status):
+    arguments = ("--report", "finetune-coco", "--", "--logs", "elsewhere", "--name", "a-run")
+    assert stand_in.run(*arguments, srun=f"exit {status}")[0] == status
+    expected = "python -m scripts.paper.finetune_report elsewhere/a-run --recipe finetune-coco\n"
+    assert stand_in.calls == (expected if status == 0 else "")
+
+
+def test_what_cannot_work_is_refused(stand_in):
+    status, output = stand_in.run("--lr", "1")
+    assert status == 2 and "give --name" in output
+    status, output = stand_in.run("--name", "a", environment={"SLURM_JOB_ID": ""})
+    assert status == 2 and "submit this with sbatch" in output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real SLURM
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def slurm_conf(folder: Path) -> str:
+    """Two nodes of one core on this machine. Short intervals: by default a requeued job waits two minutes."""
+    controller, *nodes = free_ports(3)
+    user = getpass.getuser()
+    lines = [
+        "ClusterName=test", "SlurmctldHost=localhost(127.0.0.1)", f"SlurmctldPort={controller}",
+        f"SlurmUser={user}", f"SlurmdUser={user}",
+        "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
+        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "MpiDefault=none", "ReturnToService=2",
+        "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "JobRequeue=1",
+        "AccountingStorageType=accounting_storage/none", "JobAcctGatherType=jobacct_gather/none",
+        "SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2",
+        f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
+        f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
+        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
+        "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Slurm:
+    """The running cluster, as its commands see it."""
+
+    folder: Path
+
+    def __call__(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def state_of(self, job: str) -> str:
+        shown = self("scontrol", "--oneliner", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o700)
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(slurm_conf(folder))
+    cluster = Slurm(folder)
+    munged = ["munged", "--foreground", "--force"]
+    munged += [f"--{what}={folder}/munge.{what}" for what in ("socket",)]
+    munged += [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+    daemons: list[subprocess.Popen] = []
+    try:
+        for command in (munged, ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            with open(folder / "daemons.err", "a") as errors:
+                daemons.append(subprocess.Popen(command, env=cluster.environment, stdout=errors, stderr=errors))
+            if command is munged:
+                wait_for((folder / "munge.socket").exists, 20, "munged")
+        wait_for(lambda: idle_nodes(cluster) == 2, 60, f"two idle nodes; {folder} holds the daemons' logs", every=1)
+        yield cluster
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def idle_nodes(cluster: Slurm) -> int:
+    command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
+    return done.stdout.split().count("idle")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
+    bert = write_bert(folder / "bert", words=[*WORDS, *digits])
+    data = "::".join(f"{name}={write_source(folder / name, first, 120, 40)}" for name, first in (("a", 0), ("b", 1000)))
+    values = [
+        "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",
+        "pretrained-image=", "token-drop=", "auto-augment=", "aug-cfg=", "retrieval-data=",
+        "batch-size=4", "effective-batch=16", "train-num-samples=1600", "epochs=1",
+        "save-every-steps=5", "log-every-n-steps=5",
+    ]  # fmt: skip
+    return folder, [word for value in values for word in ("--set", value)]
+
+
+def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[str, Path]:
+    """Submit train-14m on two nodes; its job id and log."""
+    out = cluster(
+        sys.executable, str(RECIPES), "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
+        "--sbatch=--cpus-per-task=1", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
+    )  # fmt: skip
+    job = out.split()[-1]
+    return job, folder / f"{job}.log"
+
+
+def steps_saved(folder: Path, name: str) -> int:
+    names = (folder / "logs" / name / "checkpoints").glob("step_*.pt")
+    return max((int(path.stem.rsplit("_", 1)[1]) for path in names), default=0)
+
+
+needs_slurm = pytest.mark.skipif(
+    any(shutil.which(name) is None for name in DAEMONS),
+    reason=f"needs a SLURM to start by hand: {', '.join(DAEMONS)} (Debian: slurm-wlm and munge)",
+)
+
+
+@needs_slurm
+@pytest.mark.slow  # four starts of two ranks each with SLURM's pauses between them: about three minutes on two cores
+@pytest.mark.timeout(900)
+def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slurm, settings):
+    """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
+    folder, values = settings
+    assert slurm("sbatch", "--test-only", "--cpus-per-task=1", "--nodes=2", str(SBATCH), "--name", "a") == ""
+    job, log = submit(slurm, folder, values, "broken")
+    wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
+    slurm("scancel", "--signal=USR1", "--batch", job)
+    wait_for(lambda: "start 1:" in log.read_text(), 240, "the second start")
+    assert "back into the queue" in log.read_text()
+    first = steps_saved(folder, "broken")
+    wait_for(lambda: steps_saved(folder, "broken") >= first + 10, 240, "ten more steps")
+    slurm("scontrol", "requeue", job)
+    wait_for(lambda: "start 2:" in log.read_text(), 240, "the third start")
+    second = steps_saved(folder, "broken")
+    assert 10 <= first < second < 100
+    wait_for(lambda: slurm.state_of(job) not in ("RUNNING", "COMPLETING"), 300, "the end", every=1)
+    words = log.read_text()
+    assert slurm.state_of(job) == "COMPLETED", words[-3000:]
+    assert "2 node(s), n[1-2]" in words and words.count("Found latest resume checkpoint") == 2
+    for step in (first, second):
+        assert f"step_0000_{step:08d}.pt" in words
+
+    whole = [sys.executable, RECIPES, "train-14m", "--no-slurm", "--gpus", "0", "--processes", "2", *values]
+    done = subprocess.run(
+        [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = (
+        torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+        for name in ("broken", "whole")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
+    assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
+
+
+@needs_slurm
+@pytest.mark.slow  # a start of two ranks under SLURM
+@pytest.mark.timeout(300)
+def test_a_cancelled_job_stays_cancelled(slurm, settings):
+    folder, values = settings
+    job, log = submit(slurm, folder, values, "cancelled")
+    wait_for(lambda: steps_saved(folder, "cancelled") >= 5, 240, "step 5")
+    slurm("scancel", job)
+    wait_for(lambda: slurm.state_of(job) == "CANCELLED", 180, "the end", every=1)
+    wait_for(lambda: "ended with" in log.read_text(), 30, "the batch file's last word")
+    time.sleep(5)  # a requeue would show by then
+    assert slurm.state_of(job) == "CANCELLED" and "back into the queue" not in log.read_text()

@@ -1,0 +1,89 @@
+"""All methods of the recipe on together, through the whole program on two ranks: the gradient is that of one graph."""
+
+from __future__ import annotations
+
+import json
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl import CoinFlipMixup, ContrastiveLoss, reversed_partner
+from open_clip_zerovl.recipe.mixup import Mix
+from support.dga_reference import errors as relative_errors
+from support.programs import COMMON, launch
+from support.tars import write_source
+from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+
+RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """What two real ranks recorded of their first steps: inputs, random state, weights, gradients."""
+    folder = tmp_path_factory.mktemp("together")
+    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
+    config = {
+        "embed_dim": 24,
+        "vision_cfg": NATIVE_VISION,
+        "text_cfg": bert_text(write_bert(folder / "bert", words=words)),
+    }
+    (folder / "tiny.json").write_text(json.dumps(config))
+    data = "::".join(
+        f"{name}={write_source(folder / name, first, 100, 30, px=40, caption='a big cat with the red house of')}"
+        for name, first in (("a", 0), ("b", 1000))
+    )
+    arguments = [
+        *COMMON, "--train-data", data, "--debiased-sampling", "--coin-flip-mixup", "--mixup-alpha", "1.0", "--text-augment",
+        "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet", "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps",
+        str(DGA_STEPS), "--batch-size", str(MICRO_BATCH), "--workers", "1", "--epochs", "1", "--name", "together",
+        "--no-embedding-decay", "--warmup-share", "0.1", "--lr-min", "1e-5", "--train-num-samples", "48", "--seed", "3",
+    ]  # fmt: skip
+    done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    open_clip.add_model_config(str(folder / "tiny.json"))
+    ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(RANKS)]
+    return list(zip(*ranks, strict=True))
+
+
+def one_graph(entries, mix: Mix, *, replay_masks: bool = True) -> tuple[dict[str, torch.Tensor], float]:
+    """The gradient of all ranks' and micro-batches' rows in one graph, under the masks that the ranks drew."""
+    model = open_clip.create_model("tiny", pretrained_text=False, output_dict=True, force_patch_dropout=0.25).train()
+    model.load_state_dict(entries[0]["weights"])
+    mixup = CoinFlipMixup(1.0)
+    mixup.attach(model)
+    assert all(entry["loss_inputs"]["mixup_lambda"] == mix.weight for entry in entries)
+    features = {"image_features": [], "text_features": []}
+    sizes = []
+    with mixup.applied(mix):
+        for number, entry in enumerate(entries):
+            torch.set_rng_state(entry["rng"]) if replay_masks else torch.manual_seed(number)
+            for images, texts in entry["prepared"]:
+                outputs = model(images, texts)
+                sizes.append(len(images))
+                for name, parts in features.items():
+                    parts.append(outputs[name])
+        joined = {name: torch.cat(parts) for name, parts in features.items()}
+        loss = ContrastiveLoss()(
+            **joined, logit_scale=outputs["logit_scale"], mixup_lambda=mix.weight, partner=reversed_partner(sizes)
+        )
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, float(loss.detach())
+
+
+def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(steps):
+    """fp32, 5e-5 as in invariant 1; other masks (negative control) miss it by far."""
+    coins = set()
+    mixup = CoinFlipMixup(1.0, seed=3)  # what each rank draws by itself
+    for entries in steps:
+        mix = mixup.draw()
+        coins.add(mix.mixes_images)
+        reference, loss = one_graph(entries, mix)
+        for entry in entries:
+            assert float(entry["loss"]) == pytest.approx(loss, rel=1e-5)
+            found = relative_errors(entry["gradients"], reference)
+            assert max(found.values()) <= 5e-5, max(found, key=found.get)
+        assert all(torch.equal(entries[0]["gradients"][name], entries[1]["gradients"][name]) for name in reference)
+        wrong, _ = one_graph(entries, mix, replay_masks=False)
+        assert max(relative_errors(entries[0]["gradients"], wrong).values()) > 0.05
+    assert coins == {True, False}  # both sides of the coin came up

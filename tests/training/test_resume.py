@@ -1,0 +1,209 @@
+"""Exact resume (invariant 4): killed at any step and resumed, a run ends with the weights of one never interrupted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from open_clip_zerovl.errors import UserError
+from support.programs import COMMON, SCRIPT, flat_tensors, launch, state_of
+from support.tars import write_source
+from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+from training.checkpointing import Position, Preemption, newest_whole, save_atomically, seed_step
+
+EPOCHS = 3
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    bert = write_bert(
+        folder / "bert", words=[*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
+    )
+    config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
+    (folder / "tiny.json").write_text(json.dumps(config))
+    data = "::".join(
+        f"{name}={write_source(folder / name, first, count, 13)}"
+        for name, first, count in (("a", 0, 90), ("b", 1000, 50), ("c", 2000, 40))
+    )
+    return folder, data
+
+
+def arguments_of(data: str, name: str, *extra: str) -> list[str]:
+    return [
+        *COMMON, "--train-data", data, "--debiased-sampling", "--batch-size", "4", "--dga-steps", "2", "--epochs",
+        str(EPOCHS), "--name", name, "--save-every-steps", "2", "--aug-cfg", "scale=(0.6,1.0)", "--coin-flip-mixup",
+        "--mixup-alpha", "1.0", "--text-augment", "0.2", *extra,
+    ]  # fmt: skip
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, from /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has ended since it was listed
+            continue
+    below, front = [], [pid]
+    while front:
+        front = [child for child, parent in parents.items() if parent in front]
+        below += front
+    return below
+
+
+def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
+    """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while not list((folder / "logs" / name / "checkpoints").glob(pattern)):
+            assert child.poll() is None and time.monotonic() < deadline, "the run ended before it could be interrupted"
+            time.sleep(0.01)
+        if number == signal.SIGKILL:  # ranks are in sessions of their own: without their launcher they would train on
+            for pid in [*descendants(child.pid), child.pid]:
+                os.kill(pid, number)
+        else:  # the launcher hands it on to its ranks
+            os.killpg(child.pid, number)
+        return child.wait(timeout=120)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
+    first, second = (flat_tensors(state_of(folder, name, EPOCHS)) for name in names)
+    first.pop("/zerovl", None)
+    assert first.keys() == second.keys()
+    different = [key for key in first if not torch.equal(first[key], second[key])]
+    assert not different
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_killed_and_resumed_equals_never_interrupted(workplace, workers):
+    """One rank, with dropout, token drop, mixup, word augmentation and random crops; killed without warning in the second
+    epoch, then stopped by SIGTERM in the third."""
+    folder, data = workplace
+    whole, broken = f"whole{workers}", f"broken{workers}"
+    arguments = arguments_of(data, whole, "--workers", workers)
+    done = launch("ours", folder / "tiny.json", arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = arguments_of(data, broken, "--workers", workers, "--keep-checkpoints", "3")
+    kill_when(folder, broken, arguments, 1, "step_0001_*.pt", signal.SIGKILL)
+    resumed = [*arguments, "--resume", "latest"]
+    status = kill_when(folder, broken, resumed, 1, "step_0002_*.pt", signal.SIGTERM)
+    assert status == 85 and (folder / "logs" / broken / "requeue").exists()
+    assert len(list((folder / "logs" / broken / "checkpoints").glob("step_*.pt"))) <= 3
+    done = launch("ours", folder / "tiny.json", resumed, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (folder / "logs" / broken / "requeue").exists()
+    assert_same_weights(folder, (whole, broken))
+
+
+@pytest.mark.slow  # four two-rank runs, about two minutes on two cores
+@pytest.mark.timeout(900)
+def test_two_ranks_killed_and_resumed(workplace):
+    folder, data = workplace
+    for name in ("whole-ranks", "broken-ranks"):
+        arguments = arguments_of(data, name, "--workers", "1")
+        if name.startswith("broken"):
+            kill_when(folder, name, arguments, 2, "step_0000_*.pt", signal.SIGKILL)
+            arguments.extend(["--resume", "latest"])
+            # torchrun passes SIGTERM on to the ranks, which agree on the step after which they stop
+            assert kill_when(folder, name, arguments, 2, "step_0001_*.pt", signal.SIGTERM) != 0
+            assert (folder / "logs" / name / "requeue").exists()
+        done = launch("ours", folder / "tiny.json", arguments, ranks=2, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_weights(folder, ("whole-ranks", "broken-ranks"))
+
+
+def test_newest_whole_skips_cut_off_files_and_leftovers(tmp_path, caplog):
+    """open_clip takes the last name: a leftover tmp.pt, or a file that was cut off."""
+    for name in (
+        "epoch_1.pt",
+        "epoch_2.pt",
+        "step_0001_00000005.pt",
+        "step_0002_00000007.pt",
+        "tmp.pt",
+        "epoch_latest.pt",
+    ):
+        torch.save({"a": torch.zeros(100)}, tmp_path / name)
+    cut = tmp_path / "step_0002_00000007.pt"
+    cut.write_bytes(cut.read_bytes()[:-50])
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(str(tmp_path)) == str(tmp_path / "epoch_2.pt")
+    assert "step_0002_00000007.pt" in caplog.text and "cut off" in caplog.text
+    assert newest_whole(str(tmp_path / "nothing")) is None
+
+
+def test_a_failed_write_keeps_what_was_there(tmp_path):
+    target = tmp_path / "epoch_1.pt"
+    save_atomically({"a": 1}, target)
+    before = target.read_bytes()
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise OSError("disk full")
+
+    with pytest.raises(UserError, match="disk full.*is kept"):
+        save_atomically({"a": Unpicklable()}, target)
+    assert target.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["epoch_1.pt"]
+
+
+def test_another_world_size_goes_on_at_the_same_sample_count(caplog):
+    taken = Position(epoch=1, step=10, effective_batch=64, world_size=2, workers=4)
+    assert taken.start_step(taken) == 10 and not caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert taken.start_step(Position(1, 0, 32, 1, 4)) == 20
+        assert taken.start_step(Position(1, 0, 64, 4, 4)) == 10
+    assert "approximate" in caplog.text
+
+
+def test_going_on_in_the_middle_of_an_epoch_on_other_sources_is_said(caplog):
+    taken = Position(1, 10, 64, 2, 4, sources="a (100)")
+    with caplog.at_level(logging.WARNING):
+        assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100)")) == 10
+        assert Position(2, 0, 64, 2, 4, sources="a (100)").start_step(Position(2, 0, 64, 2, 4, sources="b (9)")) == 0
+        assert not caplog.text
+        assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100), b (9)")) == 10
+    assert "on others: a (100), b (9)" in caplog.text
+
+
+def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
+    def draw(*key):
+        seed_step(*key)
+        return torch.rand(3)
+
+    assert torch.equal(draw(0, 5, 1), draw(0, 5, 1))
+    assert len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))}) == 4
+
+
+def test_preemption_is_only_heard_within_its_block():
+    before = signal.getsignal(signal.SIGUSR1)
+    with Preemption() as preemption:
+        assert not preemption.agreed(distributed=False)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert preemption.agreed(distributed=False)
+    assert signal.getsignal(signal.SIGUSR1) is before

@@ -1,0 +1,212 @@
+"""What open_clip's own data pipeline would fail on late is found before its main starts, and what it can read passes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from argparse import Namespace
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.checkpoints.weights import read_state_dict
+from open_clip_zerovl.errors import UserError
+from support.tars import png, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from training.main import main
+from training.params import parse
+from training.stock_data import check_augmentation, check_stock_data
+
+OPEN_CLIP = {
+    "dataset_type": "auto",
+    "train_data": None,
+    "val_data": None,
+    "imagenet_val": None,
+    "train_num_samples": None,
+    "train_data_upsampling_factors": None,
+    "dataset_resampled": False,
+    "workers": 0,
+    "csv_img_key": "filepath",
+    "csv_caption_key": "title",
+    "csv_separator": "\t",
+}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Three shards of eight samples without a sizes.json, and two tables, all named from the folder that holds them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for shard in range(3):
+        pictures = {f"{shard}{number}": png((30 * number, 9, 80 * shard)) for number in range(8)}
+        members = [(f"{key}.png", picture) for key, picture in pictures.items()]
+        members += [(f"{key}.txt", b"a red cat") for key in pictures]
+        write_tar(tmp_path / "s" / f"{shard}.tar", sorted(members))
+    (tmp_path / "p").mkdir()
+    for number in range(8):
+        (tmp_path / "p" / f"{number}.png").write_bytes(png((9 * number, 0, 0)))
+    (tmp_path / "here.csv").write_text("filepath,title\n" + "".join(f"p/{n}.png,a cat {n}\n" for n in range(8)))
+    (tmp_path / "p" / "beside.tsv").write_text("filepath\ttitle\n0.png\ta cat\n")
+    (tmp_path / "empty.tsv").write_text("filepath\ttitle\n")
+    return tmp_path
+
+
+def check(**given) -> None:
+    check_stock_data(Namespace(**{**OPEN_CLIP, **given}), training=True)
+
+
+REFUSED = {
+    "no sizes": (
+        {"train_data": "s/{0..2}.tar"},
+        "s/sizes.json is missing; count them with `zerovl data index s`, give",
+    ),
+    "missing shards": ({"train_data": "s/{0..4}.tar"}, "2 of 5 shards of --train-data do not exist, first s/3.tar"),
+    "missing shard to evaluate on": ({"val_data": "s/9.tar"}, "1 of 1 shards of --val-data do not exist"),
+    "few shards": ({"train_data": "s/{0..2}.tar", "workers": 4}, "3 shards for 4 loader workers"),
+    "weights": (
+        {"train_data": "s/0.tar::s/1.tar", "train_data_upsampling_factors": "1::2", "train_num_samples": 8},
+        "needs --dataset-resampled",
+    ),
+    "three weights of two": (
+        {"train_data": "s/0.tar::s/1.tar", "train_data_upsampling_factors": "1::2::3", "dataset_resampled": True},
+        "with --train-data-upsampling-factors 1::2::3 is not understood",
+    ),
+    "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
+    "no table": ({"train_data": "there.csv"}, "--train-data there.csv does not exist"),
+    "separator": ({"train_data": "here.csv"}, r"no column 'filepath' but 'filepath,title' where columns end at '\t'"),
+    "column": (
+        {"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "caption"},
+        "give --csv-caption-key",
+    ),
+    "image": ({"train_data": "p/beside.tsv"}, "begins with the image 0.png, which does not exist from"),
+    "no rows": ({"train_data": "empty.tsv"}, "--train-data empty.tsv has no rows"),
+    "classes": ({"imagenet_val": "nowhere"}, "--imagenet-val nowhere is no folder"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_fail_late_is_refused(data, kind):
+    given, words = REFUSED[kind]
+    with pytest.raises(UserError, match=re.escape(words)):
+        check(**given)
+
+
+def test_what_open_clip_can_read_passes(data):
+    check(train_data="s/{0..2}.tar", train_num_samples=24, workers=3)
+    check(
+        train_data="s/0.tar::s/1.tar", train_data_upsampling_factors="1::2", dataset_resampled=True, train_num_samples=8
+    )
+    check(train_data="here.csv", val_data="here.csv", csv_separator=",")
+    check(train_data="pipe:cat s/0.tar", dataset_type="webdataset", train_num_samples=8)
+    check(train_data="s3://bucket/{0..2}.tar")
+    check(dataset_type="synthetic")
+    check(imagenet_val="p")
+    (data / "s" / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": 8}))
+    check(train_data="s/{0..1}.tar")
+    with pytest.raises(UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")):
+        check(train_data="s/{0..2}.tar")
+    check_stock_data(Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False)  # our mixture's business
+
+
+def test_augmentation_settings():
+    for good in ({}, {"scale": (0.6, 1.0)}, {"scale": (0.6, 1.0), "color_jitter": (0.1, 0.1, 0.1, 0.1)}):
+        check_augmentation(good)
+    for bad, words in (
+        ({"scale": 0.6}, "--aug-cfg scale=0.6"),
+        ({"scal": (0.6, 1.0)}, "unexpected keyword argument 'scal'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_augmentation(bad)
+
+
+def test_a_number_of_graphs_is_asked_for_in_words(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--dga-retain", "some"])
+    assert "'some' is neither a number of micro-batches nor auto" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(data, capsys):
+    """Run the program on the table; the exit status, and what it said on standard error."""
+    for name, width in (("tiny", 24), ("teacher", 40)):
+        config = {"embed_dim": width, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+        (data / f"{name}.json").write_text(json.dumps(config))
+        open_clip.add_model_config(str(data / f"{name}.json"))
+
+    def call(*arguments: str, name: str) -> tuple[int, str]:
+        common = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--workers", "0", "--epochs", "1"]
+        status = main([*common, "--batch-size", "4", "--csv-separator", ",", "--name", name, *arguments])
+        return status, capsys.readouterr().err
+
+    yield call
+    for handler in list(logging.getLogger().handlers):  # open_clip's main adds a file handler a run
+        if isinstance(handler, logging.FileHandler):
+            logging.getLogger().removeHandler(handler)
+
+
+def test_the_teacher_of_a_distillation_is_the_model_that_was_named(run, data):
+    torch.manual_seed(0)
+    teacher = open_clip.create_model("teacher")
+    torch.save(teacher.state_dict(), data / "teacher.pt")
+    distill = ["--distill-model", "teacher", "--distill-pretrained", "teacher.pt"]
+    assert run("--train-data", "here.csv", *distill, name="distilled")[0] == 0
+    student = read_state_dict("logs/distilled/checkpoints/epoch_1.pt")
+    assert student["text_projection"].shape[1] == 24  # the teacher's is 40
+    assert "Distill_loss" in (data / "logs" / "distilled" / "out.log").read_text()
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
+    (data / "p" / "1.png").unlink()  # not the first image, which is looked at beforehand
+    with pytest.raises(FileNotFoundError):
+        run("--train-data", "here.csv", "--batch-size", "8", name="first")
+    assert not (data / "logs" / "first").exists()
+    rows = (data / "here.csv").read_text().splitlines()
+    (data / "here.csv").write_text("\n".join([rows[0], *(row for row in rows[1:] if "/1.png" not in row)]))
+    assert run("--train-data", "here.csv", name="first")[0] == 0
+    assert (data / "logs" / "first" / "checkpoints" / "epoch_1.pt").exists()
+
+
+def test_a_run_that_fails_after_a_step_keeps_its_log(run, data, monkeypatch):
+    step = torch.optim.AdamW.step
+    calls = []
+
+    def fails_the_second_time(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the disk is gone")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails_the_second_time)
+    with pytest.raises(OSError, match="the disk is gone"):
+        run("--train-data", "here.csv", name="later")
+    assert (data / "logs" / "later" / "out.log").exists()
+
+
+def test_logs_that_are_a_file(run, data):
+    status, said = run("--train-data", "here.csv", "--logs", "here.csv", name="x")
+    assert status == 2 and "--logs here.csv is a file" in said
+
+
+NOT_A_CHECKPOINT = {
+    "a folder": (None, "is a folder"),
+    "a table": ("filepath,title\n", "is no checkpoint of training|is no plain checkpoint"),
+    "a line": ("a table\n1\n", "cannot be read as a checkpoint|cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_A_CHECKPOINT)
+def test_a_checkpoint_that_is_none(run, data, kind):
+    content, words = NOT_A_CHECKPOINT[kind]
+    path = data / "no.pt"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    status, said = run("--train-data", "here.csv", "--resume", str(path), name="x")
+    assert status == 2 and re.search(words, said)
+    assert "weights_only" not in said  # torch's advice to load it unchecked
+    with pytest.raises(UserError, match=words) as refusal:
+        read_state_dict(path)
+    assert "weights_only" not in str(refusal.value)
