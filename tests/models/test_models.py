@@ -18,7 +18,7 @@ import open_clip_zerovl
 from open_clip_zerovl.datasets.vocabulary import write_bert
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models import configs as models
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
@@ -141,13 +141,13 @@ def test_a_folder_with_weights_loads_them_and_one_without_is_said_to_start_at_ra
     bert, bert_with_weights, small, caplog
 ):
     name = with_text_model(small, bert_with_weights)
-    assert models.pretrained_text_of(name)
+    assert pretrained_text_of(name)
     model, _, _ = create_model_and_transforms(name)
     expected = BertModel.from_pretrained(bert_with_weights).state_dict()
     for key, value in model.text.transformer.state_dict().items():
         assert torch.equal(value, expected[key])
 
-    assert not models.pretrained_text_of(with_text_model(PAPER[2], bert))
+    assert not pretrained_text_of(with_text_model(PAPER[2], bert))
     assert "starts at random" in caplog.text
 
 
