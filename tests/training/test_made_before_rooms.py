@@ -1,7 +1,8 @@
 """Files on disk outlive the layout of the package: what the commit before the move into subpackages (ae9f5b3) wrote is read.
 
-The archive holds a stopped run, a cache of frozen features, a clustering and an export (`make_made_before_rooms.py` beside it wrote it and says
-what is where). Only entry points that a user has are taken here: the training program, `zerovl`, `load_model`, open_clip.
+The archive holds a stopped run, a cache of frozen features, a clustering and an export. `make_made_before_rooms.py` beside it
+wrote it and says what is where. Only entry points that a user has are taken here: the training program, `zerovl`,
+`load_model`, open_clip.
 """
 
 from __future__ import annotations
