@@ -33,6 +33,7 @@ setup(
         "pillow",
         "safetensors",
         "tokenizers",
+        "packaging",  # zerovl doctor: version ranges
         "tqdm",
         "tensorboard",
     ],

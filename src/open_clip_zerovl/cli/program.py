@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.cli.data import add_cluster, add_data
+from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.errors import UserError
 
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_plan(commands)
+    add_doctor(commands)
     add_data(commands)
     add_cluster(commands)
     _add_retrieval(commands)

@@ -1,0 +1,297 @@
+"""`zerovl doctor`: whether this machine can train, on one page to paste into an issue.
+
+Versions of what the package needs against the ranges that it was installed with; on each device a model's forward pass and a
+step of decoupled gradient accumulation against the gradient of one graph (section 4.1); process groups; memory, shared memory,
+disk and file limits. A check that fails says what was seen and what to do, and the others still run.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+PACKAGE = "open_clip_zerovl"
+GIB = 2**30
+LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes hand their batches over in it
+LEAST_OPEN_FILES = 1024  # a loader process holds a few for each shard, and PyTorch one for each tensor on its way
+LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
+USERS_EXTRAS = ("demo", "data")  # of setup.py; the others are for work on the project itself
+TOLERANCE = 5e-5  # of a gradient in fp32, as a share: invariant 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the page.
+
+    Attributes:
+        topic: what was looked at.
+        seen: what was found.
+        problem: what is wrong and what to do; None where nothing is.
+    """
+
+    topic: str
+    seen: str
+    problem: str | None = None
+
+
+def examine(logs: str | Path = "logs") -> list[Finding]:
+    """Look at everything; no check ends another.
+
+    Args:
+        logs: where runs would be kept, for the free disk.
+    """
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        python_version,
+        package_versions,
+        graphics_driver,
+        devices,
+        process_groups,
+        lambda: limits(Path(logs)),
+    ]
+    found: list[Finding] = []
+    for check in checks:
+        try:
+            found.extend(check())
+        except Exception as error:  # a doctor reports whatever a broken installation raises
+            name = getattr(check, "__name__", "limits").replace("_", " ")
+            found.append(Finding(name, "could not be looked at", f"{type(error).__name__}: {error}"))
+    return found
+
+
+def page(findings: Iterable[Finding]) -> str:
+    """The findings as text: a line each, then what to do, by number."""
+    findings = list(findings)
+    width = max((len(finding.topic) for finding in findings), default=0)
+    lines, problems = [], []
+    for finding in findings:
+        mark = "  "
+        if finding.problem is not None:
+            problems.append(finding)
+            mark = f"{len(problems)}>"
+        lines.append(f"{mark} {finding.topic:{width}}  {finding.seen}")
+    lines.append("")
+    lines += [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)] or [
+        "Nothing is wrong."
+    ]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Versions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def python_version() -> list[Finding]:
+    """This interpreter and machine."""
+    seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    problem = None if sys.version_info >= (3, 10) else "3.10 or newer is needed; make the environment with one"
+    return [Finding("python", seen, problem)]
+
+
+def package_versions() -> list[Finding]:
+    """What the package needs, by the ranges in its own metadata, and what it can do without."""
+    try:
+        found = [Finding(PACKAGE, metadata.version(PACKAGE))]
+        needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
+    except (metadata.PackageNotFoundError, InvalidRequirement) as error:
+        return [
+            Finding(PACKAGE, "not installed", f"{error}; pip install it, so that the versions it needs are known here")
+        ]
+    required = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    extras = {
+        one.name.lower(): one
+        for one in needed
+        for extra in USERS_EXTRAS
+        if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
+    }
+    found += [_package(one, optional=False) for one in required]
+    return found + [_package(one, optional=True) for one in extras.values() if _is_installed(one.name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _package(needed: Requirement, *, optional: bool) -> Finding:
+    wanted = f"supported: {needed.specifier}" if str(needed.specifier) else "any version"
+    if optional:
+        wanted += ", optional"
+    quoted = f"'{needed.name}{needed.specifier}'"
+    try:
+        seen = metadata.version(needed.name)
+    except metadata.PackageNotFoundError:
+        return Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")
+    inside = needed.specifier.contains(seen, prereleases=True)
+    return Finding(
+        needed.name, f"{seen:16} {wanted}", None if inside else f"{seen} is not supported; pip install {quoted}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def graphics_driver() -> list[Finding]:
+    """CUDA as torch was built for it, and the driver that is there."""
+    import torch
+
+    built = torch.version.cuda
+    seen = f"torch is built for CUDA {built}" if built else "torch is built without CUDA"
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [Finding("CUDA", f"{seen}; no NVIDIA driver here")]
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    drivers = sorted(set(done.stdout.split())) if done.returncode == 0 else []
+    seen += f"; driver {', '.join(drivers) or 'unknown'}"
+    problem = None
+    if not torch.cuda.is_available():
+        problem = (
+            "the driver is there and torch finds no GPU: install a torch whose CUDA the driver supports, and look at "
+            f"CUDA_VISIBLE_DEVICES ({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+        )
+    return [Finding("CUDA", seen, problem)]
+
+
+def devices() -> list[Finding]:
+    """A forward pass and a DGA step on the CPU and on every GPU."""
+    import torch
+
+    from open_clip_zerovl.memory import available_bytes
+
+    names = [
+        "cpu",
+        *(f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)),
+    ]
+    found = []
+    for name in names:
+        device = torch.device(name)
+        free = (available_bytes(device) or 0) / GIB
+        what = f"{torch.get_num_threads()} threads" if name == "cpu" else torch.cuda.get_device_name(device)
+        if name != "cpu":
+            what += f", {torch.cuda.get_device_properties(device).total_memory / GIB:.1f} GiB"
+            what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
+        seen = f"{what}, {free:.1f} GiB free"
+        try:
+            error, seconds = dga_error(device)
+        except Exception as reason:  # as above: whatever the device raises is the finding
+            found.append(Finding(name, seen, f"a training step fails: {type(reason).__name__}: {reason}"))
+            continue
+        problem = None
+        if not error <= TOLERANCE:
+            problem = (
+                f"DGA's gradient differs from one graph's by {error:.1e} where {TOLERANCE:.0e} is expected; report it"
+            )
+        found.append(Finding(name, f"{seen}; DGA step exact to {error:.0e}, {seconds:.1f} s", problem))
+    return found
+
+
+def dga_error(device) -> tuple[float, float]:
+    """The error of a DGA step's gradient against one graph's on a device, and seconds of both.
+
+    A small open_clip model in fp32, 4 micro-batches of 4, one graph kept. The error is the largest over parameters of
+    |g - g_ref| / max(|g_ref|, 1e-6 of all gradients' norm), as invariant 1 counts it.
+    """
+    import torch
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+
+    from open_clip_zerovl.dga import DecoupledGradientAccumulation
+    from open_clip_zerovl.losses import ContrastiveLoss
+    from open_clip_zerovl.randomness import preserved
+
+    begun = time.perf_counter()
+    with preserved():
+        torch.manual_seed(0)
+        vision = CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=32)
+        text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
+        model = CLIP(32, vision, text, output_dict=True)
+        images, texts = torch.randn(16, 3, 32, 32), torch.randint(1, 64, (16, 8))
+    model, images, texts = model.to(device), images.to(device), texts.to(device)
+    loss = ContrastiveLoss()
+
+    loss(**model(images, texts)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    dga = DecoupledGradientAccumulation(model, loss, retain=1)
+    dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
+    errors = [float((a - b).norm()) / max(float(b.norm()), floor) for a, b in zip(found, expected, strict=True)]
+    return max(errors), time.perf_counter() - begun
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rest of the machine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def process_groups() -> list[Finding]:
+    """gloo, and NCCL where there are GPUs: a group of one process that sums a tensor."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return [
+            Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
+        ]
+    if dist.is_initialized():
+        return [Finding("process groups", f"{dist.get_backend()} is running")]
+    backends = [("gloo", "cpu")]
+    if torch.cuda.is_available():
+        backends.append(("nccl", "cuda"))
+    found = []
+    for backend, device in backends:
+        try:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                dist.all_reduce(torch.ones(1, device=device))
+            finally:
+                dist.destroy_process_group()
+        except (RuntimeError, ValueError) as error:
+            found.append(Finding(backend, "does not start", str(error).splitlines()[0]))
+        else:
+            found.append(Finding(backend, "starts and sums"))
+    return found
+
+
+def limits(logs: Path) -> list[Finding]:
+    """Cores, shared memory, open files, disk."""
+    import resource
+
+    from open_clip_zerovl.plan.make import usable_cores
+
+    found = [Finding("CPU cores", str(usable_cores()))]
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / GIB
+        small = free < LEAST_SHARED_MEMORY_GIB
+        advice = "loader processes need more; in a container start it with --shm-size=8g, or give --workers 0"
+        found.append(Finding("shared memory", f"{free:.1f} GiB free", advice if small else None))
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
+    found.append(Finding("open files", f"{files:,}", few if 0 < files < LEAST_OPEN_FILES else None))
+    folder = logs.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / GIB
+    advice = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
+    found.append(Finding("disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None))
+    if not os.access(folder, os.W_OK):
+        found.append(Finding("--logs", str(logs), f"{folder} cannot be written; choose another folder"))
+    return found
