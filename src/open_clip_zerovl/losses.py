@@ -41,8 +41,10 @@ class ContrastiveLoss(nn.Module):
             `2 * 4 * chunk_size * N` bytes for the chunks. None: all local rows at once. The gradient is computed together
             with the value, so nothing of size (b, N) waits for the backward pass.
         rank, world_size: as in open_clip; `world_size` > 1 needs an initialised process group of that size.
-        gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather (A.1, "detaching
-            gradients"): other ranks' features are constants. It is a wrong gradient, for that comparison only.
+        gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather, as its released code
+            computes it over several ranks: every gathered feature is a constant, the rank's own among them, so that a
+            feature gets P - Y through its own softmax and nothing through the others'. It is a wrong gradient, for that
+            comparison only. (A.1 writes of other ranks' features alone; the released gather detaches all.)
     """
 
     def __init__(
@@ -287,7 +289,9 @@ class _Problem:
         else:
             image_sums, scale_sum = self._sweep(self.images, self.all_texts, self.over_texts, self.over_images)
             self.only_logits = None
-            text_sums, _ = self._sweep(self.texts, self.all_images, self.over_images, self.over_texts)
+            text_sums, text_scale_sum = self._sweep(self.texts, self.all_images, self.over_images, self.over_texts)
+            if not self.gather_grad:  # the scale is no feature: each direction gives its share of the whole gradient
+                scale_sum = scale_sum + text_scale_sum
         factor = w / (2 * n)
         return image_sums.mul_(self.scale * factor), text_sums.mul_(self.scale * factor), scale_sum * factor
 
@@ -302,7 +306,7 @@ class _Problem:
         over_own: _Normaliser,
         other_sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(P + Q - 2Y) others for the local rows `own`, and its inner product with them.
+        """(P + Q - 2Y) others for the local rows `own`, and its inner product with them; P - Y without gather's gradient.
 
         `over_others` normalises the softmax of each row of `own`'s side over `others`, `over_own` that of each row of
         `others` over `own`'s side; both (N,). With `other_sums`, (P + Q - 2Y)^T own is added to it.
@@ -313,31 +317,24 @@ class _Problem:
         for rows in self.chunks:
             logits = self._logits(own[rows], others) if self.only_logits is None else self.only_logits
             weights = over_others[mine][rows].unsqueezed().probabilities(logits.clone())  # P (chunk, N)
-            from_others = over_own.probabilities(logits)  # Q, in the logits' memory
             if self.gather_grad or self.world_size == 1:
-                self._subtract_targets(weights.add_(from_others), rows)
-                sums[rows] = weights @ others
-                scale_sum += (own[rows] * sums[rows]).sum()
+                from_others = over_own.probabilities(logits)  # Q, in the logits' memory
+                self._subtract_targets(weights.add_(from_others), rows, 2.0)
+                del from_others
             else:
-                # Without what other ranks' softmaxes say of `own` (A.1): Q is kept where both rows are this rank's.
-                # Features are what the gather detaches; the scale belongs to every rank: its gradient stays whole.
-                whole = weights + from_others
-                self._subtract_targets(whole, rows)
-                scale_sum += (own[rows] * (whole @ others)).sum()
-                weights[:, mine] += from_others[:, mine]
-                self._subtract_targets(weights, rows)
-                sums[rows] = weights @ others
-                del whole
+                self._subtract_targets(weights, rows, 1.0)
+            sums[rows] = weights @ others
+            scale_sum += (own[rows] * sums[rows]).sum()
             if other_sums is not None:
                 other_sums.addmm_(weights.T, own[rows])
-            del logits, from_others, weights
+            del logits, weights
         return sums, scale_sum
 
-    def _subtract_targets(self, weights: Tensor, rows: slice) -> None:
-        """weights -= 2Y for these local rows; inside the matrix, where P is near Y and cancels without loss."""
+    def _subtract_targets(self, weights: Tensor, rows: slice, times: float) -> None:
+        """weights -= times * Y for these local rows; inside the matrix, where P is near Y and cancels without loss."""
         index = torch.arange(len(weights), device=weights.device)
         for weight, column in self.positives:
-            weights[index, self.start + column[rows]] -= 2 * weight
+            weights[index, self.start + column[rows]] -= times * weight
 
 
 @dataclass(frozen=True)

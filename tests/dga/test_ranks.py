@@ -258,27 +258,56 @@ def test_controls_come_out_wrong(ranks, name):
     assert error(found[0][name][0], reference(case, world_size)[0]) >= at_least
 
 
-def test_detached_gather_is_the_papers_equation(ranks):
-    """A.1: the mean over ranks of local losses whose other-rank features are constants."""
+class DetachedGather(torch.nn.Module):
+    """Dense reference in one graph: the mean over virtual ranks of local losses whose keys are constants.
+
+    Args:
+        world_size: virtual ranks, each with an equal part of the batch.
+        keeps_own: the gather keeps the gradient of the rank's own keys, as A.1's equation reads. The released code does not.
+    """
+
+    def __init__(self, world_size: int, keeps_own: bool = False) -> None:
+        super().__init__()
+        self.world_size, self.keeps_own = world_size, keeps_own
+
+    def forward(self, image_features, text_features, logit_scale, output_dict):
+        images, texts = image_features.chunk(self.world_size), text_features.chunk(self.world_size)
+        total = 0.0
+        for r in range(self.world_size):
+            seen = [
+                torch.cat([x if o == r and self.keeps_own else x.detach() for o, x in enumerate(side)])
+                for side in (images, texts)
+            ]
+            labels = torch.arange(len(images[r])) + r * len(images[r])
+            for query, keys in ((images[r], seen[1]), (texts[r], seen[0])):
+                total = total + torch.nn.functional.cross_entropy(logit_scale * query @ keys.T, labels)
+        return {"contrastive_loss": total / (2 * self.world_size)}
+
+
+def test_detached_gather_is_the_released_codes(ranks):
+    """All gathered features are constants, the rank's own too; with the own ones kept the gradient is another."""
     world_size, found = ranks
     case = CONTROLS["detached gather"][0]
-
-    class Detached(torch.nn.Module):
-        def forward(self, image_features, text_features, logit_scale, output_dict):
-            images, texts = image_features.chunk(world_size), text_features.chunk(world_size)
-            total = 0.0
-            for r in range(world_size):
-                seen = [
-                    torch.cat([x if o == r else x.detach() for o, x in enumerate(side)]) for side in (images, texts)
-                ]
-                labels = torch.arange(len(images[r])) + r * len(images[r])
-                for query, keys in ((images[r], seen[1]), (texts[r], seen[0])):
-                    total = total + torch.nn.functional.cross_entropy(logit_scale * query @ keys.T, labels)
-            return {"contrastive_loss": total / (2 * world_size)}
-
-    wanted = reference(Case(case.loss, Detached), world_size)
+    wanted = reference(Case(case.loss, partial(DetachedGather, world_size)), world_size)
     for step in range(STEPS):
         assert error(found[0]["detached gather"][step], wanted[step]) <= EXACT
+    keeps_own = reference(Case(case.loss, partial(DetachedGather, world_size, keeps_own=True)), world_size)
+    assert error(found[0]["detached gather"][0], keeps_own[0]) >= 0.01
+
+
+@pytest.mark.parametrize("virtual_ranks", [2, 4])
+def test_the_released_gathers_gradient_is_p_minus_y_in_each_direction(virtual_ranks):
+    """The dense reference itself against the closed form: s/(2N) (P - Y) T for images, and alike for texts."""
+    generator = torch.Generator().manual_seed(0)
+    images, texts = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator)
+    images, texts = (torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (images, texts))
+    scale = torch.tensor(7.0, dtype=torch.float64)
+    DetachedGather(virtual_ranks)(images, texts, scale, True)["contrastive_loss"].backward()
+    with torch.no_grad():
+        logits = scale * images @ texts.T
+        for found, p, keys in ((images.grad, logits.softmax(1), texts), (texts.grad, logits.T.softmax(1), images)):
+            wanted = scale / (2 * len(images)) * (p - torch.eye(len(images))) @ keys
+            assert (found - wanted).abs().max() <= 1e-15
 
 
 def test_loss_is_the_global_mean_on_every_rank(ranks):
