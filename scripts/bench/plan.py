@@ -73,10 +73,10 @@ def as_child(program: str, clock: str, arguments: list[str]) -> int:
 
         plan_measure.time = SimpleNamespace(perf_counter=now)  # type: ignore[assignment]
         return plan(["plan", "--json", *arguments])
-    from training import train
+    from training import step_log
     from training.main import main as training
 
-    train.time = SimpleNamespace(time=now)  # type: ignore[assignment]
+    step_log.time = SimpleNamespace(time=now)  # type: ignore[assignment]
     return training(arguments)
 
 

@@ -1,7 +1,7 @@
-"""Step checkpoints: atomic, pruned, found again; and stopping in time when a job is preempted (invariant 4).
+"""Step checkpoints: written whole, pruned, and found again.
 
 A checkpoint of step i of epoch e is an open_clip checkpoint (`epoch`, `state_dict`, `optimizer`, `scaler`) with one more
-entry, `zerovl`, that says where in the epoch it was taken. No generator's state has to be in it: what is drawn in a step
+entry, `zerovl`: the `resume.Position` at which it was taken. No generator's state has to be in it: what a step draws
 derives from (seed, step, rank), see `seed_step`, and the data from (seed, epoch, source, position).
 """
 
@@ -12,12 +12,10 @@ import logging
 import os
 import random
 import re
-import signal
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,52 +23,11 @@ import torch
 from open_clip_train.main import get_latest_checkpoint as get_latest_stock
 
 from open_clip_zerovl.errors import UserError
+from training.resume import Position
 
-REQUEUE_MARKER = "requeue"  # in the run's folder: the launcher is to start this run again with --resume latest
-PREEMPTED_STATUS = 85
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
 
 save_stock: Callable[..., None] = torch.save  # kept from before the seam replaces it
-
-
-class Preempted(Exception):
-    """The run was asked to stop, has saved a step checkpoint, and ends."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, of which batches and which sources.
-
-    `sources` are names with numbers of samples, "" where open_clip's own pipeline reads the data.
-    """
-
-    epoch: int
-    step: int
-    effective_batch: int
-    world_size: int
-    workers: int
-    sources: str = ""
-
-    def start_step(self, now: Position) -> int:
-        """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate."""
-        if self.step and self.sources and self.sources != now.sources:
-            logging.warning(
-                f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
-                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
-                "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
-            )
-        same = (self.effective_batch, self.world_size, self.workers)
-        if same == (now.effective_batch, now.world_size, now.workers) or self.step == 0:
-            return self.step
-        step = self.step * self.effective_batch // now.effective_batch
-        logging.warning(
-            f"Resuming step {self.step} of epoch {self.epoch} (effective batch {self.effective_batch}, {self.world_size} "
-            f"ranks x {self.workers} workers) as step {step} (effective batch {now.effective_batch}, {now.world_size} ranks "
-            f"x {now.workers} workers). The count of samples goes on where it was; which samples the rest of this epoch "
-            "shows is approximate, since other readers divide the shards: a few come twice and a few not. From the next "
-            "epoch on each is seen once again."
-        )
-        return step
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -168,59 +125,3 @@ class StepCheckpoints:
         logging.info(f"Saved {path.name}.")
         for old in sorted(folder.glob("step_*.pt"))[: -self.keep]:
             old.unlink()
-
-
-def read_position(checkpoint: dict) -> Position | None:
-    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end."""
-    entry = checkpoint.get("zerovl")
-    return Position(**entry) if entry else None
-
-
-class Preemption:
-    """SIGTERM and SIGUSR1 ask the run to stop; the ranks agree on the step after which they all do.
-
-    A scheduler signals each process at its own time. Were one rank to stop alone, the others would wait for it in their next
-    collective until the job is killed without a checkpoint.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._group: Any = None
-        self._kept: dict[int, Any] = {}
-
-    def __enter__(self) -> Preemption:
-        for number in self.SIGNALS:
-            self._kept[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-    def agreed(self, distributed: bool) -> bool:
-        """Whether any rank was asked to stop; every rank calls this after the same step and hears the same."""
-        if not distributed:
-            return self.asked
-        if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
-            self._group = torch.distributed.new_group(backend="gloo")
-        flag = torch.tensor([int(self.asked)])
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
-
-    def wait_for_all(self) -> None:
-        """Wait until every rank that `agreed` is here: torchrun kills the others 30 s after the first of its ranks ends, and
-        only the first rank has a checkpoint to write."""
-        if self._group is not None:
-            torch.distributed.barrier(group=self._group)
-
-
-def mark_requeue(args: argparse.Namespace) -> Path:
-    """Leave the marker that tells a launcher to start this run again."""
-    marker = Path(args.logs) / args.name / REQUEUE_MARKER
-    marker.write_text("start again with --resume latest\n", encoding="utf-8")
-    return marker

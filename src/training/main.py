@@ -21,11 +21,14 @@ import open_clip
 import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
+from open_clip_train.train import train_one_epoch as host_step
 
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
-from training import checkpointing, data, evaluate, model, resume, schedule, train
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from training import checkpointing, data, evaluate, model, preemption, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse
 from training.seams import check_host, replaced
@@ -45,16 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = parse(sys.argv[1:] if argv is None else argv)
         run = Run(args, config)
         run.check(rank)
+        run.open(rank)
         run.start()
     except UserError as error:
         where = f"[rank {rank}] " if world_size > 1 else ""
         print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
         return 2
-    except checkpointing.Preempted as end:
+    except preemption.Preempted as end:
         if rank == 0:
-            marker = checkpointing.mark_requeue(run.args)
+            marker = preemption.mark_requeue(run.args)
             print(f"training.main: {end}; left {marker} for the launcher.", file=sys.stderr, flush=True)
-        return checkpointing.PREEMPTED_STATUS
+        return preemption.PREEMPTED_STATUS
     return 0
 
 
@@ -63,15 +67,21 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, config: RecipeConfig) -> None:
         self.args, self.config = args, config
+        self.own_step = uses_own_step(config, args)
+        self.preemption = preemption.Preemption()
+        # what `open` opens
         self.model_name = args.model
         self.inputs = data.Inputs()
+        # what the seams make, in main's order
         self.model: torch.nn.Module | None = None
+        self.mixup: CoinFlipMixup | None = None
+        self.resumed: resume.Position | None = None
+        self.cache: FrozenCache | None = None
+        self.trainer: train.Trainer | None = None
         self.trained = False
-        self.preemption = checkpointing.Preemption()
-        self.trainer = train.Trainer(config, self.preemption) if uses_own_step(config, args) else None
 
     def check(self, rank: int) -> None:
-        """Check everything that can be checked without a model.
+        """Check what the command line says by itself; nothing is opened, registered or deleted.
 
         Raises:
             UserError: the first thing that is wrong.
@@ -86,17 +96,25 @@ class Run:
         if os.path.exists(args.logs) and not os.path.isdir(args.logs):
             raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
-        if config.text_model is not None:
-            self.model_name = with_text_model(args.model, config.text_model)
         if (
             not args.train_data
             and args.dataset_type != "synthetic"
             and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
         ):
             raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+
+    def open(self, rank: int) -> None:
+        """Open the data, register the model config of `--text-model`, and delete the marker of an earlier stop.
+
+        Raises:
+            UserError: data that cannot be used.
+        """
+        args, config = self.args, self.config
+        if config.text_model is not None:
+            self.model_name = with_text_model(args.model, config.text_model)
         self.inputs = data.open_inputs(config, args)
         if rank == 0 and args.name is not None:
-            Path(self._folder(), checkpointing.REQUEUE_MARKER).unlink(missing_ok=True)
+            Path(self._folder(), preemption.REQUEUE_MARKER).unlink(missing_ok=True)
 
     def start(self) -> None:
         """Run open_clip's main; a run that ends before its first step leaves no folder that would block its name.
@@ -106,7 +124,7 @@ class Run:
         """
         fresh = self.args.name is not None and not os.path.exists(self._folder())
         # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.
-        stoppable = self.trainer is not None and self.config.sampling is not None
+        stoppable = self.own_step and self.config.sampling is not None
         try:
             with replaced(self._seams()), self.preemption if stoppable else nullcontext():
                 status = host.main([])  # parse_args is a seam: the arguments are parsed already
@@ -139,12 +157,12 @@ class Run:
             "get_data": self._get_data,
             "pt_load": self._load_checkpoint,
             "get_latest_checkpoint": checkpointing.newest_whole,
-            "train_one_epoch": self._train_one_epoch(),
+            "train_one_epoch": self._train_one_epoch,
         }
         if self.model_name != args.model:
             stock_tokenizer = host.get_tokenizer
             seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(self.model_name, **options)
-        if self.trainer is not None:
+        if self.own_step:
             seams["create_loss"] = partial(train.create_loss, config)
         if config.lr_min is not None or config.warmup_share is not None:
             seams["cosine_lr"] = partial(
@@ -160,16 +178,14 @@ class Run:
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
-        self.model, transform_train, transform_eval, mixup = created
-        if self.trainer is not None:
-            self.trainer.mixup = mixup
+        self.model, transform_train, transform_eval, self.mixup = created
         return self.model, transform_train, transform_eval
 
     def _get_data(self, args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
         found = data.get_data(self.config, self.inputs, args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
-        if self.config.cache_frozen is not None and self.trainer is not None:
+        if self.config.cache_frozen is not None and self.own_step:
             assert self.model is not None
-            self.trainer.cache = data.frozen_cache(
+            self.cache = data.frozen_cache(
                 self.config,
                 self.inputs.sources,
                 args,
@@ -183,37 +199,38 @@ class Run:
     def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         assert self.model is not None  # main loads a checkpoint after it has made the model
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
-        position = checkpointing.read_position(checkpoint)
+        position = resume.read_position(checkpoint)
         if position is not None and position.step:
-            if self.trainer is None or self.config.sampling is None:
+            if not self.own_step or self.config.sampling is None:
                 raise UserError(
                     f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
                     "sampling flags it was trained with"
                 )
-            self.trainer.resumed = position
+            self.resumed = position
         return checkpoint
 
-    def _train_one_epoch(self) -> Callable[..., None]:
-        step = self.trainer if self.trainer is not None else host.train_one_epoch
-
-        def one_epoch(
-            model: Any, data: dict, loss: Any, epoch: int, optimizer: Any, *arguments: Any, **options: Any
-        ) -> None:
-            mark = optimizer.register_step_post_hook(self._stepped)
-            try:
-                step(model, data, loss, epoch, optimizer, *arguments, **options)
-            except RuntimeError as error:
-                # torch raises about a lost loader worker wherever the process happens to be
-                loader = data["train"].dataloader
-                sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
-                if sentence is None:
-                    raise
-                loader.abandon()
-                raise UserError(sentence) from error
-            finally:
-                mark.remove()
-
-        return one_epoch
+    def _train_one_epoch(
+        self, model: Any, data: dict, loss: Any, epoch: int, optimizer: Any, *arguments: Any, **options: Any
+    ) -> None:
+        step: Callable[..., None] = host_step
+        if self.own_step:
+            if self.trainer is None:
+                inputs = train.TrainerInputs(self.config, self.preemption, self.resumed, self.mixup, self.cache)
+                self.trainer = train.Trainer(inputs)
+            step = self.trainer
+        mark = optimizer.register_step_post_hook(self._stepped)
+        try:
+            step(model, data, loss, epoch, optimizer, *arguments, **options)
+        except RuntimeError as error:
+            # torch raises about a lost loader worker wherever the process happens to be
+            loader = data["train"].dataloader
+            sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
+            if sentence is None:
+                raise
+            loader.abandon()
+            raise UserError(sentence) from error
+        finally:
+            mark.remove()
 
     def _stepped(self, *_: Any) -> None:
         self.trained = True

@@ -1,10 +1,15 @@
-"""The `pt_load` seam: a checkpoint is fitted to this run, or refused in a sentence, before main touches the optimizer."""
+"""Resuming: where a checkpoint was taken, and the `pt_load` seam, which fits a checkpoint to this run or refuses it.
+
+Both happen before open_clip's main touches the optimizer.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +19,48 @@ from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickl
 from open_clip_zerovl.errors import UserError
 
 PREFIX = "module."  # what DDP puts before every name
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, of which batches and which sources.
+
+    `sources` are names with numbers of samples, "" where open_clip's own pipeline reads the data.
+    """
+
+    epoch: int
+    step: int
+    effective_batch: int
+    world_size: int
+    workers: int
+    sources: str = ""
+
+    def start_step(self, now: Position) -> int:
+        """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate."""
+        if self.step and self.sources and self.sources != now.sources:
+            logging.warning(
+                f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
+                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
+                "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
+            )
+        same = (self.effective_batch, self.world_size, self.workers)
+        if same == (now.effective_batch, now.world_size, now.workers) or self.step == 0:
+            return self.step
+        step = self.step * self.effective_batch // now.effective_batch
+        logging.warning(
+            f"Resuming step {self.step} of epoch {self.epoch} (effective batch {self.effective_batch}, {self.world_size} "
+            f"ranks x {self.workers} workers) as step {step} (effective batch {now.effective_batch}, {now.world_size} ranks "
+            f"x {now.workers} workers). The count of samples goes on where it was; which samples the rest of this epoch "
+            "shows is approximate, since other readers divide the shards: a few come twice and a few not. From the next "
+            "epoch on each is seen once again."
+        )
+        return step
+
+
+def read_position(checkpoint: dict) -> Position | None:
+    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end."""
+    entry = checkpoint.get("zerovl")
+    return Position(**entry) if entry else None
 
 
 def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:

@@ -1,7 +1,6 @@
 """The `train_one_epoch` seam: groups of K micro-batches -> decoupled gradient accumulation -> one optimizer step.
 
-Schedules, epochs and logs count optimizer steps and effective samples; the log line and metric names are open_clip's, so
-that what reads open_clip's logs reads these.
+Schedules, epochs and logs count optimizer steps and effective samples.
 
     B  micro-batch per rank    K  micro-batches of a step    W  ranks    N = B*K*W  effective batch
 """
@@ -10,20 +9,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
-import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
 from open_clip import get_input_dtype
-from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
-from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, Prepare
 from open_clip_zerovl.errors import UserError
@@ -32,8 +26,11 @@ from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import optimizer_step
 from training.buckets import settle_buckets
-from training.checkpointing import Position, Preempted, Preemption, StepCheckpoints, seed_step
+from training.checkpointing import StepCheckpoints, seed_step
 from training.config import RecipeConfig
+from training.preemption import Preempted, Preemption
+from training.resume import Position
+from training.step_log import StepLog
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), texts (B, L)
 
@@ -50,9 +47,9 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
     )
 
 
-@dataclass
-class Trainer:
-    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs.
+@dataclass(frozen=True)
+class TrainerInputs:
+    """What the first seams of a run have made by the time that its first epoch begins.
 
     Attributes:
         preemption: asked after every step whether the run is to stop.
@@ -66,7 +63,15 @@ class Trainer:
     resumed: Position | None = None
     mixup: CoinFlipMixup | None = None
     cache: FrozenCache | None = None
-    dga: DecoupledGradientAccumulation | None = field(default=None, init=False)
+
+
+class Trainer:
+    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs."""
+
+    def __init__(self, inputs: TrainerInputs) -> None:
+        self.config, self.preemption, self.resumed = inputs.config, inputs.preemption, inputs.resumed
+        self.mixup, self.cache = inputs.mixup, inputs.cache
+        self.dga: DecoupledGradientAccumulation | None = None
 
     def __call__(
         self, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
@@ -184,69 +189,3 @@ def _chain(*parts: Prepare | None) -> Prepare:
         return images, texts
 
     return prepare
-
-
-class StepLog:
-    """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
-
-    def __init__(
-        self, args: argparse.Namespace, epoch: int, steps: int, epoch_samples: int, dga_steps: int, tb_writer=None
-    ) -> None:
-        self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
-        self.epoch_samples = epoch_samples
-        self.samples_per_gpu = args.batch_size * dga_steps
-        self.batch_time, self.data_time = AverageMeter(), AverageMeter()
-        self.losses: dict[str, AverageMeter] = {}
-        self.end = time.time()
-
-    def data_ready(self) -> None:
-        """All micro-batches of the step have come from the loader."""
-        self.data_time.update(time.time() - self.end)
-
-    def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
-        """The optimizer has stepped; log it when it is due."""
-        self.batch_time.update(time.time() - self.end)
-        self.end = time.time()
-        due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
-        if not due or not is_master(self.args):
-            return
-        values = {key: float(value) for key, value in outputs.items()}  # the one synchronisation with the device
-        scale = values.pop("logit_scale")
-        values.pop("logit_bias", None)
-        for key, value in values.items():
-            self.losses.setdefault(key, AverageMeter()).update(value, self.samples_per_gpu)
-        per_gpu = self.samples_per_gpu / self.batch_time.val
-        rate = per_gpu * self.args.world_size
-        seen = (index + 1) * self.samples_per_gpu * self.args.world_size
-        digits = math.ceil(math.log(self.epoch_samples + 1, 10))
-        logging.info(
-            f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
-            f"Data (t): {self.data_time.avg:.3f} "
-            f"Batch (t): {self.batch_time.avg:.3f}, {rate:#g}/s, {per_gpu:#g}/s/gpu "
-            f"LR: {lr:5f} Logit Scale: {scale:.3f} "
-            + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
-        )
-        self._report(
-            step,
-            {
-                "data_time": self.data_time.val,
-                "batch_time": self.batch_time.val,
-                "samples_per_second": rate,
-                "samples_per_second_per_gpu": per_gpu,
-                "scale": scale,
-                "lr": lr,
-                **values,
-            },
-        )
-        self.batch_time.reset()
-        self.data_time.reset()
-
-    def _report(self, step: int, metrics: dict[str, float]) -> None:
-        metrics = {"train/" + name: value for name, value in metrics.items()}
-        if self.tb_writer is not None:
-            for name, value in metrics.items():
-                self.tb_writer.add_scalar(name, value, step)
-        if self.args.wandb:
-            import wandb
-
-            wandb.log({**metrics, "step": step}, step=step)

@@ -18,7 +18,9 @@ from open_clip_zerovl.errors import UserError
 from support.programs import COMMON, SCRIPT, flat_tensors, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
-from training.checkpointing import Position, Preemption, newest_whole, save_atomically, seed_step
+from training.checkpointing import newest_whole, save_atomically, seed_step
+from training.preemption import Preemption
+from training.resume import Position
 
 EPOCHS = 3
 

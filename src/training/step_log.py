@@ -1,0 +1,78 @@
+"""What is logged of an optimizer step: open_clip's log line and metric names, so that what reads its logs reads these."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+from typing import Any
+
+from open_clip_train.distributed import is_master
+from open_clip_train.train import AverageMeter
+
+
+class StepLog:
+    """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
+
+    def __init__(
+        self, args: argparse.Namespace, epoch: int, steps: int, epoch_samples: int, dga_steps: int, tb_writer=None
+    ) -> None:
+        self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
+        self.epoch_samples = epoch_samples
+        self.samples_per_gpu = args.batch_size * dga_steps
+        self.batch_time, self.data_time = AverageMeter(), AverageMeter()
+        self.losses: dict[str, AverageMeter] = {}
+        self.end = time.time()
+
+    def data_ready(self) -> None:
+        """All micro-batches of the step have come from the loader."""
+        self.data_time.update(time.time() - self.end)
+
+    def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
+        """The optimizer has stepped; log it when it is due."""
+        self.batch_time.update(time.time() - self.end)
+        self.end = time.time()
+        due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
+        if not due or not is_master(self.args):
+            return
+        values = {key: float(value) for key, value in outputs.items()}  # the one synchronisation with the device
+        scale = values.pop("logit_scale")
+        values.pop("logit_bias", None)
+        for key, value in values.items():
+            self.losses.setdefault(key, AverageMeter()).update(value, self.samples_per_gpu)
+        per_gpu = self.samples_per_gpu / self.batch_time.val
+        rate = per_gpu * self.args.world_size
+        seen = (index + 1) * self.samples_per_gpu * self.args.world_size
+        digits = math.ceil(math.log(self.epoch_samples + 1, 10))
+        logging.info(
+            f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
+            f"Data (t): {self.data_time.avg:.3f} "
+            f"Batch (t): {self.batch_time.avg:.3f}, {rate:#g}/s, {per_gpu:#g}/s/gpu "
+            f"LR: {lr:5f} Logit Scale: {scale:.3f} "
+            + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
+        )
+        self._report(
+            step,
+            {
+                "data_time": self.data_time.val,
+                "batch_time": self.batch_time.val,
+                "samples_per_second": rate,
+                "samples_per_second_per_gpu": per_gpu,
+                "scale": scale,
+                "lr": lr,
+                **values,
+            },
+        )
+        self.batch_time.reset()
+        self.data_time.reset()
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = {"train/" + name: value for name, value in metrics.items()}
+        if self.tb_writer is not None:
+            for name, value in metrics.items():
+                self.tb_writer.add_scalar(name, value, step)
+        if self.args.wandb:
+            import wandb
+
+            wandb.log({**metrics, "step": step}, step=step)
