@@ -102,6 +102,7 @@ class Step:
 
     def run(self, batch: int, steps: int) -> None:
         self.model.zero_grad()
+        micro_batches: list[tuple[torch.Tensor, ...]]
         micro_batches = [(torch.randn(batch, 3, 224, 224), torch.randint(1, 30_000, (batch, 25))) for _ in range(steps)]
         prepare: Callable[..., Any] | None = None
         loss_inputs: dict[str, Any] = {}
@@ -116,8 +117,8 @@ class Step:
                 cache = self._cache(batch * steps)
                 rows = torch.arange(batch * steps).split(batch)
                 micro_batches = [
-                    (images, cache.pack(texts, torch.stack([torch.zeros_like(row), row], dim=1)))
-                    for (images, texts), row in zip(micro_batches, rows, strict=True)
+                    (images, texts, torch.stack([torch.zeros_like(row), row], dim=1))
+                    for (images, texts, *_), row in zip(micro_batches, rows, strict=True)
                 ]
                 prepare = cache.prepare
             self._dga.backward(micro_batches, prepare=prepare, **loss_inputs)

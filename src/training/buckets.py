@@ -7,7 +7,7 @@ step s would take its step s with the first layout and a run never interrupted w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import norm_statistics_kept
 from open_clip_zerovl.dga.step import Prepare
 
 
 def settle_buckets(
     model: torch.nn.Module,
-    micro_batch: tuple[Tensor, Tensor],
+    micro_batch: Sequence[Any],
     prepare: Prepare,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
@@ -31,13 +32,13 @@ def settle_buckets(
 
     Args:
         model: in DDP; called as `model(images, texts)`, returns open_clip's output dict.
-        micro_batch: some samples, images and texts, in host memory.
+        micro_batch: some samples, images, texts and what `prepare` takes besides, in host memory.
         prepare: makes them what the model takes, on its device.
     """
     if not isinstance(model, DistributedDataParallel):
         return
     device = next(model.parameters()).device
-    images, texts = prepare(*(part.to(device) for part in micro_batch))
+    images, texts = prepare(*on_device(tuple(micro_batch[:2]), device), *micro_batch[2:])
     with norm_statistics_kept(model):
         with autocast():
             outputs = model(images, texts)

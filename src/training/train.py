@@ -32,7 +32,7 @@ from training.preemption import Preempted, Preemption
 from training.resume import Position
 from training.step_log import StepLog
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), texts (B, L)
+MicroBatch = tuple[torch.Tensor, ...]  # images (B, C, H, W), texts (B, L), and origin (B, 2) where features are cached
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
@@ -153,13 +153,13 @@ class Trainer:
             return
         self.mixup.seek(step)  # a resumed run draws what it would have drawn
         with self.mixup.step() as mix:
-            yield mix.prepare, mix.loss_inputs([len(images) for images, _ in micro_batches])
+            yield mix.prepare, mix.loss_inputs([len(images) for images, *_ in micro_batches])
 
     def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
         """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""
         micro_batches = iter(loader)
         for index in range(start, steps):
-            group = [self._packed(batch) for batch in itertools.islice(micro_batches, self.config.dga_steps)]
+            group = list(itertools.islice(micro_batches, self.config.dga_steps))
             if len(group) < self.config.dga_steps:
                 raise UserError(
                     f"the training data ended in step {index} of {steps}: {len(group)} of {self.config.dga_steps} "
@@ -170,22 +170,18 @@ class Trainer:
         for _ in micro_batches:
             pass
 
-    def _packed(self, batch: tuple[torch.Tensor, ...]) -> MicroBatch:
-        images, texts, *origin = batch
-        return (images, self.cache.pack(texts, origin[0])) if self.cache is not None else (images, texts)
-
     def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: str) -> Position:
         effective_batch = args.batch_size * self.config.dga_steps * args.world_size
         return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers), sources)
 
 
 def _chain(*parts: Prepare | None) -> Prepare:
-    """One function of (images, texts) from several, left to right."""
+    """One function from several, left to right; the first takes all that a micro-batch holds."""
 
-    def prepare(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for part in parts:
             if part is not None:
-                images, texts = part(images, texts)
-        return images, texts
+                inputs = part(*inputs)
+        return inputs
 
     return prepare

@@ -159,6 +159,27 @@ def test_gradients_are_added_to_what_is_there():
     assert error({name: grad - 1 for name, grad in twice.items()}, once) <= 1e-9  # 1 + small - 1 loses digits
 
 
+def test_what_follows_the_two_inputs_is_for_prepare():
+    """The third part reaches `prepare` in both passes as it was given; without `prepare` it is refused."""
+    model, micro_batches = bert_clip(), batches([3, 2])
+    weights = [torch.full((3,), 0.5), torch.full((2,), 2.0)]
+    _, wanted = reference(
+        model, ClipLoss(), [(images * w[0], t) for (images, t), w in zip(micro_batches, weights, strict=True)]
+    )
+    seen = []
+
+    def prepare(images, texts, weight):
+        seen.append(weight)
+        return images * weight[:, None, None, None], texts
+
+    with_weights = [(*micro_batch, w) for micro_batch, w in zip(micro_batches, weights, strict=True)]
+    _, found = accumulated(model, ContrastiveLoss(), with_weights, prepare=prepare, retain=0)
+    assert error(found, wanted) <= EXACT
+    assert [id(weight) for weight in seen] == [id(weight) for weight in weights * 2]
+    with pytest.raises(UserError, match="Micro-batch 0 must be a pair .* has 3 parts; what follows .* `prepare`"):
+        accumulated(model, ContrastiveLoss(), with_weights)
+
+
 # --------------------------------------------------------------------------------------------------- negative controls
 
 

@@ -109,14 +109,12 @@ def test_training_with_the_cache_is_training_without(tmp_path):
     store = cache(tmp_path)
     store.attach(cached)
     calls = calls_of(cached)
-    packed = [
-        (images, store.pack(texts, origin)) for (images, texts), origin in zip(micro_batches, origins, strict=True)
-    ]
+    with_origin = [(*micro_batch, origin) for micro_batch, origin in zip(micro_batches, origins, strict=True)]
     for epoch in range(2):
         found = {}
         for name, model, inputs, prepare in (
             ("plain", plain, micro_batches, None),
-            ("cached", cached, packed, store.prepare),
+            ("cached", cached, with_origin, store.prepare),
         ):
             torch.manual_seed(epoch)
             dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always")
@@ -135,13 +133,12 @@ def test_features_are_equal_to_1e6_and_evaluation_goes_past_the_cache(tmp_path):
     store.attach(model)
     calls = calls_of(model)
     for _ in range(2):
-        _, unpacked = store.prepare(texts, store.pack(texts, ORIGIN))
-        assert torch.equal(unpacked, texts)
-        assert (model.encode_text(unpacked) - expected).abs().max() < 1e-6
+        assert store.prepare(texts, texts, ORIGIN) == (texts, texts)
+        assert (model.encode_text(texts) - expected).abs().max() < 1e-6
     assert len(calls) == 1
     other = texts.flip(0)
     assert torch.allclose(model.encode_text(other), expected.flip(0), atol=1e-6) and len(calls) == 2  # not announced
-    store.prepare(texts, store.pack(texts, ORIGIN))
+    store.prepare(texts, texts, ORIGIN)
     with pytest.raises(UserError, match="4 samples were announced to the cache, 3 came"):
         model.encode_text(texts[:3])
 
@@ -154,7 +151,7 @@ def test_mixup_applies_to_what_was_looked_up(tmp_path):
     store.attach(model)
     mixup.attach(model)
     for _ in range(2):
-        store.prepare(texts, store.pack(texts, ORIGIN))
+        store.prepare(texts, texts, ORIGIN)
         with mixup.applied(Mix(False, 0.3)):
             mixed = model.encode_text(texts)
         torch.testing.assert_close(mixed, 0.3 * plain + 0.7 * plain.flip(0))
@@ -183,7 +180,7 @@ def test_only_a_frozen_tower_is_cached(tmp_path):
     with pytest.raises(UserError, match=r"must be \(4, 16\)"):
         store.put(ORIGIN, torch.zeros(4, 8))
     with pytest.raises(UserError, match="origin must be"):
-        store.pack(torch.zeros(3, 12, dtype=torch.long), ORIGIN)
+        store.prepare(torch.zeros(3), torch.zeros(3, 12, dtype=torch.long), ORIGIN)
     for options, message in (({"tower": "sound"}, "no tower"), ({"dtype": "int8"}, "int8")):
         with pytest.raises(UserError, match=message):
             cache(tmp_path, **options)
@@ -244,6 +241,6 @@ def test_a_compiled_model_looks_up_too(tmp_path):
     calls = calls_of(model)
     compiled = torch.compile(model, backend="eager")
     for _ in range(2):
-        store.prepare(images, store.pack(texts, ORIGIN))
+        store.prepare(images, texts, ORIGIN)
         assert (compiled(images, texts)["text_features"] - expected).abs().max() < 1e-6
     assert len(calls) == 1 and len(store) == 4

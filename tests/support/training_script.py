@@ -25,8 +25,8 @@ def record_steps(path: str) -> None:
         losses = stock(self, micro_batches, **options)
         row = {
             "rank": int(os.environ.get("RANK", 0)),
-            "tokens": [texts.tolist() for _, texts in micro_batches],
-            "pixels": [images[:, :, 0, 0].tolist() for images, _ in micro_batches],
+            "tokens": [texts.tolist() for _, texts, *_ in micro_batches],
+            "pixels": [images[:, :, 0, 0].tolist() for images, *_ in micro_batches],
             "loss": float(losses["loss"]),
         }
         with open(f"{path}.{row['rank']}", "a", encoding="utf-8") as file:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import open_clip
@@ -29,6 +30,7 @@ from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.dga.inputs import checked_sizes, num_rows, on_device
 from open_clip_zerovl.dga.replay import FrozenTowers, ReplayCheck, ReplayError, norm_statistics_kept, replay_tolerance
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.errors import UserError
@@ -42,7 +44,59 @@ log = logging.getLogger(__name__)
 FEATURES = ("image_features", "text_features")  # (B, D) each, a row a sample
 SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
-Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Prepare = Callable[
+    ..., tuple[Any, Any]
+]  # (images, texts, what else a micro-batch holds) -> what the model is called with
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which of a step's K micro-batches keep the graph of the first pass, and in which order all are backpropagated.
+
+    K = 5, R = 2:  forwarded 0 1 2 3 4, with graph 3 4; backpropagated 3 4 0 1 2, synchronised in 2
+    K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
+
+    Attributes:
+        sizes: samples of each micro-batch.
+        graphs: R.
+    """
+
+    sizes: list[int]
+    graphs: int
+
+    @property
+    def retained(self) -> range:
+        """The micro-batches whose graph is kept: the last R."""
+        return range(len(self.sizes) - self.graphs, len(self.sizes))
+
+    @property
+    def backward_order(self) -> list[int]:
+        """Retained ones first, which frees their memory for the replays."""
+        return [*self.retained, *range(len(self.sizes) - self.graphs)]
+
+    @property
+    def synchronises(self) -> int:
+        """The micro-batch in whose backward pass DDP averages gradients: the last."""
+        return self.backward_order[-1]
+
+
+@dataclass
+class FirstPass:
+    """What phase (1) leaves.
+
+    Attributes:
+        features: (b, D) of each modality, without graph, in fp32 at least.
+        scalars: logit_scale, and logit_bias where the model has one, without graph.
+        graphs: outputs of each retained micro-batch, by its index; phase (3) takes them out.
+        rng_before: the random state that each micro-batch was forwarded from.
+        rng_after: the random state that the step leaves.
+    """
+
+    features: dict[str, Tensor]
+    scalars: dict[str, Tensor]
+    graphs: dict[int, dict[str, Tensor]]
+    rng_before: list[RngState]
+    rng_after: RngState
 
 
 class DecoupledGradientAccumulation:
@@ -118,7 +172,7 @@ class DecoupledGradientAccumulation:
 
     def backward(
         self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        micro_batches: Sequence[Sequence[Any]],
         *,
         prepare: Prepare | None = None,
         **loss_inputs: Any,
@@ -126,9 +180,10 @@ class DecoupledGradientAccumulation:
         """Add the effective batch's gradient to every parameter's `.grad`; the optimizer step is the caller's.
 
         Args:
-            micro_batches: K pairs (images, texts) of tensors, a row a sample; sizes may differ. They may wait in (pinned)
-                host memory and are moved to the model's device one at a time, in each pass.
-            prepare: `(images, texts) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
+            micro_batches: K tuples (images, texts, ...), a row a sample; sizes may differ. Images and texts may wait in
+                (pinned) host memory and are moved to the model's device one micro-batch at a time, in each pass. What
+                follows them goes to `prepare` as it is.
+            prepare: `(images, texts, ...) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
                 mixup); deterministic but for torch's random numbers, which the replay repeats.
             loss_inputs: further arguments of the loss, over this rank's b = sum of sizes rows, micro-batches in order
                 (for `ContrastiveLoss`: `mixup_lambda`, and `partner=reversed_partner(sizes)`).
@@ -141,72 +196,86 @@ class DecoupledGradientAccumulation:
                 other ranks would wait in the next collective.
             ReplayError: the self-check failed; raised by all ranks together, and `.grad` is not to be used.
         """
-        sizes = _checked_sizes(micro_batches)
+        sizes = checked_sizes(micro_batches, prepared=prepare is not None)
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
-        retained = self._retention.graphs(sizes)
-        first_retained = len(sizes) - retained
-        synced = len(sizes) - 1 if retained == len(sizes) else first_retained - 1  # the last to be backpropagated
+        plan = StepPlan(sizes, self._retention.graphs(sizes))
         self._check.start()
         with self._towers.reused(restore_rng=self._replay_rng):
-            # (1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded.
-            rng_before: list[RngState] = []
-            features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
-            graphs: dict[int, dict[str, Tensor]] = {}
-            for k, micro_batch in enumerate(micro_batches):
-                rng_before.append(RngState.capture(self._device))
-                self._towers.first_pass(k)
-                if k < first_retained:
-                    with torch.no_grad():
-                        outputs = self._forward(micro_batch, prepare)
-                else:
-                    with self._unsynced(k != synced), self._retention.measured(sizes[k]):
-                        outputs = graphs[k] = self._forward(micro_batch, prepare)
-                for name in FEATURES:
-                    features[name].append(_detached_copy(outputs[name]))
-            scalars = {name: _detached_copy(outputs[name]) for name in SCALARS if name in outputs}
-            del outputs, micro_batch
-            rng_after = RngState.capture(self._device)
-
-            # (2) The loss, and its gradient by the features (b, D) and the scalars.
-            cached = {name: torch.cat(parts) for name, parts in features.items()}
-            del features
-            losses, gradients = self._loss_gradients(cached | scalars, loss_inputs)
-            gradient_rows = {name: gradients[name].split(sizes) for name in FEATURES}
-            cached_rows = {name: cached[name].split(sizes) for name in FEATURES}
-
-            # (3) Into the parameters. The scalars' gradient enters once, with the last: left out of the graph that
-            # synchronises, DDP would take their parameters for unused and let the ranks drift apart.
-            with norm_statistics_kept(self._inner):
-                for k in [*range(first_retained, len(sizes)), *range(first_retained)]:
-                    with self._unsynced(k != synced):
-                        if k in graphs:
-                            outputs = graphs.pop(k)
-                        else:
-                            if self._replay_rng:
-                                rng_before[k].restore()
-                            self._towers.replay(k)
-                            outputs = self._forward(micro_batches[k], prepare)
-                            for name in FEATURES:
-                                self._check.compare(name, k, outputs[name], cached_rows[name][k])
-                        wanted = {name: gradient_rows[name][k] for name in FEATURES}
-                        if k == synced:
-                            self._check.verdict(self._tolerance(), self._device, self._world_size)
-                            wanted |= {name: gradients[name] for name in scalars}
-                        _backpropagate(outputs, wanted)
-                    del outputs  # this graph's last owner: the next one is built in its memory
-            if self._replay_rng:
-                rng_after.restore()
+            first = self._first_pass(plan, micro_batches, prepare)
+            losses, gradients = self._loss_gradients(first.features | first.scalars, loss_inputs)
+            self._second_pass(plan, micro_batches, prepare, first, gradients)
         self._retention.step_done(sizes)
-        return losses | {"logit_scale": scalars["logit_scale"]}
+        return losses | {"logit_scale": first.scalars["logit_scale"]}
 
-    def _forward(self, micro_batch: tuple[Tensor, Tensor], prepare: Prepare | None) -> dict[str, Tensor]:
-        images, texts = (part.to(self._device, non_blocking=True) for part in micro_batch)
+    def _first_pass(self, plan: StepPlan, micro_batches: Sequence[Sequence[Any]], prepare: Prepare | None) -> FirstPass:
+        """(1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded."""
+        rng_before: list[RngState] = []
+        features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
+        graphs: dict[int, dict[str, Tensor]] = {}
+        for k, micro_batch in enumerate(micro_batches):
+            rng_before.append(RngState.capture(self._device))
+            self._towers.first_pass(k)
+            if k in plan.retained:
+                with self._unsynced(k != plan.synchronises), self._retention.measured(plan.sizes[k]):
+                    outputs = graphs[k] = self._forward(micro_batch, prepare)
+            else:
+                with torch.no_grad():
+                    outputs = self._forward(micro_batch, prepare)
+            for name in FEATURES:
+                features[name].append(_detached_copy(outputs[name]))
+        return FirstPass(
+            features={name: torch.cat(parts) for name, parts in features.items()},
+            scalars={name: _detached_copy(outputs[name]) for name in SCALARS if name in outputs},
+            graphs=graphs,
+            rng_before=rng_before,
+            rng_after=RngState.capture(self._device),
+        )
+
+    def _second_pass(
+        self,
+        plan: StepPlan,
+        micro_batches: Sequence[Sequence[Any]],
+        prepare: Prepare | None,
+        first: FirstPass,
+        gradients: dict[str, Tensor],
+    ) -> None:
+        """(3) The gradients of (2) into the parameters, one graph at a time.
+
+        The scalars' gradient enters once, with the graph that synchronises: left out of it, DDP would take their
+        parameters for unused and let the ranks drift apart.
+        """
+        rows = {name: gradients[name].split(plan.sizes) for name in FEATURES}
+        cached = {name: first.features[name].split(plan.sizes) for name in FEATURES}
+        with norm_statistics_kept(self._inner):
+            for k in plan.backward_order:
+                with self._unsynced(k != plan.synchronises):
+                    if k in plan.retained:
+                        outputs = first.graphs.pop(k)
+                    else:
+                        if self._replay_rng:
+                            first.rng_before[k].restore()
+                        self._towers.replay(k)
+                        outputs = self._forward(micro_batches[k], prepare)
+                        for name in FEATURES:
+                            self._check.compare(name, k, outputs[name], cached[name][k])
+                    wanted = {name: rows[name][k] for name in FEATURES}
+                    if k == plan.synchronises:
+                        self._check.verdict(self._tolerance(), self._device, self._world_size)
+                        wanted |= {name: gradients[name] for name in first.scalars}
+                    _backpropagate(outputs, wanted)
+                del outputs  # this graph's last owner: the next one is built in its memory
+        if self._replay_rng:
+            first.rng_after.restore()
+
+    def _forward(self, micro_batch: Sequence[Any], prepare: Prepare | None) -> dict[str, Tensor]:
+        images, texts, *others = micro_batch
+        inputs = on_device((images, texts), self._device)
         if prepare is not None:
-            images, texts = prepare(images, texts)
+            inputs = prepare(*inputs, *others)
         with self._autocast():
-            outputs = self._model(images, texts)
-        return _checked_outputs(outputs, len(micro_batch[0]))
+            outputs = self._model(*inputs)
+        return _checked_outputs(outputs, num_rows(images))
 
     def _loss_gradients(
         self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
@@ -286,24 +355,6 @@ def _feature_factor(loss: Callable[..., Any], world_size: int) -> int:
             log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
             return world_size
     return 1
-
-
-def _checked_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
-        raise UserError(
-            "micro_batches must be a non-empty sequence of (images, texts), kept for the second pass, but is "
-            + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
-        )
-    for k, pair in enumerate(micro_batches):
-        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
-            raise UserError(
-                f"Micro-batch {k} must be a pair of tensors (images, texts), but is a {type(pair).__name__}."
-            )
-        if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
-            raise UserError(
-                f"Micro-batch {k} must hold as many texts as images, but has {len(pair[1])} and {len(pair[0])}."
-            )
-    return [len(images) for images, _ in micro_batches]
 
 
 def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ sample is known by (source, position), as `Mixture(with_origin=True)` yields the
 
     cache = FrozenCache(folder, sources, tower="text", width=512, fingerprint=fingerprint(...))
     cache.attach(model)                                          # after `towers.freeze`
-    micro_batches = [(images, cache.pack(texts, origin)) for images, texts, origin in ...]
-    dga.backward(micro_batches, prepare=cache.prepare)           # takes the two columns off again
+    dga.backward(micro_batches, prepare=cache.prepare)           # each (images, texts, origin (B, 2))
     cache.flush()                                                # now and then, and at the end
 
 What is returned is what was computed, in `dtype`, whether it comes from the tower or from the disk.
@@ -41,7 +40,6 @@ log = logging.getLogger(__name__)
 
 DESCRIPTION_FILE = "cache.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-ORIGIN_COLUMNS = 2  # (source, position), packed behind the tokens
 
 
 class FrozenCache:
@@ -195,16 +193,19 @@ class FrozenCache:
         self._forward = module.forward
         module.forward = torch.compiler.disable(self._look_up)
 
-    def pack(self, texts: Tensor, origin: Tensor) -> Tensor:
-        """Tokens (B, L) with the samples' (source, position) (B, 2) as two more columns: (B, L + 2)."""
-        if origin.shape != (len(texts), ORIGIN_COLUMNS):
-            raise UserError(f"origin must be ({len(texts)}, {ORIGIN_COLUMNS}), but is {tuple(origin.shape)}.")
-        return torch.cat([texts, origin.to(texts.device, texts.dtype)], dim=1)
+    def prepare(self, images: Tensor, texts: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        """Announce the samples to the next forward pass; images and texts pass through.
 
-    def prepare(self, images: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `pack` and announce the samples to the next forward pass."""
-        self._origin = packed[:, -ORIGIN_COLUMNS:].cpu()
-        return images, packed[:, :-ORIGIN_COLUMNS]
+        Args:
+            origin: (B, 2) int64 on the CPU, the source and position of each sample.
+
+        Raises:
+            UserError: an origin of another shape.
+        """
+        if origin.shape != (len(texts), 2):
+            raise UserError(f"origin must be ({len(texts)}, 2), but is {tuple(origin.shape)}.")
+        self._origin = origin
+        return images, texts
 
     def forget(self) -> None:
         """Take back an announcement that no forward pass answered; called after each step.

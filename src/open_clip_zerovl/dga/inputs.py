@@ -1,0 +1,100 @@
+"""Micro-batches: what they may hold, how many samples that is, and how it comes to the model's device.
+
+A micro-batch is a tuple of two inputs (images, texts) and of whatever `prepare` takes besides. An input is a tensor, a
+dict or a tuple of tensors, in which row j of every tensor belongs to sample j:
+
+    (images, texts)                                                (B, C, H, W), (B, L)
+    (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
+    (images, texts, origin)                                        with prepare(images, texts, origin) -> images, texts
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.errors import UserError
+
+
+def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> list[int]:
+    """The number of samples of each micro-batch.
+
+    Args:
+        prepared: whether a `prepare` takes what follows the first two inputs.
+
+    Raises:
+        UserError: an empty sequence or none, a micro-batch of other than two inputs (and what `prepare` takes), an input
+            that is no tensor, dict or tuple of tensors, or inputs with other numbers of rows.
+    """
+    if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
+        raise UserError(
+            "micro_batches must be a non-empty sequence of (images, texts), kept for the second pass, but is "
+            + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
+        )
+    return [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
+
+
+def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
+    if not isinstance(micro_batch, Sequence) or isinstance(micro_batch, str) or len(micro_batch) < 2:
+        raise UserError(
+            f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__}"
+            + (f" of {len(micro_batch)}." if isinstance(micro_batch, Sequence) else ".")
+        )
+    if len(micro_batch) > 2 and not prepared:
+        raise UserError(
+            f"Micro-batch {k} must be a pair of inputs (images, texts), but has {len(micro_batch)} parts; what follows the "
+            "first two is for `prepare`, and none is given."
+        )
+    sizes = []
+    for part in micro_batch[:2]:
+        wrong = next((leaf for leaf in _leaves(part) if not isinstance(leaf, Tensor) or leaf.ndim == 0), None)
+        if wrong is not None:
+            kind = "a tensor without rows" if isinstance(wrong, Tensor) else f"a {type(wrong).__name__}"
+            raise UserError(
+                f"Micro-batch {k} must be a pair of inputs (images, texts), each a tensor, a dict or a tuple of tensors with "
+                f"a row for each sample, but holds {kind}."
+            )
+        rows = sorted({len(leaf) for leaf in _leaves(part)})
+        if len(rows) != 1:
+            raise UserError(
+                f"Micro-batch {k} must have a row for each sample in every tensor, but an input's tensors have {rows} rows."
+            )
+        sizes.append(rows[0])
+    if sizes[0] != sizes[1] or sizes[0] == 0:
+        raise UserError(f"Micro-batch {k} must hold as many texts as images, but has {sizes[1]} and {sizes[0]}.")
+    return sizes[0]
+
+
+def num_rows(part: Any) -> int:
+    """Samples in an input that `checked_sizes` has passed."""
+    return len(next(_leaves(part)))
+
+
+def on_device(part: Any, device: torch.device) -> Any:
+    """The same input with its tensors on `device`; containers are copied, for the caller's stay where they are."""
+    if isinstance(part, Tensor):
+        return part.to(device, non_blocking=True)
+    if isinstance(part, MutableMapping):
+        moved = copy.copy(part)
+        for key, value in part.items():
+            moved[key] = on_device(value, device)
+        return moved
+    if isinstance(part, Mapping):
+        return {key: on_device(value, device) for key, value in part.items()}
+    values = [on_device(value, device) for value in part]
+    return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+
+
+def _leaves(part: Any) -> Iterator[Any]:
+    if isinstance(part, Mapping):
+        for value in part.values():
+            yield from _leaves(value)
+    elif isinstance(part, tuple | list):
+        for value in part:
+            yield from _leaves(value)
+    else:
+        yield part
