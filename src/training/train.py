@@ -10,29 +10,22 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
-from open_clip import get_input_dtype
-from open_clip_train.precision import get_autocast
 
-from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, Prepare
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.optimizer import optimizer_step
+from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.buckets import settle_buckets
 from training.checkpointing import StepCheckpoints, seed_step
 from training.config import RecipeConfig
 from training.preemption import Preempted, Preemption
 from training.resume import Position
 from training.step_log import StepLog
-
-MicroBatch = tuple[torch.Tensor, ...]  # images (B, C, H, W), texts (B, L), and origin (B, 2) where features are cached
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
@@ -66,12 +59,12 @@ class TrainerInputs:
 
 
 class Trainer:
-    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the DGA step between epochs."""
+    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the `RecipeStep` between epochs."""
 
     def __init__(self, inputs: TrainerInputs) -> None:
         self.config, self.preemption, self.resumed = inputs.config, inputs.preemption, inputs.resumed
         self.mixup, self.cache = inputs.mixup, inputs.cache
-        self.dga: DecoupledGradientAccumulation | None = None
+        self.step: RecipeStep | None = None
 
     def __call__(
         self, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
@@ -81,29 +74,22 @@ class Trainer:
         Raises:
             Preempted: the run was asked to stop, and a step checkpoint is written.
         """
-        device = torch.device(args.device)
-        input_dtype = get_input_dtype(args.precision)
-        autocast = get_autocast(args.precision, device_type=device.type)
-        first_of_process = self.dga is None
-        if self.dga is None:
-            self.dga = DecoupledGradientAccumulation(
+        first_of_process = self.step is None
+        if self.step is None:
+            self.step = RecipeStep(
                 model,
                 loss,
-                autocast=autocast,
+                optimizer,
+                precision=args.precision,
                 scaler=scaler,
+                normalize=getattr(data["train"], "normalize", None),
+                mixup=self.mixup,
+                cache=self.cache,
+                grad_clip_norm=args.grad_clip_norm,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,
             )
-
-        normalize = getattr(data["train"], "normalize", None)
-
-        def to_float(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return (normalize(images) if normalize is not None else images), texts
-
-        def to_input_dtype(images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return images.to(dtype=input_dtype), texts
-
         model.train()
         loader = data["train"].dataloader
         steps = loader.num_batches
@@ -117,24 +103,15 @@ class Trainer:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
         log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
-        as_read = _chain(self.cache.prepare if self.cache is not None else None, to_float, to_input_dtype)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
-                settle_buckets(model, micro_batches[0], as_read, autocast)
+                settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
             log.data_ready()
-            optimizer.zero_grad()
-            with self._mixed(step, micro_batches) as (mix_images, loss_inputs):
-                prepare = _chain(
-                    self.cache.prepare if self.cache is not None else None, to_float, mix_images, to_input_dtype
-                )
-                losses = self.dga.backward(micro_batches, prepare=prepare, **loss_inputs)
-            if self.cache is not None:
-                self.cache.forget()
-            optimizer_step(model, optimizer, scaler=scaler, grad_clip_norm=args.grad_clip_norm)
+            losses = self.step.take(micro_batches, step)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
             if self.cache is not None and (index + 1 == steps or checkpoints.due(step + 1)):
                 self.cache.flush()
@@ -144,16 +121,6 @@ class Trainer:
             if stop:
                 self.preemption.wait_for_all()
                 raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
-
-    @contextmanager
-    def _mixed(self, step: int, micro_batches: list[MicroBatch]) -> Iterator[tuple[Prepare | None, dict[str, Any]]]:
-        """The mix of this optimizer step: what it does to images, and what the loss has to know."""
-        if self.mixup is None:
-            yield None, {}
-            return
-        self.mixup.seek(step)  # a resumed run draws what it would have drawn
-        with self.mixup.step() as mix:
-            yield mix.prepare, mix.loss_inputs([len(images) for images, *_ in micro_batches])
 
     def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
         """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""
@@ -173,15 +140,3 @@ class Trainer:
     def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: str) -> Position:
         effective_batch = args.batch_size * self.config.dga_steps * args.world_size
         return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers), sources)
-
-
-def _chain(*parts: Prepare | None) -> Prepare:
-    """One function from several, left to right; the first takes all that a micro-batch holds."""
-
-    def prepare(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for part in parts:
-            if part is not None:
-                inputs = part(*inputs)
-        return inputs
-
-    return prepare

@@ -14,34 +14,30 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from open_clip.loss import SigLipLoss
-from torch import Tensor
 
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Retention, most_graphs
-from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.plan.estimate import loss_products
 from open_clip_zerovl.plan.gpus import USABLE_SHARE
 from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.recipe.optimizer import optimizer_step
+from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 
 STEP_SECONDS = 30.0  # that timing of steps may take, after each kind of step was taken once
 ROUNDS = 50  # of each kind of step, at most
 LOADER_SECONDS = 10.0
 LOSS_ROWS_ON_CPU = 4096  # above, the loss' time is taken as quadratic
-
-MicroBatch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,39 +60,32 @@ class StepTime:
 
 
 class Stepper:
-    """One rank's optimizer step as `training.train` takes it: zero_grad, mixup, DGA, clipping, AdamW, temperature."""
+    """One rank's optimizer steps, taken by training's own `RecipeStep`; one of these for each number of graphs retained."""
 
     def __init__(self, planned: PlannedModel, settings: PlanSettings) -> None:
         self.planned, self.settings = planned, settings
         self.optimizer = planned.optimizer(settings)
         fp16 = planned.precision == "amp"
         self.scaler = torch.amp.GradScaler(device=planned.device.type) if fp16 else None
-        self._dga: dict[int, DecoupledGradientAccumulation] = {}
+        self._steps: dict[int, RecipeStep] = {}
         self._count = 0
 
     def take(self, micro_batches: Sequence[MicroBatch], retain: int) -> None:
         """Take one step."""
-        if retain not in self._dga:
-            loss = SigLipLoss() if self.settings.siglip else ContrastiveLoss(chunk_size=self.settings.loss_chunk)
-            self._dga[retain] = DecoupledGradientAccumulation(
-                self.planned.model, loss, autocast=self.planned.autocast, scaler=self.scaler, retain=retain
+        if retain not in self._steps:
+            self._steps[retain] = RecipeStep(
+                self.planned.model,
+                SigLipLoss() if self.settings.siglip else ContrastiveLoss(chunk_size=self.settings.loss_chunk),
+                self.optimizer,
+                precision=self.planned.precision,
+                scaler=self.scaler,
+                normalize=self.planned.normalize,
+                mixup=self.planned.mixup,
+                grad_clip_norm=self.settings.grad_clip_norm,
+                retain=retain,
             )
-        mixup = self.planned.mixup
-        self.optimizer.zero_grad()
-        if mixup is not None:
-            mixup.seek(self._count)
+        self._steps[retain].take(micro_batches, self._count)
         self._count += 1
-        with mixup.step() if mixup is not None else nullcontext() as mix:
-
-            def prepare(images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-                images, texts = self.planned.prepare(images, texts)
-                return mix.prepare(images, texts) if mix is not None else (images, texts)
-
-            inputs = mix.loss_inputs([len(images) for images, _ in micro_batches]) if mix is not None else {}
-            self._dga[retain].backward(micro_batches, prepare=prepare, **inputs)
-        optimizer_step(
-            self.planned.model, self.optimizer, scaler=self.scaler, grad_clip_norm=self.settings.grad_clip_norm
-        )
 
 
 def kinds_of_steps(dga_steps: int, retained: int, high: int) -> list[tuple[int, int]]:

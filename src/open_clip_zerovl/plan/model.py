@@ -12,7 +12,7 @@ import string
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ import open_clip
 import timm
 import torch
 from huggingface_hub import try_to_load_from_cache
-from open_clip import get_input_dtype
 from open_clip.factory import get_model_config, parse_model_name
 from torch import Tensor, nn
 from transformers import BertConfig
@@ -35,6 +34,7 @@ from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.step import autocast_of, prepare
 from open_clip_zerovl.recipe.towers import lock_text_layers
 
 BERT_BASE = ("bert-base-uncased", "google-bert/bert-base-uncased")
@@ -73,16 +73,12 @@ class PlannedModel:
         return sum(p.nbytes * (3 if p.requires_grad else 1) for p in self.model.parameters())
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass, as open_clip's training makes it."""
-        kinds = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
-        if self.precision not in kinds:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=kinds[self.precision])
+        """The context of a forward pass, as training makes it."""
+        return autocast_of(self.precision, self.device)()
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """What training does to a micro-batch on the device, before mixup."""
-        images = self.normalize(images) if self.normalize is not None else images
-        return images.to(dtype=get_input_dtype(self.precision)), texts
+        """What a training step without mixup does to a micro-batch on the device."""
+        return prepare(images, texts, precision=self.precision, normalize=self.normalize)
 
     def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
         """Random images (B, C, H, W) and texts (B, L) as the loader would deliver them."""

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = handed_on(
         "open_clip_zerovl.recipe.start": ["init_from"],
         "open_clip_zerovl.recipe.frozen_cache": ["FrozenCache"],
         "open_clip_zerovl.recipe.optimizer": ["optimizer_step", "parameter_groups"],
+        "open_clip_zerovl.recipe.step": ["RecipeStep"],
         "open_clip_zerovl.recipe.apply": ["Methods", "apply_methods"],
     },
 )

@@ -1,0 +1,131 @@
+"""One optimizer step of the recipe: `training.train` takes it in a loop, `zerovl plan` takes a few and times them.
+
+    B  micro-batch per rank    K  micro-batches of a step    W  ranks    N = B*K*W  effective batch
+
+A step is: zero_grad, a mix drawn (section 3.2), DGA's gradient over K micro-batches (section 4.1), clipping, the optimizer,
+the temperature's bounds. Seeds, learning rates and logs are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from open_clip import get_input_dtype
+from torch import Tensor, nn
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.optimizer import optimizer_step
+
+MicroBatch = tuple[Tensor, ...]  # images (B, C, H, W), texts (B, L), and origin (B, 2) where features are cached
+
+AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes the context of a forward pass for open_clip's `--precision`, as its training program does."""
+    if precision not in AUTOCAST_DTYPES:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=AUTOCAST_DTYPES[precision])
+
+
+def prepare(
+    images: Tensor,
+    texts: Tensor,
+    origin: Tensor | None = None,
+    *,
+    precision: str,
+    normalize: Callable[[Tensor], Tensor] | None = None,
+    mix: Mix | None = None,
+    cache: FrozenCache | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Make of a micro-batch, already on the device, what the model takes.
+
+    In this order: the cache is told which samples come, images become normalised fp32, images are mixed, images take the
+    dtype of the model's input. Mixing before the cast keeps lambda's sum in fp32 where the input is fp16 or bf16.
+
+    Args:
+        images: (B, C, H, W), uint8 where `normalize` is given, else normalised floats.
+        texts: (B, L) tokens.
+        origin: (B, 2) on the CPU, the source and position of each sample, where `cache` is given.
+        precision: open_clip's `--precision`; bf16, pure_bf16, fp16 and pure_fp16 cast the images.
+    """
+    if cache is not None:
+        assert origin is not None, "a run with a cache reads its samples with their origin"
+        images, texts = cache.prepare(images, texts, origin)
+    if normalize is not None:
+        images = normalize(images)
+    if mix is not None:
+        images, texts = mix.prepare(images, texts)
+    return images.to(dtype=get_input_dtype(precision)), texts
+
+
+class RecipeStep:
+    """Takes optimizer steps of one model; keeps the state of `DecoupledGradientAccumulation` between them.
+
+    Args:
+        model: plain, compiled or in DistributedDataParallel, on its device and in training mode.
+        loss: see `DecoupledGradientAccumulation`; likewise `retain`, `check` and `replay_rng`.
+        optimizer: of the model's trainable parameters.
+        precision: open_clip's `--precision`.
+        scaler: a GradScaler where `precision` is amp.
+        normalize: of uint8 images, where the loader leaves that to the device.
+        mixup: attached to the model.
+        cache: of a frozen tower's features, attached to the model.
+        grad_clip_norm: largest norm of all gradients together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: str,
+        scaler: torch.amp.GradScaler | None = None,
+        normalize: Callable[[Tensor], Tensor] | None = None,
+        mixup: CoinFlipMixup | None = None,
+        cache: FrozenCache | None = None,
+        grad_clip_norm: float | None = None,
+        retain: int | str = 1,
+        check: str = "first",
+        replay_rng: bool = True,
+    ) -> None:
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
+        self.autocast = autocast_of(precision, next(model.parameters()).device)
+        self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
+        self._dga = DecoupledGradientAccumulation(
+            model, loss, autocast=self.autocast, scaler=scaler, retain=retain, check=check, replay_rng=replay_rng
+        )
+
+    def take(self, micro_batches: Sequence[MicroBatch], step: int) -> dict[str, Tensor]:
+        """Take the optimizer step number `step`, counted from the run's first.
+
+        Args:
+            micro_batches: K of them; they may wait in host memory.
+            step: which mix is drawn depends on it, so that a resumed run draws what it would have drawn.
+
+        Returns:
+            Detached scalars, as `DecoupledGradientAccumulation.backward` gives them.
+        """
+        self.optimizer.zero_grad()
+        if self.mixup is None:
+            losses = self._dga.backward(micro_batches, prepare=self.prepare)
+        else:
+            self.mixup.seek(step)
+            with self.mixup.step() as mix:
+                losses = self._dga.backward(
+                    micro_batches,
+                    prepare=partial(self.prepare, mix=mix),
+                    **mix.loss_inputs([len(images) for images, *_ in micro_batches]),
+                )
+        if self.cache is not None:
+            self.cache.forget()
+        optimizer_step(self.model, self.optimizer, scaler=self.scaler, grad_clip_norm=self.grad_clip_norm)
+        return losses

@@ -1,0 +1,111 @@
+"""`RecipeStep`: training's loop and `zerovl plan` prepare the same micro-batches alike and take the same step."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.plan.measure import Stepper
+from open_clip_zerovl.plan.model import PlannedModel, build
+from open_clip_zerovl.plan.settings import PlanSettings
+from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
+from training.checkpointing import seed_step
+from training.config import RecipeConfig
+from training.train import Trainer, TrainerInputs
+
+CPU = torch.device("cpu")
+STEPS, K, SEED = 8, 2, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("step")
+    return register(folder / "configs", "step-tiny", NATIVE_VISION, bert_text(write_bert(folder / "bert")))
+
+
+def planned_of(model: str, precision: str, **values) -> tuple[PlannedModel, PlanSettings]:
+    settings = PlanSettings(
+        model=model, train_data="a=/nowhere", precision=precision, coin_flip_mixup=True, mixup_alpha=1.0, seed=SEED, **values
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return build(settings, CPU, precision), settings
+
+
+def what_it_sees(planned: PlannedModel) -> list[torch.Tensor]:
+    """All images and tokens that the model is called with from now on, in order."""
+    seen: list[torch.Tensor] = []
+    planned.model.register_forward_pre_hook(lambda _, inputs: seen.extend(part.clone() for part in inputs))
+    return seen
+
+
+def groups_of(planned: PlannedModel) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    _, texts = planned.micro_batch(4)
+    images = torch.randint(0, 256, (STEPS, K, 4, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
+
+
+def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer) -> None:
+    """One epoch of training's loop over `groups_of`."""
+    batches = [pair for group in groups_of(planned) for pair in group]
+
+    class Loader(list):
+        num_batches, num_samples = STEPS, 4 * len(batches)
+
+    data = SimpleNamespace(dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None)
+    args = argparse.Namespace(
+        device="cpu", precision=settings.precision, seed=SEED, rank=0, world_size=1, distributed=False, batch_size=4,
+        workers=0, skip_scheduler=True, grad_clip_norm=settings.grad_clip_norm, log_every_n_steps=1, wandb=False,
+        checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False,
+    )  # fmt: skip
+    config = RecipeConfig(sampling="random", dga_steps=K)
+    never = SimpleNamespace(agreed=lambda distributed: False)
+    trainer = Trainer(TrainerInputs(config, never, mixup=planned.mixup))
+    trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, None, args)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "pure_bf16", "amp_bf16"])
+def test_training_and_plan_prepare_and_step_alike(model, precision):
+    """Same inputs, same seeds: bit-equal model inputs in both of DGA's passes, bit-equal weights after eight steps."""
+    seen, weights = [], []
+    for program in ("training", "plan"):
+        planned, settings = planned_of(model, precision, grad_clip_norm=1.0)
+        seen.append(what_it_sees(planned))
+        stepper = Stepper(planned, settings)
+        for group in stepper.optimizer.param_groups:
+            group["lr"] = 1e-3  # a plan's own is zero
+        if program == "training":
+            train(planned, settings, stepper.optimizer)
+        else:
+            for step, group in enumerate(groups_of(planned)):
+                seed_step(SEED, step, 0)
+                stepper.take(group, retain=1)
+        weights.append(planned.model.state_dict())
+    assert len(seen[0]) == len(seen[1]) == STEPS * (2 * K - 1) * 2
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    start = planned_of(model, precision)[0].model.state_dict()
+    assert not all(torch.equal(weights[0][name], start[name]) for name in start)
+
+
+def test_images_are_mixed_before_they_are_cast(model):
+    """lambda's sum is taken in fp32: mixing what is bf16 already rounds twice, and differs."""
+    stepper = Stepper(*planned_of(model, "pure_bf16"))
+    planned = stepper.planned
+    seen = what_it_sees(planned)
+    groups = groups_of(planned)
+    for group in groups:
+        stepper.take(group, retain=K)
+    planned.mixup.seek(0)
+    mixed = 0
+    for step, group in enumerate(groups):
+        mix = planned.mixup.draw()
+        for k, (images, texts) in enumerate(group):
+            floats = planned.normalize(images)
+            assert torch.equal(seen[2 * (K * step + k)], mix.prepare(floats, texts)[0].to(torch.bfloat16))
+            mixed += not torch.equal(seen[2 * (K * step + k)], mix.prepare(floats.to(torch.bfloat16), texts)[0])
+    assert mixed  # negative control
