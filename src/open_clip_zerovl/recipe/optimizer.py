@@ -14,7 +14,7 @@ from torch import nn
 
 from open_clip_zerovl.errors import UserError
 
-MAX_LOGIT_SCALE = math.log(100)  # open_clip and the paper keep the temperature at 1/100 at least
+MAX_LOGIT_SCALE = math.log(100)  # open_clip keeps the temperature at 1/100 at least; the released code, at 0.001
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(
