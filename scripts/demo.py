@@ -38,6 +38,7 @@ from open_clip_zerovl.bias.samples import SourceSample
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 from scripts.emoji.page import demo_page
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RunRecord, results_table, retrieval_examples
@@ -124,8 +125,8 @@ def run(settings: Settings) -> None:
     records = {sampling: record for sampling, (record, _) in measured.items()}
     print(f"\n{results_table(records)}\n\n{explain(records)}", flush=True)
     results = {name: asdict(record) for name, record in records.items()}
-    (settings.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (settings.out / "results.md").write_text(results_table(records, markdown=True) + "\n", encoding="utf-8")
+    write_atomically(settings.out / "results.json", json.dumps(results, indent=1) + "\n")
+    write_atomically(settings.out / "results.md", results_table(records, markdown=True) + "\n")
     examples = retrieval_examples(
         [np.asarray(sample.image) for sample in pool.samples],
         [sample.caption for sample in pool.samples],

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from open_clip_zerovl.figures.plot import MODEL_COLOURS, require_matplotlib
+from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
 from scripts.ablation.conditions import CONDITIONS, PaperTable
 from scripts.emoji.records import POOLS
 
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
-_INK, _FAINT = "#222222", "#999999"
 _DPI = 110
 
 
@@ -22,37 +20,30 @@ def table_figure(table: PaperTable, records: Records) -> bytes:
     Raises:
         UserError: matplotlib is missing.
     """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    colours = {name: MODEL_COLOURS[i % len(MODEL_COLOURS)] for i, name in enumerate(table.conditions)}
+    colours = colours_of(list(table.conditions), MODEL_COLOURS)
     timed = any(one.measure == "cpu_seconds" for one in table.comparisons)
     widths = [3.0 * len(POOLS) / 2.2, *([1.6] if timed else []), *([3.0] * len(table.curves))]
-    figure = Figure(figsize=(max(6.5, 2.2 * sum(widths) / 2), 3.4), dpi=_DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(6.5, 2.2 * sum(widths) / 2), 3.4, dpi=_DPI)
     panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
 
     axes = panels.pop(0)
     groups = {pool: {n: [run["rsum"][pool] for run in records[n].values()] for n in colours} for pool in POOLS}
     _bars(axes, groups, colours)
-    axes.set_title("RSUM, held-out pairs", fontsize=10, loc="left", color=_INK)
+    axes.set_title("RSUM, held-out pairs", fontsize=10, loc="left", color=INK)
     if timed:
         axes = panels.pop(0)
         seconds = {n: [run["cpu_seconds"] for run in records[n].values()] for n in colours}
         _bars(axes, {"training": seconds}, colours)
-        axes.set_title("CPU seconds", fontsize=10, loc="left", color=_INK)
+        axes.set_title("CPU seconds", fontsize=10, loc="left", color=INK)
     for names, axes in zip(table.curves, panels, strict=True):
         _curves(axes, {name: records[name] for name in names}, colours)
-        axes.set_title("training loss by samples", fontsize=10, loc="left", color=_INK)
+        axes.set_title("training loss by samples", fontsize=10, loc="left", color=INK)
 
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=CONDITIONS[name].label) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return png_bytes(figure)
 
 
 def _bars(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], colours: Mapping[str, str]) -> None:
@@ -65,9 +56,9 @@ def _bars(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], colour
             x = position + (i - (len(colours) - 1) / 2) * thick
             mean = sum(values[name]) / len(values[name])
             axes.bar(x, mean, 0.9 * thick, color=colour, alpha=0.75)
-            axes.plot([x] * len(values[name]), values[name], ".", color=_INK, markersize=4)
+            axes.plot([x] * len(values[name]), values[name], ".", color=INK, markersize=4)
             axes.annotate(f"{mean:.0f}", (x, max(values[name])), (0, 4), textcoords="offset points", ha="center",
-                          fontsize=8, color=_INK)  # fmt: skip
+                          fontsize=8, color=INK)  # fmt: skip
     axes.set_xticks(range(len(groups)), list(groups), fontsize=9)
     axes.margins(y=0.12)
     _plain(axes)
@@ -85,15 +76,10 @@ def _curves(axes: Any, runs: Mapping[str, Mapping[int, Mapping[str, Any]]], colo
                 linewidth=1.2,
                 linestyle=("-", (0, (3, 2)))[i % 2],
             )
-    axes.set_xlabel("thousand samples", fontsize=9, color=_INK)
+    axes.set_xlabel("thousand samples", fontsize=9, color=INK)
     _plain(axes)
 
 
 def _plain(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
-    axes.tick_params(labelsize=9, colors=_INK, length=0)
-    axes.grid(axis="y", color="#e6e6e6")
-    axes.set_axisbelow(True)
+    plain_axes(axes)
+    axes.tick_params(length=0)

@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.plot import MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.figures.plot import (
+    FAINT,
+    GRID,
+    INK,
+    MODEL_COLOURS,
+    RIGHT_COLOUR,
+    colours_of,
+    moving_average,
+    new_figure,
+    plain_axes,
+    png_bytes,
+)
+from open_clip_zerovl.files import write_atomically
 from scripts.emoji.records import POOLS, RetrievalExample, RunRecord
 
 
@@ -22,8 +34,7 @@ def loss_picture(records: Mapping[str, RunRecord]) -> bytes:
         samples, losses = np.array(records[name].loss_curve, dtype=float).reshape(-1, 2).T
         if not len(samples):
             continue
-        reach = max(1, len(losses) // 20)
-        smooth = [np.nanmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
+        smooth = moving_average(losses, max(1, len(losses) // 20))
         axes.plot(samples, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(samples, smooth, color=colour, linewidth=2, label=name)
     plain_axes(axes)
@@ -34,11 +45,6 @@ def loss_picture(records: Mapping[str, RunRecord]) -> bytes:
     axes.set_ylabel("loss")
     axes.legend(frameon=False)
     return png_bytes(figure)
-
-
-# Okabe and Ito's colours, told apart with any common colour blindness; runs take them in this order.
-_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
-INK, FAINT, _RIGHT = "#222222", "#888888", "#009E73"
 
 
 def demo_picture(
@@ -61,23 +67,17 @@ def demo_picture(
     Raises:
         UserError: matplotlib is missing, no run, more runs than colours, or an example that lacks a run.
     """
-    if not 1 <= len(runs) <= len(_COLOURS):
-        raise UserError(f"a picture shows 1 to {len(_COLOURS)} runs, got {len(runs)}")
+    if not 1 <= len(runs) <= len(MODEL_COLOURS):
+        raise UserError(f"a picture shows 1 to {len(MODEL_COLOURS)} runs, got {len(runs)}")
     for example in examples:
         if missing := [name for name in runs if name not in example.top]:
             raise UserError(f"the retrieval example {example.query!r} has no pictures of run {missing[0]}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("the picture needs matplotlib; pip install 'open_clip_zerovl[demo]'") from error
-    colours = dict(zip(runs, _COLOURS, strict=False))
+    colours = colours_of(list(runs), MODEL_COLOURS)
 
     # Inches at 100 dpi of a 1600 px picture: title and legend, the four panels, the examples.
     head, panels, gap, row = 0.95, 3.5, 1.25, 0.92
     height = head + panels + 0.55 + (gap + row * len(examples) + 0.2 if examples else 0)
-    figure = Figure(figsize=(16, height), dpi=width_px / 16, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(16, height, dpi=width_px / 16, layout=None)
 
     def place(left: float, top: float, width: float, tall: float) -> Any:
         """Axes at inches from the upper left corner."""
@@ -103,10 +103,8 @@ def demo_picture(
     figure.text(5.0 / 16, 1 - (top + panels + 0.3) / height, note, fontsize=10.5, color=FAINT, va="center")
     if examples:
         _draw_examples(figure, height, head + panels + 0.55 + gap, row, runs, colours, examples)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", metadata={"Software": None})
-    return path
+    write_atomically(path, png_bytes(figure))
+    return Path(path)
 
 
 def _title(axes: Any, statement: str, detail: str) -> None:
@@ -125,13 +123,13 @@ def _draw_loss(axes: Any, runs: Mapping[str, RunRecord], colours: Mapping[str, s
             continue
         samples, losses = np.array(record.loss_curve, dtype=float).T
         axes.plot(samples / unit, losses, color=colours[run], alpha=0.25, linewidth=1)
-        smooth = _moving_average(losses, max(1, len(losses) // 20))
+        smooth = moving_average(losses, max(1, len(losses) // 20))
         axes.plot(samples / unit, smooth, color=colours[run], linewidth=2.2)
     axes.set_xlim(0, most / unit)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(_ticks(4))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{name if value else ''}")
-    axes.grid(axis="y", color="#e6e6e6")
+    axes.grid(axis="y", color=GRID)
     axes.set_axisbelow(True)
 
 
@@ -139,14 +137,6 @@ def _ticks(count: int) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(count)
-
-
-def _moving_average(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean over `reach` neighbours on each side, fewer at the ends. NaN (a diverged step) stays visible as a gap."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
 
 
 def _draw_bars(
@@ -243,8 +233,14 @@ def _draw_examples(
             x = left + text_width + i * block
             for place, picture in enumerate(example.top[name]):
                 right = picture.right
-                show(x + place * (side + 0.1), y, picture.pixels, _RIGHT if right else "#dddddd", 4 if right else 0.8)
+                show(
+                    x + place * (side + 0.1),
+                    y,
+                    picture.pixels,
+                    RIGHT_COLOUR if right else "#dddddd",
+                    4 if right else 0.8,
+                )
             rank = example.rank[name]
             found = any(picture.right for picture in example.top[name])
             write(x + pictures * (side + 0.1) + 0.08, y + side / 2, f"{rank}", 12,
-                  fontweight="bold" if found else "normal", color=_RIGHT if found else FAINT)  # fmt: skip
+                  fontweight="bold" if found else "normal", color=RIGHT_COLOUR if found else FAINT)  # fmt: skip

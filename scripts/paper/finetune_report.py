@@ -20,6 +20,7 @@ from pathlib import Path
 
 from open_clip_zerovl.checkpoints.spec import read_params
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.retrieval.run import run_retrieval
 from open_clip_zerovl.retrieval.sets import parse_retrieval_data
@@ -116,8 +117,8 @@ def write(run: Path, comparison: Comparison) -> list[Path]:
         "paper": dict(comparison.paper),
     }
     files = [run / "finetune.json", run / "finetune.md"]
-    files[0].write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    files[1].write_text(f"{comparison.table()}\n\n{comparison.caption()}\n", encoding="utf-8")
+    write_atomically(files[0], json.dumps(content, indent=2) + "\n")
+    write_atomically(files[1], f"{comparison.table()}\n\n{comparison.caption()}\n")
     return files
 
 

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GPUS, micro_batch_for
 from scripts.paper.launch import PREEMPTED_STATUS, Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RETRIEVAL_SETS = ("coco", "f30k")
 SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")
-CPU_MICRO_BATCH = 16
 
 Settings = dict[str, "str | None"]
 
@@ -78,11 +78,7 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
         SystemExit: a run without DGA on GPUs that do not hold its batch.
     """
     target = int(settings.get("effective-batch") or recipe.effective_batch)
-    fits = CPU_MICRO_BATCH
-    if hardware.gpus:
-        from open_clip_zerovl.plan.make import micro_batch_for
-
-        fits = micro_batch_for(hardware.memory_gib)
+    fits = micro_batch_for(hardware.memory_gib) if hardware.gpus else CPU_MICRO_BATCH
     micro_batch = int(settings.get("batch-size") or min(fits, max(1, target // hardware.ranks)))
     steps = max(1, round(target / (micro_batch * hardware.ranks)))
     if steps > 1 and not recipe.dga:
@@ -235,7 +231,7 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
     gpus = found if options.gpus is None else options.gpus
     if options.assume:
         gpus = max(1, gpus)  # flags for GPUs, not for the CPU that plans
-    return Hardware(gpus, options.gpu_memory or memory_gib or 32.0, options.nodes, options.processes)
+    return Hardware(gpus, options.gpu_memory or memory_gib or GPUS["v100"].memory_gib, options.nodes, options.processes)
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:

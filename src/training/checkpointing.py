@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import re
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from open_clip_train.main import get_latest_checkpoint as get_latest_stock
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import save_atomically
 from training.resume import Position
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
-
-save_stock: Callable[..., None] = torch.save  # kept from before the seam replaces it
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -39,27 +34,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)
-
-
-def save_atomically(content: Any, path: Any, *arguments: Any, **options: Any) -> None:
-    """`torch.save` that leaves either the whole new file or what was there before, whenever it is killed."""
-    if not isinstance(path, (str, os.PathLike)):
-        save_stock(content, path, *arguments, **options)
-        return
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(scratch, "wb") as file:
-            save_stock(content, file, *arguments, **options)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except OSError as error:
-        raise UserError(
-            f"the checkpoint {target} cannot be written ({error}); what was there before is kept"
-        ) from error
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:

@@ -8,6 +8,7 @@ open_clip version seen: extending a program by its internals is only safe when a
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -17,7 +18,7 @@ import open_clip_train.main as host
 import torch
 
 from open_clip_zerovl.errors import UserError
-from training.checkpointing import save_atomically, save_stock
+from open_clip_zerovl.files import save_atomically
 
 SUPPORTED = "3.3."  # open_clip_torch releases whose main() was read; 4.x renames the seams
 
@@ -89,10 +90,18 @@ def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
         for name, replacement in replacements.items():
             setattr(host, name, replacement)
         torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel
-        torch.save = save_atomically
+        torch.save = _save
         yield
     finally:
-        torch.save = save_stock
+        torch.save = torch.serialization.save
         torch.nn.parallel.DistributedDataParallel = stock_ddp
         for name, original in kept.items():
             setattr(host, name, original)
+
+
+def _save(content: Any, file: Any, **options: Any) -> None:
+    """`torch.save`, atomic where it writes to a path."""
+    if isinstance(file, str | os.PathLike):
+        save_atomically(content, file, **options)
+    else:
+        torch.serialization.save(content, file, **options)

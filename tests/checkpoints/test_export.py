@@ -80,6 +80,8 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     checkpoint = write_run(tmp_path / "run", model, params, prefix="module.")
     folder = export_local_dir(checkpoint, tmp_path / "export")
     assert folder == tmp_path / "export"
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
+    assert len(set(modes.values())) == 1, modes  # the weights, too, are readable for whom the config is
 
     # What the training process itself would have computed.
     _, _, preprocess = open_clip.create_model_and_transforms(

@@ -515,12 +515,12 @@ def test_an_earlier_stop_is_not_taken_for_this_ones(workplace, tmp_path):
 
 SLOW_TO_WRITE = """
 import time
-import training.checkpointing as checkpointing
-write = checkpointing.save_stock
+import torch.serialization
+write = torch.serialization.save
 def slow(*arguments, **options):
     time.sleep(34)
     write(*arguments, **options)
-checkpointing.save_stock = slow
+torch.serialization.save = slow
 from training.main import run_as_program
 run_as_program()
 """

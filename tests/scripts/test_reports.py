@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.figures.plot import moving_average
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import RunRecord, read_training_log, results_table, retrieval_examples
 
@@ -125,3 +126,10 @@ def test_the_picture_refuses_what_it_cannot_show(tmp_path):
     examples = retrieval_examples(pictures, captions, sources, {"a": (texts, texts)}, [0])
     with pytest.raises(UserError, match="has no pictures of run b"):
         demo_picture(tmp_path / "x.png", {"a": record(), "b": record()}, examples)
+
+
+def test_a_moving_average_takes_fewer_neighbours_at_the_ends_and_leaves_out_what_diverged():
+    assert moving_average(np.array([1.0, 2, 6]), 1).tolist() == [1.5, 3, 4]
+    assert moving_average(np.array([1.0]), 3).tolist() == [1]
+    found = moving_average(np.array([1.0, np.nan, 3, np.inf, np.nan, np.nan]), 1)
+    np.testing.assert_array_equal(found, [1, 2, 3, 3, np.nan, np.nan])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.sources import REMOTE, Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.shards import read_shard
@@ -28,7 +28,8 @@ class SourceSample:
     concept: str | None = None
 
     def picture(self) -> Image.Image:
-        return Image.open(io.BytesIO(self.image)).convert("RGB")
+        """As RGB. BadImage where it cannot be decoded."""
+        return decode_image(self.image)
 
 
 def read_source_samples(
@@ -103,6 +104,6 @@ def _pair(source: str, files: Mapping[str, bytes], concept_field: str | None, wh
     sample = SourceSample(source, image, caption, concept)
     try:
         sample.picture()
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError):
+    except BadImage:
         return None
     return sample

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from copy import deepcopy
 from pathlib import Path
@@ -140,6 +141,9 @@ def write_local_dir(
         write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
         _prove(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
+        shutil.copymode(
+            folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        )  # safetensors makes files that their owner alone reads
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
         if final.exists():
             # The old folder goes only once the new one stands ready beside it, with the temporary folder.

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.data.health import Fault
+from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.items import read_batches
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.headers import read_samples
@@ -29,8 +31,6 @@ from open_clip_zerovl.tar.members import ShardError
 from open_clip_zerovl.tar.shards import Sample
 
 _PICTURES = ("jpg", "png", "jpeg", "webp")
-#: What opening a broken picture raises.
-BROKEN_PICTURE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 
 
 class _Samples(IterableDataset):
@@ -77,24 +77,21 @@ class _Samples(IterableDataset):
             return torch.empty(0)
         try:
             return self.preprocess(open_picture(sample))
-        except BROKEN_PICTURE as error:
+        except BadImage as error:
             raise UserError(
-                f"{shard}: the picture of sample '{sample.key}' cannot be read ({error}); see `zerovl data check`."
+                f"{shard}: the picture of sample '{sample.key}' cannot be read: it {error}; see `zerovl data check`."
             ) from error
 
 
 def open_picture(sample: Sample) -> Image.Image:
-    """The picture of a sample as RGB; raises one of BROKEN_PICTURE."""
+    """The picture of a sample as RGB. BadImage where it has none that can be decoded."""
     extension = next((extension for extension in _PICTURES if extension in sample.files), None)
     if extension is None:
-        raise OSError("it has none")
-    return Image.open(io.BytesIO(sample.files[extension])).convert("RGB")
+        raise BadImage(Fault("no image", "has no image"))
+    return decode_image(sample.files[extension])
 
 
-def _collate(items: list[tuple[int, torch.Tensor, str] | UserError]) -> Any:
-    for item in items:
-        if isinstance(item, UserError):
-            return item
+def _collate(items: Sequence[tuple[int, torch.Tensor, str]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     positions, pictures, captions = zip(*items, strict=True)
     return torch.tensor(positions), torch.stack(pictures), list(captions)
 
@@ -128,10 +125,7 @@ def extract_features(
     table: np.memmap | None = None
     done = 0
     bar = tqdm(total=source.num_samples, desc="features", unit="sample", disable=not progress)
-    for batch in DataLoader(dataset, batch_size=batch_size, num_workers=workers, collate_fn=_collate):
-        if isinstance(batch, UserError):
-            raise batch
-        positions, pictures, captions = batch
+    for positions, pictures, captions in read_batches(dataset, _collate, batch_size=batch_size, num_workers=workers):
         values = _encode(network, kind, pictures.to(where), tokenizer, captions, where)  # (b, D)
         if table is None:
             table = np.lib.format.open_memmap(

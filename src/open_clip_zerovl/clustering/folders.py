@@ -16,8 +16,9 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from open_clip_zerovl.clustering.features import BROKEN_PICTURE, open_picture
+from open_clip_zerovl.clustering.features import open_picture
 from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clustering
+from open_clip_zerovl.data.images import BadImage
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.headers import read_samples
@@ -44,7 +45,7 @@ def write_previews(
             cluster, place = wanted[position]
             try:
                 thumbnail = ImageOps.pad(open_picture(sample), (px, px), color="white")
-            except BROKEN_PICTURE:
+            except BadImage:
                 logging.warning(f"The picture of {sample.key} cannot be read: its place in the preview stays white.")
                 continue
             sheets[cluster].paste(thumbnail, (place % side * px, place // side * px))

@@ -13,7 +13,6 @@ so that a cluster has pieces of shards like any other source.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import atomic_file
 from open_clip_zerovl.tar.shards import SIZES_FILE
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
@@ -199,19 +198,18 @@ class Clustering:
 
 def save_clustering(clustering: Clustering, out: Path) -> Path:
     """Write `assignment.npz`; returns its path. Reading it needs no pickle."""
-    content = io.BytesIO()
-    np.savez_compressed(
-        content,
-        source=np.array(clustering.source),
-        shards=np.array(clustering.shards),
-        sizes=np.array(clustering.sizes),
-        shard_bytes=np.array(clustering.shard_bytes),
-        labels=clustering.labels,
-        distances=clustering.distances,
-        centroids=clustering.centroids,
-    )
     path = out / ASSIGNMENT_FILE
-    write_atomically(path, content.getvalue())
+    with atomic_file(path) as file:
+        np.savez_compressed(
+            file,
+            source=np.array(clustering.source),
+            shards=np.array(clustering.shards),
+            sizes=np.array(clustering.sizes),
+            shard_bytes=np.array(clustering.shard_bytes),
+            labels=clustering.labels,
+            distances=clustering.distances,
+            centroids=clustering.centroids,
+        )
     return path
 
 

@@ -13,13 +13,15 @@ from html import escape
 import numpy as np
 from PIL import Image
 
-from open_clip_zerovl.figures.plot import DPI
+from open_clip_zerovl.figures.plot import DPI, GRID, INK, RIGHT_COLOUR
 
 THUMBNAIL_PX = 96
 
-_STYLE = """
-:root { color-scheme: light; }
-body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 60rem; background: #fff; color: #222;
+_STYLE = (
+    f"""
+:root {{ color-scheme: light; --ink: {INK}; --grid: {GRID}; --right: {RIGHT_COLOUR}; }}"""
+    + """
+body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 60rem; background: #fff; color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0.5rem 0 0.25rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 0.25rem; }
@@ -27,23 +29,24 @@ p { margin: 0.4rem 0 0.8rem; max-width: 46rem; }
 .lead { font-size: 1.05rem; color: #444; }
 img { max-width: 100%; height: auto; }
 img.thumb { width: 64px; height: 64px; object-fit: contain; background: #f4f4f4; border-radius: 6px; }
-img.right { outline: 4px solid #009E73; outline-offset: 1px; }
+img.right { outline: 4px solid var(--right); outline-offset: 1px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 0.6rem 0; }
-th, td { padding: 0.35rem 0.9rem 0.35rem 0; text-align: right; border-bottom: 1px solid #e6e6e6; }
+th, td { padding: 0.35rem 0.9rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--grid); }
 td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th { font-weight: 600; color: #555; vertical-align: bottom; }
 .strip { display: flex; flex-wrap: wrap; gap: 0.75rem; margin: 0.4rem 0 1rem; }
 .strip figure { margin: 0; width: 8.5rem; }
 .strip figcaption { font-size: 0.8rem; line-height: 1.3; color: #555; overflow-wrap: anywhere; }
-.example { border-top: 1px solid #e6e6e6; padding: 0.8rem 0; }
+.example { border-top: 1px solid var(--grid); padding: 0.8rem 0; }
 .query { display: flex; align-items: center; gap: 0.75rem; font-weight: 600; }
 .query small, .ranking small { font-weight: normal; color: #666; }
 .ranking { display: flex; flex-wrap: wrap; align-items: center; gap: 0.6rem; margin: 0.6rem 0 0 0; }
 .ranking .run { width: 11rem; line-height: 1.3; }
 @media (max-width: 40rem) { .ranking .run { width: 100%; } img.thumb { width: 52px; height: 52px; } }
 """
+)
 
 
 def html_page(title: str, body: Sequence[str]) -> str:

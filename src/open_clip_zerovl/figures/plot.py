@@ -1,4 +1,4 @@
-"""What all charts share: a figure without a display, its PNG bytes, axes, colours.
+"""What all charts and pages share: a figure without a display, its PNG bytes, axes, colours, a moving average.
 
 Everything is drawn with matplotlib's own canvas: no display, no global state.
 """
@@ -9,12 +9,15 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from open_clip_zerovl.errors import UserError
 
 # Okabe and Ito's colours, told apart with any common colour blindness; models take them in this order.
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
 # Sources are not models: another set (Paul Tol's muted one).
 SOURCE_COLOURS = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499")
+RIGHT_COLOUR = "#009E73"  # of what was found: Okabe and Ito's green, which no model takes
 INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
 DPI = 160
 
@@ -27,12 +30,13 @@ def require_matplotlib() -> None:
         raise UserError("the pictures need matplotlib; pip install 'open_clip_zerovl[demo]'") from error
 
 
-def new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:
+    """An empty white figure, sides in inches. UserError where matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
 
@@ -56,3 +60,19 @@ def plain_axes(axes: Any) -> None:
 def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
     """Colours repeat where there are more names than the palette has."""
     return {name: palette[i % len(palette)] for i, name in enumerate(names)}
+
+
+def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
+    """Mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
+
+    What is not finite (the loss of a diverged step) is left out; NaN where nothing is left.
+
+        moving_average([1, 2, 6], 1) -> [1.5, 3, 4]
+    """
+    values = np.asarray(values, dtype=float)
+    finite = np.isfinite(values)
+    window = np.ones(2 * reach + 1)
+    own = slice(reach, reach + len(values))
+    sums = np.convolve(np.where(finite, values, 0.0), window)[own]
+    counts = np.convolve(finite.astype(float), window)[own]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)

@@ -43,6 +43,7 @@ GPUS = {
     "rtx4090": Gpu("RTX 4090", 24, 165),
 }
 
+CPU_MICRO_BATCH = 16  # of a CPU, where nothing says another
 USABLE_SHARE = 0.92  # of a GPU's memory: the rest is CUDA's context and fragmentation
 
 

@@ -21,12 +21,10 @@ from open_clip_zerovl.memory import available_bytes
 from open_clip_zerovl.plan.answer import GIB, Hardware, Plan
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
-from open_clip_zerovl.plan.gpus import USABLE_SHARE, micro_batch_for, parse_hardware
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, USABLE_SHARE, micro_batch_for, parse_hardware
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
-
-CPU_MICRO_BATCH = 16  # where nothing says another
 
 Say = Callable[[str], None]
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import save_atomically
 from open_clip_zerovl.probe.sets import ProbeSet
@@ -89,7 +89,7 @@ def tower_before_projection(visual: nn.Module) -> nn.Module:
     raise UserError(f"a linear probe knows timm towers, open_clip's ViT and CLIP's ResNets, and this tower is a {kind}")
 
 
-class TransformedSet(Dataset):
+class TransformedSet(ItemSet):
     """Transformed images with their class index; the randomness of image i in an epoch is a function of its seed."""
 
     def __init__(
@@ -100,12 +100,8 @@ class TransformedSet(Dataset):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | UserError:
-        # Raised in a loader worker, the sentence would come out wrapped into the worker's traceback.
-        try:
-            image = self.images.image(index)
-        except UserError as error:
-            return error
+    def read(self, index: int) -> tuple[Tensor, int]:
+        image = self.images.image(index)
         if self.seed is None:
             return self.transform(image), self.targets[index]
         with torch.random.fork_rng(devices=[]):
@@ -114,10 +110,7 @@ class TransformedSet(Dataset):
             return self.transform(image), self.targets[index]
 
 
-def _collate(items: list[Any]) -> tuple[Tensor, Tensor] | UserError:
-    for item in items:
-        if isinstance(item, UserError):
-            return item
+def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
 
 
@@ -132,11 +125,7 @@ def tower_features(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(features (b, F) float32, targets (b,)) of each batch of indices, both on the device."""
     device = torch.device(device)
-    loader = DataLoader(data, batch_sampler=batches, num_workers=num_workers, collate_fn=_collate)
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        images, targets = batch
+    for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=num_workers):
         context = torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
         with torch.no_grad(), context:
             features = tower(images.to(device))

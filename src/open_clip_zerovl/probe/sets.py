@@ -14,7 +14,6 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import tarfile
@@ -25,8 +24,9 @@ from typing import Any
 
 import torchvision.datasets as tvd
 from braceexpand import braceexpand
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.errors import UserError
 
 ROLES = ("train", "test")
@@ -40,7 +40,7 @@ class ProbeSet:
     Attributes:
         path: where it comes from, for messages.
         labels: the class of each image, by name (or by number, as text).
-        read: index -> image; may raise OSError.
+        read: index -> image; may raise OSError or BadImage.
         names: what a class is called in pictures, where that is not its label.
     """
 
@@ -56,7 +56,8 @@ class ProbeSet:
         """UserError, with the set and the index, for an image that cannot be read."""
         try:
             return self.read(index).convert("RGB")
-        except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
+        # torchvision's datasets decode their own pictures, and PIL raises any of these on broken ones.
+        except (BadImage, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
@@ -115,9 +116,13 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     return _read_shards(spec, shards, label)
 
 
+def _decode_file(file: str | os.PathLike[str]) -> Image.Image:
+    return decode_image(Path(file).read_bytes())
+
+
 def _read_folder(path: Path) -> ProbeSet:
     try:
-        folder = tvd.ImageFolder(str(path))
+        folder = tvd.ImageFolder(str(path), loader=_decode_file)
     except FileNotFoundError as error:  # no class folder, or one without a picture
         raise UserError(
             f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
@@ -190,7 +195,7 @@ def _inat17(what: str, root: Path, role: str) -> ProbeSet:
         raise UserError(
             f"{files[0][0]}, the first image of {annotations.name}, is not there; unpack the images beside it"
         )
-    return ProbeSet(what, [name for _, name in files], lambda index: Image.open(files[index][0]))
+    return ProbeSet(what, [name for _, name in files], lambda index: _decode_file(files[index][0]))
 
 
 _DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
@@ -250,7 +255,7 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
         shard, offset, size = places[index]
         with open(shard, "rb") as file:
             file.seek(offset)
-            return Image.open(io.BytesIO(file.read(size)))
+            return decode_image(file.read(size))
 
     return ProbeSet(spec, labels, read, _class_names(shards[0].parent) if kind == "cls" else {})
 

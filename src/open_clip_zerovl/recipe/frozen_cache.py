@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.randomness import seeded
 from open_clip_zerovl.recipe.towers import TOWERS, group_of
 
@@ -125,9 +126,7 @@ class FrozenCache:
                 with open(self._file(index, kind), "wb") as content:
                     content.truncate(length)  # sparse: takes space as rows come
         # The description comes last: files without one are not believed.
-        scratch = file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        scratch.replace(file)
+        write_atomically(file, json.dumps(description, indent=2) + "\n")
 
     # --- rows --------------------------------------------------------------------------------------------------------
 

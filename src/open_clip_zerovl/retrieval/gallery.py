@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS, QueryRanks
 from open_clip_zerovl.retrieval.sets import RetrievalSet
 
@@ -66,10 +67,8 @@ def write_gallery(
         f"{MISSED_BEYOND} best. The queries are spread evenly over the set; nobody picked them.</p></header>\n"
         f"<main>{sections}</main></body></html>\n"
     )
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
-    return target
+    write_atomically(path, page)
+    return Path(path)
 
 
 def pick(mask: Tensor, count: int) -> list[int]:

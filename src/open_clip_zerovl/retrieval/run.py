@@ -7,13 +7,13 @@ device, and the first gathers the features and scores them. The ranks exchange n
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.export import load_model
 from open_clip_zerovl.data.transforms import paper_eval_transform
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.encode import encode_retrieval
 from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
@@ -119,7 +120,7 @@ def run_retrieval(
         "transform": "squash 256, crop 224" if paper_transform else "checkpoint",
     }
     if output is not None:
-        _made(output).write_text(json.dumps({**settings, "results": results}, indent=2) + "\n", encoding="utf-8")
+        write_atomically(output, json.dumps({**settings, "results": results}, indent=2) + "\n")
     if csv_output is not None:
         write_csv(csv_output, results, settings)
     if gallery is not None:
@@ -233,14 +234,8 @@ def write_csv(
         {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all", **row}
         for name, row in results.items()
     ]
-    with _made(path).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _made(path: str | os.PathLike[str]) -> Path:
-    """The path, its folder made."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
 
@@ -65,11 +65,8 @@ class RetrievalSet:
         try:
             with open(sample.file, "rb") as file:
                 file.seek(sample.offset_bytes)
-                data = file.read(sample.size_bytes)
-            with Image.open(BytesIO(data)) as image:
-                return image.convert("RGB")
-        # Pillow reports broken files as OSError, SyntaxError (PNG chunks), ValueError or as a decompression bomb.
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                return decode_image(file.read(sample.size_bytes))
+        except (OSError, BadImage) as error:
             raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
 
 
@@ -83,8 +80,8 @@ Item = tuple[Tensor, tuple[str, ...]]
 Batch = tuple[Tensor, list[tuple[str, ...]]]
 
 
-class _TransformedSet(Dataset):
-    """Transformed images and captions of a retrieval set; a bad sample's error is an item, not an exception."""
+class _TransformedSet(ItemSet):
+    """Transformed images and captions of a retrieval set."""
 
     def __init__(self, dataset: RetrievalSet, preprocess: Callable[[Any], Tensor], captions_per_image: int | None):
         self.dataset = dataset
@@ -94,22 +91,13 @@ class _TransformedSet(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Item | UserError:
-        # Raised in a loader worker, the sentence would come out wrapped into the worker's traceback.
-        try:
-            image = self.preprocess(self.dataset.read_image(index))
-        except UserError as error:
-            return error
+    def read(self, index: int) -> Item:
+        image = self.preprocess(self.dataset.read_image(index))
         return image, self.dataset.samples[index].captions[: self.captions_per_image]
 
 
-def _collate(items: list[Item | UserError]) -> Batch | UserError:
-    good: list[Item] = []
-    for item in items:
-        if isinstance(item, UserError):
-            return item
-        good.append(item)
-    return torch.stack([image for image, _ in good]), [captions for _, captions in good]
+def _collate(items: Sequence[Item]) -> Batch:
+    return torch.stack([image for image, _ in items]), [captions for _, captions in items]
 
 
 def retrieval_batches(
@@ -131,10 +119,7 @@ def retrieval_batches(
     """
     check_captions_per_image(captions_per_image)
     transformed = _TransformedSet(dataset, preprocess, captions_per_image)
-    for batch in DataLoader(transformed, batch_size=batch_size, num_workers=num_workers, collate_fn=_collate):
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+    yield from read_batches(transformed, _collate, batch_size=batch_size, num_workers=num_workers)
 
 
 def parse_retrieval_data(spec: str) -> dict[str, Path]:

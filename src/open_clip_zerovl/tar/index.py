@@ -10,11 +10,11 @@ each writes a file of its own and renames it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import atomic_file
 from open_clip_zerovl.tar.members import IMAGE_MEMBERS, TEXT_MEMBER, Extent, ShardError, locate_samples, unreadable
 
 FOLDER = ".zerovl-index"
@@ -149,18 +151,8 @@ def _load(file: Path) -> TarIndex | None:
 
 def _store(index: TarIndex, path: str) -> None:
     arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
-    for file in _places(path):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
-        except OSError:
-            continue  # not ours to write; the next place may be
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                np.savez(stream, **arrays)
-            os.chmod(temporary, 0o644)  # mkstemp's 0600 would keep others who read these shards from using it
-            os.replace(temporary, file)
+    for place in _places(path):
+        with contextlib.suppress(UserError), atomic_file(place) as file:  # not ours to write; the next place may be
+            np.savez(file, **arrays)
             return
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
     logging.warning(f"The index of {path} could be stored nowhere; every process builds its own.")

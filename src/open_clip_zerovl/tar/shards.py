@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import atomic_file, write_atomically
 
 SIZES_FILE = "sizes.json"
 
@@ -40,25 +39,16 @@ def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
     Raises:
         UserError: a key holds a dot (webdataset ends the key at the first dot) or comes twice.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     keys = set()
-    try:
-        with tarfile.open(scratch, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for sample in samples:
-                if not sample.key or "." in sample.key.rsplit("/", 1)[-1] or sample.key in keys:
-                    raise UserError(
-                        f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it."
-                    )
-                keys.add(sample.key)
-                for extension, content in sample.files.items():
-                    member = tarfile.TarInfo(f"{sample.key}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with atomic_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in samples:
+            if not sample.key or "." in sample.key.rsplit("/", 1)[-1] or sample.key in keys:
+                raise UserError(f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it.")
+            keys.add(sample.key)
+            for extension, content in sample.files.items():
+                member = tarfile.TarInfo(f"{sample.key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
     return len(keys)
 
 

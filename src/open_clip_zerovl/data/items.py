@@ -1,0 +1,54 @@
+"""Batches of a torch DataLoader in which a bad sample is told as a sentence.
+
+Raised in a loader's worker process, an error would come out wrapped into the worker's traceback. So a dataset here returns the
+`UserError` as the item, a batch with such an item becomes that error, and `read_batches` raises it in the calling process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from open_clip_zerovl.errors import UserError
+
+
+class ItemSet(Dataset):
+    """A dataset whose subclass reads item `index` in `read` and may raise UserError there."""
+
+    def read(self, index: int) -> Any:
+        """Item `index`. UserError where it cannot be read."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.read(index)
+        except UserError as error:
+            return error
+
+
+class _Collate:
+    """Collates items, or hands on the first error among them. A class, so that it can be pickled for a worker."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        return next((item for item in items if isinstance(item, UserError)), None) or self.collate(items)
+
+
+def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **loader_options: Any) -> Iterator[Any]:
+    """Batches of a dataset whose items may be errors (an `ItemSet`, or an iterable one that yields them).
+
+    Args:
+        collate: items of a batch -> the batch.
+        loader_options: of torch's DataLoader.
+
+    Raises:
+        UserError: the first bad item, after the batches before it.
+    """
+    for batch in DataLoader(dataset, collate_fn=_Collate(collate), **loader_options):
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
