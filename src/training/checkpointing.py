@@ -76,6 +76,11 @@ class StepCheckpoints:
     def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
         self.args, self.every, self.keep = args, every, keep
 
+    @property
+    def kept(self) -> bool:
+        """Whether this run keeps checkpoints at all: not with `--logs none`. The same on every rank."""
+        return self.args.logs.lower() != "none"
+
     def due(self, steps_done: int) -> bool:
         """Whether a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0

@@ -10,12 +10,13 @@ import argparse
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import open_clip
 import open_clip_train.main as host
@@ -28,7 +29,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from training import checkpointing, data, evaluate, model, preemption, resume, schedule, train
+from training import checkpointing, data, ending, evaluate, model, preemption, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse
 from training.seams import check_host, replaced
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run training (or evaluation) and return the exit status.
 
     0; 2 after one sentence on standard error; 85 when the run was asked to stop (SIGTERM, SIGUSR1), has saved a step
-    checkpoint and left a marker for the launcher (torchrun turns it into 1).
+    checkpoint and left a marker for the launcher (torchrun turns it into 1); 130 when it was interrupted (Ctrl-C) and has
+    saved a step checkpoint; 143 and 130 likewise when `--logs none` keeps no checkpoint.
     """
     # Loader workers are forked after the tokenizer was used; its threads are not, and would be waited for.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,11 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"[rank {rank}] " if world_size > 1 else ""
         print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
         return 2
-    except preemption.Preempted as end:
-        if rank == 0:
-            marker = preemption.mark_requeue(run.args)
-            print(f"training.main: {end}; left {marker} for the launcher.", file=sys.stderr, flush=True)
-        return preemption.PREEMPTED_STATUS
+    except preemption.Stopped as stopped:
+        return run.stopped(stopped, rank)
     return 0
 
 
@@ -69,6 +68,7 @@ class Run:
         self.args, self.config = args, config
         self.own_step = uses_own_step(config, args)
         self.preemption = preemption.Preemption()
+        self._handlers = ExitStack()
         # what `open` opens
         self.model_name = args.model
         self.inputs = data.Inputs()
@@ -123,11 +123,17 @@ class Run:
             UserError: what stopped it.
         """
         fresh = self.args.name is not None and not os.path.exists(self._folder())
-        # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.
-        stoppable = self.own_step and self.config.sampling is not None
         try:
-            with replaced(self._seams()), self.preemption if stoppable else nullcontext():
-                status = host.main([])  # parse_args is a seam: the arguments are parsed already
+            with replaced(self._seams()), ExitStack() as self._handlers:
+                try:
+                    status = host.main([])  # parse_args is a seam: the arguments are parsed already
+                except preemption.Stopped as stopped:
+                    if stopped.saved and stopped.asked == preemption.PREEMPTED and self.args.rank == 0:
+                        preemption.mark_requeue(self.args)
+                    self.preemption.wait_for_all()
+                    raise
+            if status not in (None, 0):
+                raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         except BaseException:  # an interrupt and a defect leave as little behind
             if fresh and not self.trained and getattr(self.args, "rank", 0) == 0:
                 logging.shutdown()
@@ -138,10 +144,26 @@ class Run:
             for name in list(logging.root.manager.loggerDict):
                 if name.startswith("torch."):
                     logging.getLogger(name).setLevel(logging.WARNING)
-        if status not in (None, 0):
-            raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    def stopped(self, stop: preemption.Stopped, rank: int) -> int:
+        """Say how a run that was asked to stop goes on, and return its exit status."""
+        interrupted = stop.asked == preemption.INTERRUPTED
+        if not stop.saved:
+            status = ending.INTERRUPTED_STATUS if interrupted else 128 + signal.SIGTERM
+            words = f"stopped after step {stop.step} of epoch {stop.epoch}; nothing is saved: --logs {self.args.logs}"
+        else:
+            status = ending.INTERRUPTED_STATUS if interrupted else preemption.PREEMPTED_STATUS
+            words = (
+                f"stopped; step {stop.step} of epoch {stop.epoch} is saved. The same command goes on from there with --name "
+                f"{self.args.name} --resume latest"
+            )
+            if not interrupted:
+                words += f"; left {os.path.join(self._folder(), preemption.REQUEUE_MARKER)} for the launcher"
+        if rank == 0:
+            print(f"training.main: {words}.", file=sys.stderr, flush=True)
+        return status
 
     def _folder(self) -> str:
         return os.path.join(self.args.logs, self.args.name)
@@ -177,6 +199,10 @@ class Run:
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
+        # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.
+        if self.own_step and self.config.sampling is not None:
+            # Not before all ranks have met: a rank that waits there for one that failed must end by SIGTERM.
+            self._handlers.enter_context(self.preemption)
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         return self.model, transform_train, transform_eval
@@ -236,15 +262,9 @@ class Run:
         self.trained = True
 
 
-def run_as_program() -> None:
-    """`main`, then end this process at once if it failed: what is left of loader workers and of other ranks' collectives
-    could keep an ordinary exit waiting."""
-    status = main()
-    if status != 0:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def run_as_program() -> NoReturn:
+    """`main` as a process of its own, which ends as `ending.end` says, with everything that it has started."""
+    ending.run(main)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Stopping in time: a run that is asked to end saves a step checkpoint and tells its launcher to start it again."""
+"""Stopping in time: a run that is asked to end saves a step checkpoint, and tells its launcher to start it again."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,26 +16,44 @@ import torch
 REQUEUE_MARKER = "requeue"  # in the run's folder: the launcher is to start this run again with --resume latest
 PREEMPTED_STATUS = 85
 
+PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a person (Ctrl-C)
 
-class Preempted(Exception):
-    """The run was asked to stop, has saved a step checkpoint, and ends."""
+
+@dataclass
+class Stopped(Exception):
+    """The run was asked to stop and ends after `step` optimizer steps of epoch `epoch`.
+
+    Attributes:
+        asked: PREEMPTED or INTERRUPTED.
+        saved: whether these steps are in a checkpoint.
+    """
+
+    asked: int
+    epoch: int
+    step: int
+    saved: bool
 
 
 class Preemption:
-    """SIGTERM and SIGUSR1 ask the run to stop; the ranks agree on the step after which they all do.
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all do.
 
     A scheduler signals each process at its own time. Were one rank to stop alone, the others would wait for it in their next
     collective until the job is killed without a checkpoint.
+
+    Ctrl-C ends the run at once where nothing is trained yet (`training` is False), and when it is pressed a second time.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
+        self.training = False
         self._group: Any = None
         self._kept: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Preemption:
+        self._process = os.getpid()
         for number in self.SIGNALS:
             self._kept[number] = signal.signal(number, self._ask)
         return self
@@ -42,17 +63,29 @@ class Preemption:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        # A scheduler also signals loader workers, which are forks of this process. Their batches are needed until the
+        # checkpoint is written; this process ends them.
+        if os.getpid() != self._process:
+            return
+        if number != signal.SIGINT:
+            self.asked = max(self.asked, PREEMPTED)
+            return
+        if not self.training or self.asked == INTERRUPTED:
+            raise KeyboardInterrupt
+        self.asked = INTERRUPTED
+        if os.environ.get("RANK", "0") == "0":
+            words = "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, words.encode())
 
-    def agreed(self, distributed: bool) -> bool:
-        """Whether any rank was asked to stop; every rank calls this after the same step and hears the same."""
+    def agreed(self, distributed: bool) -> int:
+        """0, or who asked any of the ranks to stop; every rank calls this after the same step and hears the same."""
         if not distributed:
             return self.asked
         if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
             self._group = torch.distributed.new_group(backend="gloo")
-        flag = torch.tensor([int(self.asked)])
+        flag = torch.tensor([self.asked])
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
+        return int(flag.item())
 
     def wait_for_all(self) -> None:
         """Wait until every rank that `agreed` is here: torchrun kills the others 30 s after the first of its ranks ends, and

@@ -23,7 +23,7 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.buckets import settle_buckets
 from training.checkpointing import StepCheckpoints, seed_step
 from training.config import RecipeConfig
-from training.preemption import Preempted, Preemption
+from training.preemption import Preemption, Stopped
 from training.resume import Position
 from training.step_log import StepLog
 
@@ -72,7 +72,7 @@ class Trainer:
         """Train one epoch, or what a step checkpoint left of it.
 
         Raises:
-            Preempted: the run was asked to stop, and a step checkpoint is written.
+            Stopped: the run was asked to stop, and a step checkpoint is written.
         """
         first_of_process = self.step is None
         if self.step is None:
@@ -90,6 +90,7 @@ class Trainer:
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,
             )
+        self.preemption.training = True
         model.train()
         loader = data["train"].dataloader
         steps = loader.num_batches
@@ -119,8 +120,7 @@ class Trainer:
             if stop or checkpoints.due(step + 1):
                 checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1, read))
             if stop:
-                self.preemption.wait_for_all()
-                raise Preempted(f"asked to stop; step {index + 1} of epoch {epoch} is saved")
+                raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
 
     def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
         """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""

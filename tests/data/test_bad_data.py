@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 import zlib
@@ -28,6 +30,7 @@ from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
+from support import ROOT
 from support.tars import noise_jpeg, png, write_source, write_tar
 
 SIZE = 12  # samples a shard; the bad one is number BAD of the first
@@ -343,6 +346,27 @@ def test_workers_outlive_a_signal_that_the_training_process_means_to_outlive(tmp
         assert count == 19
     finally:
         signal.signal(signal.SIGTERM, kept)
+
+
+ENDS_BY_AN_EXCEPTION = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+sys.path.insert(0, {tests!r})
+from data.test_bad_data import loader_of
+from open_clip_zerovl.data.sources import parse_sources
+batches = iter(loader_of(parse_sources("s={source}"), workers=1))
+next(batches)
+raise LookupError("unexpected")
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_program_with_a_handler_of_its_own_ends_by_an_exception(tmp_path):
+    """multiprocessing's exit sends each worker one SIGTERM and waits for it; a worker that ignores it is ended before."""
+    source = write_source(tmp_path / "s", 0, 40, 40)
+    script = ENDS_BY_AN_EXCEPTION.format(tests=str(ROOT / "tests"), source=source)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "LookupError: unexpected" in done.stderr
 
 
 def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):

@@ -1,30 +1,101 @@
 """Started by tests: many trainings one after the other that share one start of Python, torch and this package.
 
-Reads a JSON list of arguments a line and runs `training.main` with them as a program of its own, in a forked process; answers
-with the exit status a line. What a training prints goes to standard error.
+Reads a request a line and runs `training.main` as a program of its own, in a forked process a rank. A request is a JSON list
+of arguments, or a dict
+
+    arguments   of training.main
+    ranks       processes (1); they meet as under torchrun, and nothing but their own sockets tells them of each other's end
+    fault       name in `faults.FAULTS`, in `fault_rank` (0)
+    model_config  JSON file of a model to register
+    cwd         folder to run in
+    output      file for what the processes print (default: standard error)
+    limit       seconds after which what still runs is killed (600)
+    after       likewise, counted from the end of the first rank (600)
+
+Answers a list of arguments with the exit status, and a dict with a JSON dict: `statuses` of the ranks, None for one that had
+to be killed; `seconds` from the end of the first rank to that of the last; `left`, how many processes they left behind.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import sys
+import time
 
+import open_clip
+
+from support import faults
 from training.main import run_as_program
+
+
+def start(request: dict, rank: int, port: int) -> int:
+    """Fork a rank and return its process number."""
+    child = os.fork()
+    if child != 0:
+        return child
+    os.setsid()
+    if "output" in request:
+        os.dup2(os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(2, 1)
+    os.chdir(request.get("cwd", "."))
+    if request.get("ranks", 1) > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]), MASTER_ADDR="localhost",
+            MASTER_PORT=str(port),
+        )  # fmt: skip
+    if "model_config" in request:
+        open_clip.add_model_config(request["model_config"])
+    sys.argv = ["training.main", *request["arguments"]]
+    if rank == request.get("fault_rank", 0):
+        faults.install(request.get("fault"))
+    run_as_program()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run(request: dict) -> dict:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [start(request, rank, port) for rank in range(request.get("ranks", 1))]
+    statuses: dict[int, int] = {}
+    ended: list[float] = []
+    deadline = time.monotonic() + request.get("limit", 600)
+    while len(statuses) < len(ranks) and time.monotonic() < deadline:
+        for pid in ranks:
+            found, status = (0, 0) if pid in statuses else os.waitpid(pid, os.WNOHANG)
+            if found:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+                ended.append(time.monotonic())
+                # a rank that was ended from outside is no longer waited for by the others for longer than the limit
+                deadline = min(deadline, ended[0] + request.get("after", 600))
+        time.sleep(0.02)
+    left = [pid for rank in ranks for pid in faults.left_of(rank)]
+    if left:  # loader workers may need a moment to see that their training process is gone
+        time.sleep(1)
+        left = [pid for rank in ranks for pid in faults.left_of(rank)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    for pid in ranks:
+        if pid not in statuses:
+            os.waitpid(pid, 0)
+    return {
+        "statuses": [statuses.get(pid) for pid in ranks],
+        "seconds": (time.monotonic() if len(ended) < len(ranks) else ended[-1])
+        - (ended[0] if ended else time.monotonic()),
+        "left": len(left),
+    }
 
 
 def main() -> int:
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            os.dup2(2, 1)
-            sys.argv = ["training.main", *json.loads(line)]
-            run_as_program()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        request = json.loads(line)
+        answer = run({"arguments": request} if isinstance(request, list) else request)
+        print(answer["statuses"][0] if isinstance(request, list) else json.dumps(answer), flush=True)
     return 0
 
 

@@ -6,7 +6,12 @@ worker process helps nobody, and an exception lost in one would leave the other 
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.data.health import Ledger
 from open_clip_zerovl.data.mixture import Failure, Mixture
-from open_clip_zerovl.data.workers import explain_worker_error, heed_second_sigterm
+from open_clip_zerovl.data.workers import begin_worker, explain_worker_error
 from open_clip_zerovl.errors import UserError
 
 
@@ -75,8 +80,9 @@ class MixtureLoader:
             pin_memory=pin_memory,
             prefetch_factor=prefetch if workers > 0 else None,
             timeout=stall_timeout_seconds if workers > 0 else 0,
-            worker_init_fn=heed_second_sigterm,
         )
+        self._processes: list[Any] = []
+        atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
     def lost(self) -> dict[str, dict[str, int]]:
@@ -119,8 +125,12 @@ class MixtureLoader:
 
     def _items(self) -> Iterator[Any]:
         count = 0
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._loader.worker_init_fn = partial(begin_worker, parent=os.getpid() if in_main_thread else None)
         try:
-            for item in self._loader:
+            iterator = iter(self._loader)
+            self._processes = list(getattr(iterator, "_workers", ()))
+            for item in iterator:
                 yield item
                 count += 1
         except RuntimeError as error:
@@ -131,22 +141,21 @@ class MixtureLoader:
             raise UserError(sentence) from error
 
     def abandon(self) -> None:
-        """End the worker processes without torch's own shutdown, after one of them was lost.
+        """End the worker processes without torch's own shutdown: after one of them was lost, and when this process exits.
 
-        A worker that was killed may have held the lock that this shutdown waits for: the run would hang where it is to end.
+        A worker that was killed may have held the lock that torch's shutdown waits for.
         """
         iterator = getattr(self._loader, "_iterator", None)
-        if iterator is None or not hasattr(iterator, "_workers"):
-            return
-        iterator._shutdown = True
-        if (
-            iterator._worker_pids_set
-        ):  # torch raises about each registered worker that dies, wherever the process is then
-            torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
-            iterator._worker_pids_set = False
-        for process in iterator._workers:
+        if iterator is not None and hasattr(iterator, "_workers"):
+            iterator._shutdown = True
+            if iterator._worker_pids_set:
+                # torch raises about each registered worker that dies, wherever the process is then
+                torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+                iterator._worker_pids_set = False
+        for process in self._processes:
             process.kill()
             process.join()
+        self._processes = []
 
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
         """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
@@ -164,3 +173,10 @@ class MixtureLoader:
             next_worker=delivered % max(1, self.workers),
             timeout_seconds=self.stall_timeout_seconds,
         )
+
+
+def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:
+    """At exit, before multiprocessing's own clean-up: that one sends SIGTERM, which workers may ignore, and waits forever."""
+    alive = loader()
+    if alive is not None:
+        alive.abandon()

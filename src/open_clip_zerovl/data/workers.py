@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import signal
 from collections.abc import Sequence
-from typing import Any
 
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.processes import end_with_parent
 
 
 class SharedNumbers:
@@ -25,21 +24,22 @@ class SharedNumbers:
         return tuple(self._values)
 
 
-def heed_second_sigterm(_worker: int) -> None:
-    """Let a worker outlive a SIGTERM that goes to all processes of a job, if the training process means to outlive it.
+def begin_worker(_worker: int, *, parent: int | None = None) -> None:
+    """What a loader worker does first: outlive the signals that the training process outlives, and end when that one ends.
 
-    It still needs its data until it has written a checkpoint. Python's own clean-up sends a second one.
+    Schedulers and terminals signal all processes of a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still
+    needs its data until it has written a checkpoint; a worker ignores those signals, and `MixtureLoader` ends it by SIGKILL.
+
+    Args:
+        parent: the training process, None where it does not start its workers from its main thread (see
+            `processes.end_with_parent`).
     """
-    if not callable(signal.getsignal(signal.SIGTERM)):
-        return
-    heard: list[int] = []
-
-    def on_sigterm(number: int, _frame: Any) -> None:
-        if heard:
-            os._exit(128 + number)
-        heard.append(number)
-
-    signal.signal(signal.SIGTERM, on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            signal.signal(number, signal.SIG_IGN)
+    if parent is not None:
+        end_with_parent(signal.SIGKILL, parent)
 
 
 def explain_worker_error(

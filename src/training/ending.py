@@ -1,0 +1,120 @@
+"""The one way in which a training process ends, whatever made it end.
+
+An ordinary exit of Python waits: for loader workers, for threads, for collectives that another rank will never enter. A
+process that waits so keeps the other ranks, the launcher and the GPUs. Here its children are ended first, then what is
+registered for the exit runs (logs, wandb, tensorboard), then the process ends, all within `LIMIT_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+from open_clip_zerovl.processes import end_with_parent
+
+LIMIT_SECONDS = 10.0
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+# What a person can mend about a place to write to or to read from; other errors of the system are shown with a traceback.
+_OF_A_PLACE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.ENOTDIR,
+    errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.EEXIST,
+}  # fmt: skip
+_LOST_RANK = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited",
+    re.I,
+)
+
+
+def run(program: Callable[[], int]) -> NoReturn:
+    """Call a program and end this process with the status that it returns.
+
+    Whatever it raises is shown: as one sentence where `sentence_of` knows one, else as a traceback; the status is then 1.
+    Ctrl-C gives 130. Under torchrun, the process is also ended when torchrun is.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun that is killed leaves its ranks training, while a restart writes into the same folder.
+        end_with_parent(signal.SIGKILL)
+    try:
+        status = program()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("training.main: interrupted; what was saved before is kept", file=sys.stderr)
+        status = INTERRUPTED_STATUS
+    except BaseException as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            traceback.print_exc()
+        else:
+            rank = os.environ.get("RANK")
+            print(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {sentence}", file=sys.stderr)
+        status = 1
+    end(status)
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """What to say about an error that needs no traceback: memory of the GPU, a disk, a lost rank. None for others."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"the device's memory is full ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
+            "effective batch stays"
+        )
+    if isinstance(error, OSError) and error.errno in _OF_A_PLACE:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror}; make room there or choose another place, then go on with --resume latest"
+    if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+        return f"another rank has ended, its own message says why ({first_line})"
+    return None
+
+
+def end(status: int) -> NoReturn:
+    """End this process and its children within `LIMIT_SECONDS`."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # ending is what they ask for
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_late, args=(status,), daemon=True).start()
+    end_children()
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    _exit(status)
+
+
+def end_children() -> None:
+    """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises about each loader worker that dies
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(timeout=2)
+
+
+def _end_late(status: int) -> None:
+    time.sleep(LIMIT_SECONDS)
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # its reader is gone, or it is closed: there is nobody to tell
+            continue
+    os._exit(status)

@@ -1,0 +1,109 @@
+"""What may befall a training process in its second optimizer step, by name; `forking_training.py` installs them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from open_clip_zerovl import losses
+from open_clip_zerovl.data import mixture
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+
+
+def _in_step(number: int, act: Callable[[], None]) -> None:
+    stock, steps = DecoupledGradientAccumulation.backward, []
+
+    def backward(self, *arguments, **options):
+        steps.append(1)
+        if len(steps) == number:
+            act()
+        return stock(self, *arguments, **options)
+
+    DecoupledGradientAccumulation.backward = backward
+
+
+def _raises(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def _signals(*numbers: int) -> Callable[[], None]:
+    def act() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # Python calls a handler between two of its instructions
+
+    return act
+
+
+def _defect_in_the_loss() -> None:
+    stock, calls = losses.ContrastiveLoss.forward, []
+
+    def forward(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError("a defect in the loss")
+        return stock(self, *arguments, **options)
+
+    losses.ContrastiveLoss.forward = forward
+
+
+def _defect_in_a_worker() -> None:
+    def collate(images):
+        raise LookupError("a defect in the transform")
+
+    mixture.collate_images = collate
+
+
+def _full_disk() -> None:
+    """Files of this process cannot grow beyond 20 KB, so that a checkpoint fails in the midst of its writing."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def _kill_a_loader_worker() -> None:
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "defect in the step": lambda: _in_step(2, _raises(ZeroDivisionError("a defect in the step"))),
+    "out of memory": lambda: _in_step(
+        2, _raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
+    ),
+    "exit in the step": lambda: _in_step(2, _raises(SystemExit(3))),
+    "ctrl-c": lambda: _in_step(2, _signals(signal.SIGINT)),
+    "ctrl-c twice": lambda: _in_step(2, _signals(signal.SIGINT, signal.SIGINT)),
+    "sigterm": lambda: _in_step(2, _signals(signal.SIGTERM)),
+    "killed": lambda: _in_step(2, _signals(signal.SIGKILL)),
+    "loader worker killed": lambda: _in_step(2, _kill_a_loader_worker),
+    "full disk": lambda: _in_step(2, _full_disk),
+    "defect in the loss": _defect_in_the_loss,
+    "defect in a loader worker": _defect_in_a_worker,
+}
+
+
+def install(name: str | None) -> None:
+    """Install a fault in this process; None leaves it whole."""
+    if name is not None:
+        FAULTS[name]()
+
+
+def left_of(session: int) -> list[int]:
+    """Processes of a session that still run, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended since it was listed
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
