@@ -20,7 +20,8 @@ from open_clip_zerovl.datasets.emoji import EmojiSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics
-from open_clip_zerovl.tar.shards import Sample, read_shard, write_source
+from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.tar.shards import write_source
 from scripts.ablation.conditions import CLUSTERS
 from scripts.emoji.records import RunRecord, read_training_log
 from scripts.emoji.runs import SOURCES, Encoder, Pool, TrainingRun, bias_record
@@ -59,7 +60,7 @@ def write_contexts(data: Path, out: Path) -> None:
     shards = sorted((data / CONTEXT_SOURCE).glob("*.tar"))
     if not shards:
         raise UserError(f"{data / CONTEXT_SOURCE} holds no shards; write them with `zerovl data emoji --out {data}`")
-    pairs = [pair for shard in shards for pair in read_shard(shard)]  # shuffled on disk: their order is kept
+    pairs = [pair for shard in shards for pair in read_samples(shard)]  # shuffled on disk: their order is kept
     by_length = sorted(range(len(pairs)), key=lambda i: (length(_caption(pairs[i])), pairs[i].key))
     longer = set(by_length[len(pairs) // 2 :])
     halves: Mapping[str, list[Sample]] = {

@@ -21,7 +21,7 @@ from open_clip_zerovl.data.clusters import load_clustering
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_shards
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.shards import read_shard
+from open_clip_zerovl.tar.members import read_samples
 from support.programs import COMMON, launch
 from support.tars import write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_run
@@ -73,7 +73,7 @@ def test_clusters_become_sources_without_a_sample_lost_or_doubled(clustered):
     assert sorted(s.num_samples for s in sources) == [15, 15, 15] == sorted(result.counts.tolist())
     seen = []
     for entry in sources:
-        captions = [s.files["txt"].decode() for shard in entry.shards for s in read_shard(shard)]
+        captions = [s.files["txt"].decode() for shard in entry.shards for s in read_samples(shard)]
         assert len({caption.split()[1] for caption in captions}) == 1  # one colour a cluster
         assert entry.sizes == (10, 5)
         seen += captions
@@ -280,6 +280,6 @@ def captions_as_tokens(folder: Path, exported: Path) -> list[tuple[int, ...]]:
 
     tokenizer = open_clip.get_tokenizer(f"local-dir:{exported}")
     captions = [
-        sample.files["txt"].decode().strip() for shard in sorted(folder.glob("*.tar")) for sample in read_shard(shard)
+        sample.files["txt"].decode().strip() for shard in sorted(folder.glob("*.tar")) for sample in read_samples(shard)
     ]
     return [tuple(row) for row in tokenizer(captions).tolist()]

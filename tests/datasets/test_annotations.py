@@ -26,7 +26,7 @@ from open_clip_zerovl.datasets.sbu import sbu_rows
 from open_clip_zerovl.datasets.vg import largest_phrases, prepare_vg
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.sets import open_retrieval_set
-from open_clip_zerovl.tar.shards import read_shard
+from open_clip_zerovl.tar.members import read_samples
 from support.hostile_server import photo
 
 WORK = Work(threads=4, progress=False)
@@ -224,7 +224,7 @@ def test_vg_end_to_end_from_zips(tmp_path):
     ]
     result = prepare_vg(tmp_path / "vg", source=source, shard_size=25, work=WORK)
     assert (result["rows"], result["pairs"], result["failures"]) == (200, 195, {"picture missing": 5})
-    samples = [s for shard in sorted((tmp_path / "vg").glob("*.tar")) for s in read_shard(shard)]
+    samples = [s for shard in sorted((tmp_path / "vg").glob("*.tar")) for s in read_samples(shard)]
     assert {s.files["txt"].decode() for s in samples} == {f"image {i} region {r}" for i in pictures for r in range(5)}
     assert all(s.key.split("_")[0] == s.files["txt"].decode().split()[1] for s in samples)
     # Another call is given the missing picture.
@@ -280,17 +280,17 @@ def test_coco_becomes_training_pairs_and_test_sets(tmp_path):
     out = tmp_path / "coco"
     result = prepare_karpathy("coco", out, source=[str(annotations), str(folder)], shard_size=4, work=WORK)
     assert {split: m["pairs"] for split, m in result.items()} == {"test": 2, "val": 1, "train": 15}
-    texts = {s.files["txt"].decode() for shard in (out / "train").glob("*.tar") for s in read_shard(shard)}
+    texts = {s.files["txt"].decode() for shard in (out / "train").glob("*.tar") for s in read_samples(shard)}
     assert texts == {f'image {i}, caption {k} "quoted"' for i in (0, 1, 5) for k in range(5)}
 
     found = open_retrieval_set(out)
     assert [len(s.captions) for s in found.samples] == [7, 5] and found.num_captions(5) == 10
     assert result["test"]["captions"] == 12
     assert found.read_image(0).size == (400, 300)  # the original, not shrunk
-    (sample, _) = read_shard(out / "test" / "0.tar")
+    (sample, _) = read_samples(out / "test" / "0.tar")
     assert sample.files["jpg"] == (folder / "val2014" / f"COCO_val2014_{103:012d}.jpg").read_bytes()
     assert len(open_retrieval_set(out, "val")) == 1
-    assert Image.open(io.BytesIO(next(read_shard(out / "train/00000.tar")).files["jpg"])).size == (341, 256)
+    assert Image.open(io.BytesIO(next(read_samples(out / "train/00000.tar")).files["jpg"])).size == (341, 256)
 
     with open(out / "zerovl" / "valid_anno.csv", newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))

@@ -26,7 +26,7 @@ from open_clip_zerovl.datasets.pairs import Work
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.datasets.spool import Spool
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.shards import read_shard
+from open_clip_zerovl.tar.members import read_samples
 from support.hostile_server import hostile_server, photo
 
 LIMITS = Limits(idle_seconds=1.0, total_seconds=2.0, max_bytes=1_000_000)
@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def captions(folder: Path) -> list[str]:
-    return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_shard(shard)]
+    return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
 
 
 # ----------------------------------------------------------------------------------------------------- what comes

@@ -25,7 +25,7 @@ from open_clip_zerovl.datasets.emoji_sources import PACKAGES, SOURCES, concept_o
 from open_clip_zerovl.datasets.fetch import NpmPackage, fetch_npm_package, find_npm
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import report
-from open_clip_zerovl.tar import shards
+from open_clip_zerovl.tar import members, shards
 
 #: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
 SMALL = {"px": 16, "shard_size": 5, "held_out_per_source": 2, "vocab_size": 300, "progress": False}
@@ -172,7 +172,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def concepts_in(paths) -> list[str]:
-    return [json.loads(s.files["json"])["concept"] for path in sorted(paths) for s in shards.read_shard(path)]
+    return [json.loads(s.files["json"])["concept"] for path in sorted(paths) for s in members.read_samples(path)]
 
 
 # ------------------------------------------------------------------------------------------------ reading the sets
@@ -516,7 +516,7 @@ def test_the_bert_folder_works_in_open_clip_offline(registry, tmp_path, monkeypa
         s.files["txt"].decode()
         for source in SOURCES
         for p in (out / source).glob("*.tar")
-        for s in shards.read_shard(p)
+        for s in members.read_samples(p)
     ]
     ids = tokenizer(train)
     assert ids.shape == (len(train), 25)
@@ -564,33 +564,33 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
 
 
 def test_shards_are_balanced_and_round_trip(tmp_path):
-    samples = [shards.Sample(f"k{i}", {"png": bytes([i]), "txt": b"a caption"}) for i in range(11)]
+    samples = [members.Sample(f"k{i}", {"png": bytes([i]), "txt": b"a caption"}) for i in range(11)]
     sizes = shards.write_source(tmp_path, samples, shard_size=4)
     assert sizes == {"train-00000.tar": 3, "train-00001.tar": 4, "train-00002.tar": 4}
-    assert [s for name in sizes for s in shards.read_shard(tmp_path / name)] == samples
+    assert [s for name in sizes for s in members.read_samples(tmp_path / name)] == samples
 
 
 def test_a_shard_cut_off_in_writing_leaves_the_old_one(tmp_path):
     def cut_off():
-        yield shards.Sample("b", {"txt": b"new"})
+        yield members.Sample("b", {"txt": b"new"})
         raise KeyboardInterrupt
 
-    shards.write_shard(tmp_path / "0.tar", [shards.Sample("a", {"txt": b"old"})])
+    shards.write_shard(tmp_path / "0.tar", [members.Sample("a", {"txt": b"old"})])
     with pytest.raises(KeyboardInterrupt):
         shards.write_shard(tmp_path / "0.tar", cut_off())
     assert [path.name for path in tmp_path.iterdir()] == ["0.tar"]
-    assert [s.key for s in shards.read_shard(tmp_path / "0.tar")] == ["a"]
+    assert [s.key for s in members.read_samples(tmp_path / "0.tar")] == ["a"]
 
 
 def test_samples_that_readers_would_lose_are_refused(tmp_path):
     for key in ("a.b", ""):
         with pytest.raises(UserError, match="holds a dot"):
-            shards.write_shard(tmp_path / "0.tar", [shards.Sample(key, {"txt": b"x"})])
+            shards.write_shard(tmp_path / "0.tar", [members.Sample(key, {"txt": b"x"})])
     with pytest.raises(UserError, match="comes twice"):
-        shards.write_shard(tmp_path / "0.tar", [shards.Sample("a", {"txt": b"x"})] * 2)
+        shards.write_shard(tmp_path / "0.tar", [members.Sample("a", {"txt": b"x"})] * 2)
     with pytest.raises(UserError, match="lacks its picture or its caption"):
-        shards.write_retrieval_set(tmp_path, [shards.Sample("a", {"png": b"x", "txt": b" "})])
+        shards.write_retrieval_set(tmp_path, [members.Sample("a", {"png": b"x", "txt": b" "})])
     with pytest.raises(UserError, match="not a single sample"):
         shards.write_source(tmp_path, [], shard_size=3)
     with pytest.raises(UserError, match="at least 1 sample"):
-        shards.write_source(tmp_path, [shards.Sample("a", {})], shard_size=0)
+        shards.write_source(tmp_path, [members.Sample("a", {})], shard_size=0)

@@ -16,8 +16,9 @@ from open_clip_zerovl.datasets.index import check_report, check_shards, index_sh
 from open_clip_zerovl.datasets.manifest import sha256_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import holdings, report
-from open_clip_zerovl.tar.headers import BrokenTar, Member, plain_run, read_samples, walk_tar
-from open_clip_zerovl.tar.shards import Sample, read_shard, write_retrieval_set, write_shard
+from open_clip_zerovl.tar.headers import BrokenTar, Member, plain_run, walk_tar
+from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.tar.shards import write_retrieval_set, write_shard
 from support.tars import png, write_source, write_tar
 
 
@@ -155,15 +156,55 @@ def test_index_counts_as_training_does(tmp_path):
     assert sizes == {p.name: count_tar_samples(p) for p in sorted((tmp_path / "s").glob("*.tar"))}
     assert sizes["odd.tar"] == 3 and sum(sizes.values()) == 60
     assert json.loads((tmp_path / "s/sizes.json").read_text()) == sizes
-    assert [s.key for s in read_samples(tmp_path / "s/00000.tar")] == [
-        s.key for s in read_shard(tmp_path / "s/00000.tar")
-    ]
+    with tarfile.open(tmp_path / "s/00000.tar") as tar:
+        names = [member.name for member in tar]
+    assert [f"{s.key}.{suffix}" for s in read_samples(tmp_path / "s/00000.tar") for suffix in s.files] == names
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
         index_shards(str(tmp_path / "s"), progress=False)
     for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is no folder")):
         with pytest.raises(UserError, match=message):
             index_shards(str(folder), progress=False)
+
+
+def pax_member(record: bytes, size: int | None = None) -> bytes:
+    """A pax header of one record, and the header of the file that it is about."""
+    about = tarfile.TarInfo("pax")
+    about.type, about.size = tarfile.XHDTYPE, len(record) if size is None else size
+    member = tarfile.TarInfo("b.txt")
+    return about.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def long_name_of(size: int) -> bytes:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, size
+    return header.tobuf(tarfile.GNU_FORMAT)
+
+
+ROTTEN_HEADERS = {
+    "a pax record of length 0": pax_member(b"0 path=x\n"),
+    "a pax record of a negative length": pax_member(b"-1 path=x\n"),
+    "a negative size in pax": pax_member(b"14 size=-1024\n"),
+    "a name that claims 8 GiB": long_name_of(8 << 30),
+    "5,000 headers about headers": b"".join(long_name_of(1) + b"n".ljust(512, b"\0") for _ in range(5000)),
+}
+
+
+@pytest.mark.parametrize("kind", ROTTEN_HEADERS)
+def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tmp_path, kind):
+    """Counting for `zerovl data index`, `zerovl data check` and `zerovl cluster`; before, they went round for ever."""
+    whole, _ = plain_tar(4)
+    content = whole[: whole.index(bytes(1024), len(whole) - 10240)]
+    (tmp_path / "s").mkdir()
+    shard = tmp_path / "s/0.tar"
+    shard.write_bytes(content[: -(-len(content) // 512) * 512] + ROTTEN_HEADERS[kind] + bytes(1024))
+    with pytest.raises(UserError, match=r"0\.tar is broken: "):
+        index_shards(str(tmp_path / "s"), progress=False)
+    (found,) = check_shards(tmp_path / "s", progress=False).shards
+    assert any(fault.startswith("broken: ") for fault in found.faults)
+    with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
+        list(read_samples(shard))
+    assert count_tar_samples(shard, torn=True) in (3, 4)  # the last one's end is not seen where reading breaks off
 
 
 def test_index_of_a_store_behind_a_url(tmp_path):

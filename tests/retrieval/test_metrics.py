@@ -294,6 +294,32 @@ def test_bad_samples_are_named_by_file_and_key(tmp_path, files, sentence):
         open_retrieval_set(tmp_path / "set")
 
 
+def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
+    """Samples with equal keys stay two, as in training; a tar cut off between two samples, and stray members, are named."""
+    write_retrieval_set(tmp_path / "set", [1, 1])
+    shard = tmp_path / "set" / "test" / "0.tar"
+    (tmp_path / "set" / "test" / "nshards.txt").write_text("1")
+    with tarfile.open(shard, "w") as tar:
+        for key, caption in (("a", b"a cat"), ("a", b"a dog"), ("b", b"a bird"), ("a", b"a fish")):
+            add_file(tar, f"{key}.png", PNG)
+            add_file(tar, f"{key}.txt", caption)
+        ends = [member.offset_data + 512 for member in tar.getmembers() if member.name.endswith("txt")]
+    samples = open_retrieval_set(tmp_path / "set").samples
+    assert [(s.key, s.captions[0]) for s in samples] == [
+        ("a", "a cat"),
+        ("a", "a dog"),
+        ("b", "a bird"),
+        ("a", "a fish"),
+    ]
+    shard.write_bytes(shard.read_bytes()[: ends[1]])  # after two whole samples
+    with pytest.raises(UserError, match=r"0\.tar is not a readable, uncompressed tar \(it is cut off after \d+ bytes"):
+        open_retrieval_set(tmp_path / "set")
+    for files in ({"a.json": b"{}"}, {"b.png": PNG, "a.png": PNG, "b.txt": b"1", "a.txt": b"2"}):
+        rewrite_shard(tmp_path / "set", files)
+        with pytest.raises(UserError, match=r"0\.tar: sample '[ab]' has (neither|no captions)"):
+            open_retrieval_set(tmp_path / "set")
+
+
 def test_bad_folders_are_refused_by_a_sentence(tmp_path):
     def broken(name: str):
         write_retrieval_set(tmp_path / name, [1, 1])

@@ -9,7 +9,8 @@ from PIL import Image
 
 from open_clip_zerovl.datasets.emoji import EmojiSample
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.shards import Sample, read_shard, write_retrieval_set, write_source
+from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.tar.shards import write_retrieval_set, write_source
 from scripts import demo
 from scripts.ablation import report as ablation_report
 from scripts.ablation import run as ablation
@@ -208,7 +209,9 @@ def test_the_longer_captions_get_the_frame_and_the_swap_exchanges_it(tmp_path):
     ablation_sources.write_contexts(data, tmp_path / "contexts")
 
     def read(context: str) -> list[Sample]:
-        return [pair for shard in sorted((tmp_path / "contexts" / context).glob("*.tar")) for pair in read_shard(shard)]
+        return [
+            pair for shard in sorted((tmp_path / "contexts" / context).glob("*.tar")) for pair in read_samples(shard)
+        ]
 
     halves = {context: read(context) for context in ablation_sources.CONTEXTS}
     lengths = {context: [len(pair.files["txt"].split()) for pair in half] for context, half in halves.items()}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from PIL import Image
 
 from open_clip_zerovl.data.images import BadImage, decode_image
-from open_clip_zerovl.data.sources import REMOTE, Source
+from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.shards import read_shard
+from open_clip_zerovl.tar.members import REMOTE, TEXT_EXTENSION, image_of, read_samples
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_READ = 8  # a source's samples come from at most that many shards, evenly spaced, while those suffice
 
 
@@ -68,18 +66,15 @@ def read_source_samples(
         skipped[source.name] = 0
         for shard in [*spaced, *(shard for shard in source.shards if shard not in spaced)]:
             taken = 0
-            try:
-                for sample in read_shard(shard):
-                    if taken == share or len(own) == limit:
-                        break
-                    pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {shard}")
-                    if pair is None:
-                        skipped[source.name] += 1
-                    else:
-                        own.append(pair)
-                        taken += 1
-            except (tarfile.TarError, OSError) as error:
-                raise UserError(f"shard {shard} cannot be read as a tar file ({error}); fetch it again") from error
+            for sample in read_samples(shard):
+                if taken == share or len(own) == limit:
+                    break
+                pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {shard}")
+                if pair is None:
+                    skipped[source.name] += 1
+                else:
+                    own.append(pair)
+                    taken += 1
             if len(own) == limit:
                 break
         if not own:
@@ -89,8 +84,8 @@ def read_source_samples(
 
 
 def _pair(source: str, files: Mapping[str, bytes], concept_field: str | None, where: str) -> SourceSample | None:
-    image = next((files[extension] for extension in IMAGE_EXTENSIONS if extension in files), None)
-    caption = files.get("txt", b"").decode("utf-8", errors="replace").strip()
+    image = image_of(files)
+    caption = files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     if image is None or not caption:
         return None
     concept = None

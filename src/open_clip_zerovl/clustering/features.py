@@ -25,12 +25,8 @@ from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.items import read_batches
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.headers import read_samples
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import ShardError
-from open_clip_zerovl.tar.shards import Sample
-
-_PICTURES = ("jpg", "png", "jpeg", "webp")
+from open_clip_zerovl.tar.members import Sample, ShardError, image_of, read_samples
 
 
 class _Samples(IterableDataset):
@@ -85,10 +81,10 @@ class _Samples(IterableDataset):
 
 def open_picture(sample: Sample) -> Image.Image:
     """The picture of a sample as RGB. BadImage where it has none that can be decoded."""
-    extension = next((extension for extension in _PICTURES if extension in sample.files), None)
-    if extension is None:
+    content = image_of(sample.files)
+    if content is None:
         raise BadImage(Fault("no image", "has no image"))
-    return decode_image(sample.files[extension])
+    return decode_image(content)
 
 
 def _collate(items: Sequence[tuple[int, torch.Tensor, str]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:

@@ -21,8 +21,8 @@ from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clu
 from open_clip_zerovl.data.images import BadImage
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.tar.headers import read_samples
-from open_clip_zerovl.tar.shards import SIZES_FILE, Sample
+from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.tar.shards import SIZES_FILE
 
 
 def write_previews(

@@ -17,7 +17,7 @@ import itertools
 import os
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,15 +27,15 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
-    IMAGE_MEMBERS,
-    TEXT_MEMBER,
+    TEXT_EXTENSION,
     Extent,
     ShardError,
     StalledShard,
+    image_of,
     local_path,
     locate_samples,
+    opened,
     stream_samples,
-    unreadable,
 )
 
 MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
@@ -130,7 +130,7 @@ class Reading:
     def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
         table, first = self.source.table, int(self.source.starts[block])
         assert table is not None
-        with _descriptor(table.path) as descriptor:
+        with opened(table.path) as descriptor:
             for offset in range(start, self.source.sizes[block]):
                 rows = [table.read_row(descriptor, row) for row in table.rows_of(first + offset).tolist()]
                 path = table.image_path(rows[0][0])
@@ -162,9 +162,8 @@ class Reading:
         with closing(stream_samples(url, stall_seconds=self.stall_seconds)) as samples:
             for number, (key, members) in enumerate(samples):
                 if number >= start:
-                    text = members.get(TEXT_MEMBER)
-                    image = next((members[name] for name in IMAGE_MEMBERS if name in members), None)
-                    yield key, self._captions(text), image
+                    text = members.get(TEXT_EXTENSION)
+                    yield key, self._captions(text), image_of(members)
         _require(number + 1, size)
 
     def _local(self, path: str, size: int):
@@ -174,11 +173,10 @@ class Reading:
 
         def read():
             count = 0
-            with closing(samples), _descriptor(path) as descriptor:
+            with closing(samples), opened(path) as descriptor:
                 for key, members in itertools.chain([first] if first is not None else [], samples):
-                    text = _content(descriptor, members.get(TEXT_MEMBER))
-                    image = next((members[name] for name in IMAGE_MEMBERS if name in members), None)
-                    yield key, self._captions(text), _content(descriptor, image)
+                    text = _content(descriptor, members.get(TEXT_EXTENSION))
+                    yield key, self._captions(text), _content(descriptor, image_of(members))
                     count += 1
             _require(count, size)
 
@@ -188,7 +186,7 @@ class Reading:
         index = open_index(path)
 
         def read():
-            with _descriptor(path) as descriptor:
+            with opened(path) as descriptor:
                 for number in range(start, len(index)):
                     text = _content(descriptor, _extent(index.text, number))
                     yield index.key(number), self._captions(text), _content(descriptor, _extent(index.image, number))
@@ -214,7 +212,7 @@ class Reading:
         torn = (str(index.torn[0]), str(index.torn[1]))
 
         def read():
-            with _descriptor(path) as descriptor:
+            with opened(path) as descriptor:
                 for key, text, image in _announced(descriptor, rows):
                     yield key, self._captions(_content(descriptor, text)), _content(descriptor, image)
             if readable < len(numbers) and torn[0]:
@@ -229,7 +227,7 @@ class Reading:
         def read():
             ends = np.cumsum(index.captions)
             first = int(np.searchsorted(ends, start, side="right"))
-            with _descriptor(path) as descriptor:
+            with opened(path) as descriptor:
                 for number in range(first, len(index)):
                     text = _content(descriptor, _extent(index.text, number))
                     image = _content(descriptor, _extent(index.image, number))
@@ -278,18 +276,6 @@ class Reading:
 def _require(count: int, size: int) -> None:
     if count < size:
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
-
-
-@contextmanager
-def _descriptor(path: str) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise unreadable(error) from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _announced(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:

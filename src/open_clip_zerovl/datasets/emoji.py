@@ -34,10 +34,9 @@ from open_clip_zerovl.datasets.fetch import fetch_npm_package
 from open_clip_zerovl.datasets.vocabulary import write_bert
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import (
-    Sample,
     read_retrieval_set,
-    read_shard,
     write_retrieval_set,
     write_shard,
     write_source,
@@ -261,7 +260,7 @@ def _draw(source: str, emoji: Mapping[str, Emoji], px: int, cache: Path, progres
     if not drawn.is_file():
         bar = tqdm(emoji.items(), desc=f"draw {source}", unit="picture", disable=not progress)
         write_shard(drawn, (Sample(concept, {"png": rasterise(e.svg, px)}) for concept, e in bar))
-    return {sample.key: sample.files["png"] for sample in read_shard(drawn)}
+    return {sample.key: sample.files["png"] for sample in read_samples(drawn)}
 
 
 def _write_all(

@@ -25,12 +25,12 @@ from tqdm import tqdm
 from open_clip_zerovl.datasets.manifest import read_manifest
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, grouped, plain_run, walk_tar
-from open_clip_zerovl.tar.members import group
+from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, plain_run, walk_tar
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, group, image_of
 from open_clip_zerovl.tar.shards import SIZES_FILE
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-#: First and last bytes of a whole picture, by extension.
+#: First and last bytes of a whole picture, by extension (those of `members.IMAGE_EXTENSIONS`).
 _MARKS = {
     "jpg": (b"\xff\xd8\xff", b"\xff\xd9"),
     "jpeg": (b"\xff\xd8\xff", b"\xff\xd9"),
@@ -86,7 +86,7 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
                     file.seek(offset)
                     return file.read(size)
 
-                return sum(1 for _ in grouped(walk_tar(read_at, total)))
+                return sum(1 for _ in group((member.name, None) for member in walk_tar(read_at, total)))
         except BrokenTar as error:
             raise UserError(f"{folder.rstrip('/')}/{name} is broken: {error}. Fetch or write it again.") from error
 
@@ -287,14 +287,14 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
     with open(path, "rb", buffering=0) as file:
         window = _Window(file, digest)
         try:
-            for key, faults in group(_faults(window, found.size_bytes, decode)):
+            for key, faults in group(_faults(file.fileno(), window, found.size_bytes, decode)):
                 found.samples += 1
                 if key in seen:
                     found.fault("key comes twice", key)
                 seen.add(key)
-                if "txt" not in faults:
+                if TEXT_EXTENSION not in faults:
                     found.fault("no caption", key)
-                if _MARKS.keys().isdisjoint(faults):
+                if image_of(faults) is None:
                     found.fault("no picture", key)
                 for fault in faults.values():
                     if fault:
@@ -305,25 +305,31 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
             pass
 
 
-def _faults(window: _Window, total: int, decode: bool) -> Iterator[tuple[str, str]]:
+def _faults(descriptor: int, window: _Window, total: int, decode: bool) -> Iterator[tuple[str, str]]:
     """(name, fault) of each member as it comes by, "" for none: all that is kept of it."""
-    position = 0
+
+    def read_at(offset: int, size: int) -> bytes:
+        return os.pread(descriptor, size, offset)
+
+    position, walk = 0, None
     while True:
         for member in window.plain_run(position):
             yield member.name, _fault(window, member, decode)
-            position = end_of(member.offset, member.size)
+            position, walk = end_of(member.offset, member.size), None
         # What is not plain, or not as a whole in the window.
-        following = next(walk_tar(window, total, position), None)
+        walk = walk or walk_tar(read_at, total, position)
+        following = next(walk, None)
         if following is None:
             return
-        yield following.name, _fault(window, following, decode)
         position = end_of(following.offset, following.size)
+        if position <= total:  # else the walk ends there and says why
+            yield following.name, _fault(window, following, decode)
 
 
 def _fault(window: _Window, member: Member, decode: bool) -> str:
     name, offset, size = member
     extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
-    if extension == "txt":
+    if extension == TEXT_EXTENSION:
         try:
             return "" if window(offset, size).decode("utf-8").strip() else "caption is empty"
         except UnicodeDecodeError:

@@ -20,6 +20,7 @@ from open_clip_zerovl.datasets.download import fetch_file
 from open_clip_zerovl.datasets.manifest import sha256_of
 from open_clip_zerovl.datasets.pictures import Failure
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
@@ -48,7 +49,7 @@ BY_HAND = {
     f"give the folder with --source, with dataset_flickr30k.json (in {_KARPATHY})",
 }
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+_PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
 def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:

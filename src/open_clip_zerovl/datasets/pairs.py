@@ -29,7 +29,8 @@ from open_clip_zerovl.datasets import manifest
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.datasets.spool import Spool
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.shards import Sample, read_shard, write_shard
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
+from open_clip_zerovl.tar.shards import write_shard
 
 SHARD_SIZE = 10_000
 
@@ -243,8 +244,8 @@ class _Run:
         """Back into the spool: what a finished shard holds, and those of its failures that are for good."""
         row_of = {row.key: number for number, row in enumerate(rows)}
         if record.pairs:
-            for sample in read_shard(self.out / record.shard):
-                extension = next(extension for extension in sample.files if extension != "txt")
+            for sample in read_samples(self.out / record.shard):
+                extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
                 if row_of[sample.key] not in spool.outcomes:
                     spool.add(row_of[sample.key], extension, sample.files[extension])
         lasting = set(record.failures) - set(record.transient_reasons)
@@ -325,7 +326,7 @@ class _Run:
     def _sample(self, shard: _Shard, number: int) -> Sample:
         extension = shard.spool.outcomes[number].extension
         row = shard.rows[number]
-        return Sample(row.key, {extension: shard.spool.read(number), "txt": row.caption.encode()})
+        return Sample(row.key, {extension: shard.spool.read(number), TEXT_EXTENSION: row.caption.encode()})
 
     def _show(self, *, rows: int, pairs: int = 0, failures: Mapping[str, int] | None = None) -> None:
         self.pairs += pairs

@@ -28,9 +28,9 @@ from PIL import Image
 
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, Extent, ShardError, image_of, locate_samples, opened
 
 ROLES = ("train", "test")
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 @dataclass(frozen=True)
@@ -219,40 +219,31 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
         raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
     labels: list[str] = []
-    places: list[tuple[Path, int, int]] = []  # shard, offset, size
+    places: list[tuple[Path, Extent]] = []
     for shard in shards:
-        images: dict[str, tuple[Path, int, int]] = {}
-        classes: dict[str, str] = {}
         try:
-            # Uncompressed only ("r:"): images are read by their position in the file.
-            with tarfile.open(shard, "r:") as tar:
-                for member in tar:
-                    folder, _, file = member.name.rpartition("/")
-                    stem, _, extension = file.partition(".")
-                    key = f"{folder}/{stem}"
-                    if not member.isfile():
-                        continue
-                    if extension.lower() in IMAGE_EXTENSIONS:
-                        images[key] = (shard, member.offset_data, member.size)
-                    elif extension == kind:
-                        handle = tar.extractfile(member)
-                        assert handle is not None  # isfile() holds
-                        classes[key] = _class(handle.read(), name, f"{member.name} of {shard}")
-        except (tarfile.TarError, OSError) as error:
-            raise UserError(f"{shard} is not a readable, uncompressed tar ({error})") from error
-        for key, place in images.items():
-            if key not in classes:
-                raise UserError(
-                    f"{shard}: sample {key.lstrip('/')!r} has no .{kind}; the class is looked for in {label!r}: say "
-                    "where it is (cls, or json:FIELD)"
-                )
-            labels.append(classes[key])
-            places.append(place)
+            with opened(shard) as descriptor:
+                for key, members in locate_samples(shard, whole=True):
+                    place, where = image_of(members), f"{shard}: sample {key!r}"
+                    if place is None:
+                        raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
+                    if kind not in members:
+                        raise UserError(
+                            f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or "
+                            "json:FIELD)"
+                        )
+                    offset, size = members[kind]
+                    labels.append(_class(os.pread(descriptor, size, offset), name, f"{key}.{kind} of {shard}"))
+                    places.append((shard, place))
+        except (ShardError, tarfile.ReadError) as error:
+            raise UserError(
+                f"{shard} is not a readable, uncompressed tar ({error}); fetch or write it again"
+            ) from error
     if not labels:
         raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
 
     def read(index: int) -> Image.Image:
-        shard, offset, size = places[index]
+        shard, (offset, size) = places[index]
         with open(shard, "rb") as file:
             file.seek(offset)
             return decode_image(file.read(size))

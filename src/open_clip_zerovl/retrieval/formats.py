@@ -26,11 +26,15 @@ from pathlib import Path
 
 from open_clip_zerovl.datasets.karpathy import read_karpathy
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import (
+    CLIP_BENCHMARK_ORDER,
+    TEXT_EXTENSION,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+)
 
-# In the order in which CLIP_benchmark looks for a sample's image.
-IMAGE_EXTENSIONS = ("webp", "png", "jpg", "jpeg")
-# webdataset's rule: the key is the path up to the first dot of the file's name.
-_MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 _TABLE_COLUMNS = ("image", "image_id", "caption", "caption_id")
 
 
@@ -198,33 +202,24 @@ def _read_text(file: Path) -> str:
 def _read_shard(shard: Path) -> list[RetrievalSample]:
     if not shard.is_file():
         raise UserError(f"shard {shard} is missing; nshards.txt beside it counts it")
-    captions: dict[str, tuple[str, ...]] = {}
-    images: dict[str, dict[str, tuple[int, int]]] = {}  # key -> extension -> (offset, size); keeps the tar's order
-    try:
-        # Uncompressed only ("r:"): images are read by their position in the file.
-        with tarfile.open(shard, "r:") as tar:
-            for member in tar:
-                match = _MEMBER.fullmatch(member.name)
-                if match is None or not member.isfile():
-                    continue
-                key, extension = match[1], match[2].lower()
-                if extension == "txt":
-                    text = tar.extractfile(member)
-                    assert text is not None  # a regular file
-                    captions[key] = _captions(text.read(), shard, key)
-                elif extension in IMAGE_EXTENSIONS:
-                    images.setdefault(key, {})[extension] = (member.offset_data, member.size)
-    except (tarfile.TarError, OSError) as error:
-        raise UserError(f"{shard} is not a readable, uncompressed tar ({error})") from error
-
-    if bare := captions.keys() - images.keys():
-        raise UserError(f"{shard}: sample '{min(bare)}' has captions but no image ({', '.join(IMAGE_EXTENSIONS)})")
     samples = []
-    for key, found in images.items():
-        if key not in captions:
-            raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is missing")
-        offset, size = next(found[extension] for extension in IMAGE_EXTENSIONS if extension in found)
-        samples.append(RetrievalSample(key, captions[key], shard, offset, size))
+    try:
+        with opened(shard) as descriptor:
+            for key, members in locate_samples(shard, whole=True):
+                image = image_of(members, CLIP_BENCHMARK_ORDER)
+                if image is None and TEXT_EXTENSION not in members:
+                    raise UserError(f"{shard}: sample {key!r} has neither image nor captions; remove it")
+                if image is None:
+                    raise UserError(
+                        f"{shard}: sample {key!r} has captions but no image ({', '.join(CLIP_BENCHMARK_ORDER)})"
+                    )
+                if TEXT_EXTENSION not in members:
+                    raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is missing behind its image")
+                offset, size = members[TEXT_EXTENSION]
+                captions = _captions(os.pread(descriptor, size, offset), shard, key)
+                samples.append(RetrievalSample(key, captions, shard, *image))
+    except (ShardError, tarfile.ReadError) as error:
+        raise UserError(f"{shard} is not a readable, uncompressed tar ({error}): fetch or write it again") from error
     return samples
 
 
@@ -235,7 +230,7 @@ def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
         raise UserError(f"{shard}: {key}.txt is not UTF-8 ({error})") from error
     captions = tuple(line for line in lines if line.strip())
     if not captions:
-        raise UserError(f"{shard}: sample '{key}' has no captions: {key}.txt is empty")
+        raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is empty")
     return captions
 
 

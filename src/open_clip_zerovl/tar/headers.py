@@ -1,36 +1,34 @@
-"""The members of a tar from its headers alone, as fast as the disk gives them; and of a whole tar in memory.
+"""The members of a tar from its headers alone: names, offsets and sizes, as fast as the disk gives them.
 
-`tarfile` makes an object of some twenty attributes a member; here a member is a name, an offset and a size. Read are the
-formats that webdataset shards come in: ustar, GNU (long names, large sizes) and pax (path and size). What makes a sample of
-members is not decided here but in `members.group`, as for training.
+One walk for everyone who reads a tar by its headers: counting, the index, checks, retrieval and probe sets. Headers of plain
+files (nearly all, in a shard) are parsed here; `tarfile` reads every other one: long names, large sizes, pax, sparse files,
+links. It makes an object of some twenty attributes a member, which takes several times as long.
+
+What makes a sample of members is decided in `members.group`.
 """
 
 from __future__ import annotations
 
-import os
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, cast
 
 import numpy as np
-
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import group
-from open_clip_zerovl.tar.shards import Sample
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a file; NUL in very old tars
-_LONG_NAME, _PAX = b"Lx"
-_ABOUT_THE_NEXT = b"Lxg"  # a long name, fields of the next member, fields of all that follow
 _OCTAL_PLACES = 8 ** np.arange(5, -1, -1, dtype=np.uint32)
+_LARGEST_HEADER_BYTES = 1 << 24  # of a long name or pax fields; what claims more is rot
+# What tarfile raises for headers that are rotten.
+_ROTTEN = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
 
 #: `read_at(offset, size)` gives the bytes there, fewer at the end.
 ReadAt = Callable[[int, int], bytes | bytearray]
 
 
-class BrokenTar(ValueError):
+class BrokenTar(tarfile.ReadError):
     """The tar is cut off or is none; the message says where."""
 
 
@@ -42,52 +40,39 @@ class Member(NamedTuple):
     size: int
 
 
-def walk_tar(read_at: ReadAt, total: int, position: int = 0) -> Iterator[Member]:
-    """Regular files of a tar of `total` bytes, in order, from the header at `position` on; one or two reads a member.
+def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True) -> Iterator[Member]:
+    """Regular files of a tar of `total` bytes, in order, from the header at `position` on; mostly one read a member.
+
+    Args:
+        whole: whether the tar must end with its end mark. Without, a tar that is cut off between two files, or has anything
+            but a header there, just ends: what is read up to there is good.
 
     Raises:
-        BrokenTar: a header whose checksum is wrong, or a tar that ends within a file or without its end mark.
+        BrokenTar: a tar that ends within a file (which has been yielded), a header that claims what cannot be, or, with
+            `whole`, a tar without an end mark.
     """
-    long_name: str | None = None
-    long_size: int | None = None
+    tar: tarfile.TarFile | None = None  # reads what is not plain
     while True:
         header = read_at(position, BLOCK)
-        if len(header) < BLOCK:
-            raise BrokenTar(f"it is cut off after {total} bytes: no end mark")
-        if header == _ZEROS:
-            return
-        try:
-            size = _number(header[124:136])
-            checksum = _number(header[148:156])
-        except ValueError as error:
-            raise BrokenTar(f"no tar header at byte {position}") from error
-        if size < 0:
-            raise BrokenTar(f"a negative size at byte {position}")
-        # The checksum is the sum of the header's bytes, with its own field as spaces. Adler-32's lower half is one plus
-        # the sum of all bytes modulo 65521, and takes a fiftieth of the time of a sum in Python.
-        if (checksum + sum(header[148:156]) - 256 + 1) % 65521 != zlib.adler32(header) & 0xFFFF:
-            raise BrokenTar(f"no tar header at byte {position}")
-        flag = header[156]
-        begin = position + BLOCK
-        if flag in _ABOUT_THE_NEXT:
-            content = bytes(read_at(begin, size))
-            if flag == _LONG_NAME:
-                long_name = content.rstrip(b"\0").decode("utf-8", errors="surrogateescape")
-            elif flag == _PAX:
-                fields = _pax(content)
-                long_name = fields.get("path", long_name)
-                long_size = int(fields["size"]) if "size" in fields else long_size
+        member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
+        if member is not None:
+            tar = None
+            after = end_of(member.offset, member.size)
+            yield member
         else:
-            if long_size is not None:
-                size = long_size
-            if begin + size > total:
-                raise BrokenTar(
-                    f"it is cut off after {total} bytes, within a file of {size} bytes that begins at {begin}"
-                )
-            if flag in _REGULAR:
-                yield Member(long_name if long_name is not None else _name(header), begin, size)
-            long_name = long_size = None
-        position = end_of(begin, size)
+            tar, info = _next_member(tar, read_at, total, position)
+            if info is None:
+                if whole and header != _ZEROS:
+                    raise BrokenTar(_no_end(header, position, total))
+                return
+            after = tar.offset
+            if after <= position or info.size < 0:
+                raise BrokenTar(f"a negative size at byte {position}")
+            if info.isreg() and not info.issparse():
+                yield Member(info.name, info.offset_data, info.size)
+        if after > total:
+            raise BrokenTar(f"it is cut off after {total} bytes, within the file whose header is at byte {position}")
+        position = after
 
 
 def end_of(begin: int, size: int) -> int:
@@ -126,59 +111,77 @@ def plain_run(buffer: bytearray, begin: int, end: int, start: int = 0) -> list[M
     digits = headers[:, 148:154] - np.uint8(ord("0"))
     sums = headers.sum(axis=1, dtype=np.uint32) - headers[:, 148:156].sum(axis=1, dtype=np.uint32) + 8 * ord(" ")
     plain = (sums == digits @ _OCTAL_PLACES) & (digits < 8).all(axis=1)
-    plain &= ((headers[:, 135] == 0) | (headers[:, 135] == ord(" "))) & (headers[:, 345] == 0)
+    ends = headers[:, (135, 154, 155)]  # (m, 3), what stands behind the two numbers
+    blank = (ends == 0) | (ends == ord(" "))
+    plain &= blank[:, 0] & ((ends[:, 1] == 0) | blank[:, 1:].all(axis=1)) & (headers[:, 345] == 0)
     count = len(plain) if plain.all() else int(plain.argmin())
     fields = np.ascontiguousarray(headers[:count, :100]).view("S100").ravel().tolist()
     names = [field.partition(b"\0")[0].decode("utf-8", errors="surrogateescape") for field in fields]
     return list(map(Member._make, zip(names, (places + (start + BLOCK)).tolist(), sizes, strict=False)))
 
 
-def grouped(members: Iterator[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
-    """(key, members by extension) of each sample, as training groups them."""
-    return group((member.name, member) for member in members)
-
-
-def read_samples(path: str | Path) -> Iterator[Sample]:
-    """The samples of a local shard with all their files, in order: sample number i is number i of its training index.
-
-    Raises:
-        UserError: the shard cannot be read to its end.
-    """
+def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
+    """The member of a plain header (see `plain_run`), None for any other block."""
+    if len(header) < BLOCK or header[156] not in _REGULAR or header[345] or header[135] not in b"\0 ":
+        return None
+    size, checksum, behind = header[124:135], header[148:154], header[154:156]
+    if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
+        return None
+    # The checksum is the sum of the header's bytes, with its own field as spaces. Adler-32's lower half is one plus the sum of
+    # all bytes modulo 65521, and takes a fiftieth of the time of a sum in Python.
     try:
-        with open(path, "rb", buffering=0) as file:
-            descriptor = file.fileno()
-
-            def read_at(offset: int, size: int) -> bytes:
-                return os.pread(descriptor, size, offset)
-
-            for key, members in grouped(walk_tar(read_at, os.fstat(descriptor).st_size)):
-                yield Sample(key, {extension: read_at(m.offset, m.size) for extension, m in members.items()})
-    except (BrokenTar, OSError) as error:
-        raise UserError(f"shard {path} cannot be read ({error}): fetch or write it again.") from error
+        expected = int(checksum, 8) + sum(header[148:156]) - 256 + 1
+        if expected % 65521 != zlib.adler32(header) & 0xFFFF:
+            return None
+        name = header[:100].split(b"\0", 1)[0].decode("utf-8", errors="surrogateescape")
+        return Member(name, position + BLOCK, int(size, 8)) if not name.endswith("/") else None
+    except ValueError:  # an 8 or a 9
+        return None
 
 
-def _name(header: bytes | bytearray) -> str:
-    name = header[:100].split(b"\0", 1)[0]
-    # GNU's old format keeps times where ustar has the front of a long path.
-    if header[345] and header[257:263] == b"ustar\0":
-        name = header[345:500].split(b"\0", 1)[0] + b"/" + name
-    return name.decode("utf-8", errors="surrogateescape")
+def _next_member(
+    tar: tarfile.TarFile | None, read_at: ReadAt, total: int, position: int
+) -> tuple[tarfile.TarFile, tarfile.TarInfo | None]:
+    """What `tarfile` reads at a header: its reader, which may read on from there, and the member; None at the end."""
+    try:
+        if tar is None:
+            view = cast(IO[bytes], _Headers(read_at, total, position))
+            tar = tarfile.TarFile(fileobj=view, encoding="utf-8", errors="surrogateescape")
+        info = tar.next()
+        tar.members = []  # type: ignore[attr-defined]  # it keeps every header otherwise
+        return tar, info
+    except BrokenTar:
+        raise
+    except _ROTTEN as error:
+        raise BrokenTar(f"no tar header at byte {position} ({error or type(error).__name__})") from error
 
 
-def _number(field: bytes | bytearray) -> int:
-    if field[0] & 0x80:  # base 256, for files beyond 8 GB
-        return int.from_bytes(field[1:], "big")
-    return int(field.rstrip(b"\0 ") or b"0", 8)
+class _Headers:
+    """A tar's bytes as the file that `tarfile` wants; it gives headers only, however much they claim to hold."""
+
+    def __init__(self, read_at: ReadAt, total: int, position: int) -> None:
+        self._read_at, self._total, self._position = read_at, total, position
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> int:
+        if position < 0:
+            raise BrokenTar("a negative size in a header")
+        self._position = position
+        return position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _LARGEST_HEADER_BYTES:
+            raise BrokenTar(f"a header of {size} bytes at byte {self._position}")
+        content = bytes(self._read_at(self._position, max(0, min(size, self._total - self._position))))
+        self._position += len(content)
+        return content
 
 
-def _pax(content: bytes) -> dict[str, str]:
-    fields = {}
-    while content:
-        length, _, rest = content.partition(b" ")
-        if not length.isdigit():
-            break
-        line = rest[: int(length) - len(length) - 1].rstrip(b"\n")
-        key, _, value = line.partition(b"=")
-        fields[key.decode("utf-8", errors="replace")] = value.decode("utf-8", errors="surrogateescape")
-        content = content[int(length) :]
-    return fields
+def _no_end(header: bytes | bytearray, position: int, total: int) -> str:
+    if len(header) < BLOCK:
+        return f"it is cut off after {total} bytes: no end mark"
+    if header[124] == 0xFF or ord("-") in header[124:136]:
+        return f"a negative size at byte {position}"
+    return f"no tar header at byte {position}"

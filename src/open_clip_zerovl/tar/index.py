@@ -24,7 +24,15 @@ import numpy as np
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import atomic_file
-from open_clip_zerovl.tar.members import IMAGE_MEMBERS, TEXT_MEMBER, Extent, ShardError, locate_samples, unreadable
+from open_clip_zerovl.tar.members import (
+    TEXT_EXTENSION,
+    Extent,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+    unreadable,
+)
 
 FOLDER = ".zerovl-index"
 VERSION = 1
@@ -103,22 +111,17 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     text: list[Extent] = []
     captions, keys, torn = [], [], ("", "")
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise unreadable(error) from error
-    try:
-        for key, members in locate_samples(path):
-            image.append(next((members[name] for name in IMAGE_MEMBERS if name in members), (-1, -1)))
-            text.append(members.get(TEXT_MEMBER, (-1, -1)))
-            offset, size = text[-1]
-            captions.append(max(1, len(caption_lines(os.pread(descriptor, size, offset)))) if offset >= 0 else 1)
-            keys.append(key.encode("utf-8", "surrogateescape"))
+        with opened(path) as descriptor:
+            for key, members in locate_samples(path):
+                image.append(image_of(members) or (-1, -1))
+                text.append(members.get(TEXT_EXTENSION, (-1, -1)))
+                offset, size = text[-1]
+                captions.append(max(1, len(caption_lines(os.pread(descriptor, size, offset)))) if offset >= 0 else 1)
+                keys.append(key.encode("utf-8", "surrogateescape"))
     except ShardError as error:
         if error.readable == 0:
             raise
         torn = (error.reason, str(error))
-    finally:
-        os.close(descriptor)
     return TarIndex(
         np.array(image, dtype=np.int64).reshape(-1, 2),
         np.array(text, dtype=np.int64).reshape(-1, 2),

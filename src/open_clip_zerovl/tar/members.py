@@ -1,39 +1,61 @@
 """Tar files as sequences of samples: the one rule by which members form samples, and how shards are opened.
 
-Counting (`data/sources`), the index (`tar/index`) and reading (`data/reading`) all go through `group`, so that sample number i
-of a shard is the same sample for all three: the one rule that exactly-once and exact resume stand on.
+Everyone who reads shards goes through `group`: training, its counting and its index, retrieval and probe sets, clustering,
+the bias report, and what `zerovl data` writes, counts and checks. Sample number i of a shard is therefore the same sample for
+all of them; exactly-once and exact resume stand on this.
 
 Members that share a key (the path up to the file name's first dot) and lie one after the other are a sample. A sample also
-ends where a suffix repeats, so that two samples with the same key stay two; webdataset raises there. A sample in the
-middle of which the tar is torn does not count.
+ends where a suffix repeats, so that two samples with the same key stay two; webdataset raises there:
+
+    a.jpg a.txt b.jpg a.txt           a {jpg, txt}, b {jpg}, a {txt}
+    a.jpg a.txt a.jpg a.txt           a {jpg, txt}, a {jpg, txt}
+
+A sample in the middle of which the tar is torn does not count.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import lzma
 import os
 import re
 import select
 import tarfile
 import zlib
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.headers import walk_tar
 
-IMAGE_MEMBERS = ("jpg", "png", "jpeg", "webp")
-TEXT_MEMBER = "txt"
-WANTED = frozenset((*IMAGE_MEMBERS, TEXT_MEMBER))
+#: What a sample's picture is called. Of several pictures the first of these is it, as in open_clip's own pipeline.
+IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
+#: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
+CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
+TEXT_EXTENSION = "txt"
+WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
 
 # What reading rotten bytes raises in tarfile and in the decompressors below it.
-_READ_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, lzma.LZMAError)
+_READ_ERRORS = (
+    tarfile.TarError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 Content = TypeVar("Content")
 Extent = tuple[int, int]  # offset and size in bytes of a member's content in a plain tar
@@ -55,6 +77,19 @@ class ShardError(Exception):
 
 class StalledShard(Exception):
     """A pipe gave nothing for too long."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a shard: its key, and its files' contents by extension (`{"png": ..., "txt": ...}`)."""
+
+    key: str
+    files: Mapping[str, bytes]
+
+
+def image_of(sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS) -> Content | None:
+    """The picture among a sample's members, None where it has none."""
+    return next((sample[extension] for extension in order if extension in sample), None)
 
 
 def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[str, Content]]]:
@@ -91,25 +126,57 @@ def local_path(url: str) -> str | None:
     return None if REMOTE.match(url) else url
 
 
-def locate_samples(path: str | os.PathLike[str]) -> Generator[tuple[str, dict[str, Extent]], None, None]:
+def locate_samples(
+    path: str | os.PathLike[str], *, whole: bool = False
+) -> Generator[tuple[str, dict[str, Extent]], None, None]:
     """The samples of a plain local tar as (key, {suffix: (offset, size)}), from the headers alone.
+
+    Args:
+        whole: also take a tar without its end mark for torn: it may have been cut off between two samples.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
         tarfile.ReadError: it is no plain tar (compressed, or no tar at all), before anything is yielded.
     """
-    with ExitStack() as stack:
-        try:  # a small buffer: headers lie far apart, and a large one would read what is skipped
-            file = stack.enter_context(open(path, "rb", buffering=4096))
+    with opened(path) as descriptor:
+
+        def read_at(offset: int, size: int) -> bytes:
+            return os.pread(descriptor, size, offset)
+
+        members = walk_tar(read_at, os.fstat(descriptor).st_size, whole=whole)
+        try:
+            first = next(members, None)
         except OSError as error:
             raise unreadable(error) from error
-        yield from _counted(group(_extents(stack.enter_context(tarfile.open(fileobj=file, mode="r:")))))
+        every = itertools.chain([first] if first is not None else [], members)
+        yield from _counted(group((member.name, (member.offset, member.size)) for member in every))
 
 
-def stream_samples(url: str, *, stall_seconds: float = 0) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
+def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
+    """The samples of a local shard with all their files, in order: sample number i is number i for training.
+
+    Raises:
+        UserError: the shard cannot be read to its end.
+    """
+    try:
+        try:
+            with opened(path) as descriptor:
+                for key, members in locate_samples(path, whole=True):
+                    yield Sample(key, {name: os.pread(descriptor, size, at) for name, (at, size) in members.items()})
+        except tarfile.ReadError:  # compressed, or no tar
+            for key, files in stream_samples(f"file:{os.fspath(path)}", wanted=None):
+                yield Sample(key, cast(dict[str, bytes], files))
+    except (ShardError, OSError) as error:
+        raise UserError(f"shard {path} cannot be read ({error}): fetch or write it again") from error
+
+
+def stream_samples(
+    url: str, *, stall_seconds: float = 0, wanted: Collection[str] | None = WANTED
+) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
     """The samples of any tar, read from beginning to end: (key, {suffix: content}), None for members nobody wants.
 
     Args:
+        wanted: suffixes whose content is read; None for all.
         stall_seconds: give up on a pipe that delivers nothing for so long; 0 waits forever.
 
     Raises:
@@ -117,7 +184,7 @@ def stream_samples(url: str, *, stall_seconds: float = 0) -> Generator[tuple[str
         UserError: nothing installed opens such a URL.
         StalledShard: see `stall_seconds`.
     """
-    with closing(_counted(group(_contents(url, stall_seconds)))) as samples:
+    with closing(_counted(group(_contents(url, stall_seconds, wanted)))) as samples:
         yield from samples
 
 
@@ -196,17 +263,13 @@ def _fsspec(url: str) -> Any:
         ) from error
 
 
-def _extents(tar: tarfile.TarFile) -> Iterator[tuple[str, Extent]]:
-    for member in _regular(tar):
-        yield member.name, (member.offset_data, member.size)
-
-
-def _contents(url: str, stall_seconds: float) -> Iterator[tuple[str, bytes | None]]:
+def _contents(url: str, stall_seconds: float, wanted: Collection[str] | None) -> Iterator[tuple[str, bytes | None]]:
     # tarfile asks for 10 KiB at a time by default and joins them; pictures are larger.
     with open_url(url, stall_seconds) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
         for member in _regular(tar):
-            wanted = member.name.rpartition("/")[2].partition(".")[2].lower() in WANTED
-            yield member.name, cast(Any, tar.extractfile(member)).read() if wanted else None
+            suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
+            read = wanted is None or suffix in wanted
+            yield member.name, cast(Any, tar.extractfile(member)).read() if read else None
 
 
 def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -218,6 +281,24 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         if member.isreg() and not member.issparse():
             yield member
         tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header otherwise
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A local shard's file descriptor, for reading.
+
+    Raises:
+        ShardError: the shard cannot be opened.
+        UserError: see `unreadable`.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def unreadable(error: OSError) -> ShardError:

@@ -1,6 +1,6 @@
 """What a source is on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
 
-A shard is a tar of samples; a sample is the run of files that share a key (`key.png`, `key.txt`, `key.json`).
+A shard is a tar of samples; a sample is the run of files that share a key (`key.png`, `key.txt`, `key.json`), see `members`.
 Shards are written under another name and renamed when whole, and hold no times or owners: the same samples give the
 same bytes.
 
@@ -15,22 +15,14 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import atomic_file, write_atomically
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of, read_samples
 
 SIZES_FILE = "sizes.json"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample of a shard: its key, and its files' contents by extension (`{"png": ..., "txt": ...}`)."""
-
-    key: str
-    files: Mapping[str, bytes]
 
 
 def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
@@ -50,28 +42,6 @@ def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return len(keys)
-
-
-def read_shard(path: str | Path) -> Iterator[Sample]:
-    """The samples of one tar, in order, files grouped by key as webdataset groups them."""
-    key: str | None = None
-    files: dict[str, bytes] = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            if not member.isfile():
-                continue
-            folder, _, name = member.name.rpartition("/")
-            stem, _, extension = name.partition(".")
-            member_key = f"{folder}/{stem}" if folder else stem
-            if member_key != key:
-                if key is not None:
-                    yield Sample(key, files)
-                key, files = member_key, {}
-            handle = tar.extractfile(member)
-            assert handle is not None  # isfile() holds
-            files[extension] = handle.read()
-    if key is not None:
-        yield Sample(key, files)
 
 
 def write_source(
@@ -122,7 +92,7 @@ def write_retrieval_set(
     if not samples:
         raise UserError(f"There is not a single sample to write into {folder}.")
     for sample in samples:
-        if not sample.files.get("txt", b"").strip() or not sample.files.keys() & {"png", "jpg", "jpeg", "webp"}:
+        if not sample.files.get(TEXT_EXTENSION, b"").strip() or image_of(sample.files) is None:
             raise UserError(f"The test sample {sample.key!r} for {folder} lacks its picture or its caption.")
     shard_count = -(-len(samples) // shard_size)
     for k in range(shard_count):
@@ -143,4 +113,4 @@ def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[S
     if not count_file.is_file():
         raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
     for k in range(int(count_file.read_text())):
-        yield from read_shard(folder / f"{k}.tar")
+        yield from read_samples(folder / f"{k}.tar")
