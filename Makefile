@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo ablation test test-all recipes check format clean
+.PHONY: help install demo ablation test test-all gpu recipes check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,11 @@ test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --timeout 1800
+
+# Installs nothing: .venv where it is there, else the machine's own Python.
+gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (25 minutes; WHEELS=DIR, REHEARSE=1: on the CPU, tiny)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m scripts.gpu $(if $(WHEELS),--wheels $(WHEELS)) \
+		$(if $(REHEARSE),--rehearse --out build/gpu) $(ARGS)
 
 # The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR [ASSUME=v100:8]
 RECIPE = $(BIN)/python -m scripts.paper.recipes

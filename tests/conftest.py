@@ -11,4 +11,5 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in (ROOT / "src", ROOT / "tests", ROOT))
+_BEFORE = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []  # where `make gpu` keeps unpacked wheels
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, (ROOT / "src", ROOT / "tests", ROOT)), *_BEFORE])

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import torch
 import torch.distributed as dist
+from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip.factory import get_model_config
 from open_clip.loss import ClipLoss
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
+from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.memory import PeakBytes
@@ -45,8 +48,12 @@ VISION_SIZES = {
     "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
 }
 CONTEXT_LENGTH = 25
+# Tokens of a caption before the cut at the context, as mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
+# 2021), 1.15 word pieces a word, [CLS] and [SEP]. Of 25 tokens 45 % are then padding.
+CAPTION_TOKENS = (13.8, 5.2)
+PAD, FIRST, LAST = 0, 2, 3  # [PAD], [CLS] and [SEP] in the vocabulary of `write_bert`
 
-MicroBatch = tuple[Tensor, Tensor]  # images (B, 3, height, width), texts (B, context)
+MicroBatch = tuple[Tensor, Tensor]  # uint8 images (B, 3, height, width), texts (B, context), padded at the end
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,8 +122,11 @@ def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype
     return model.to(device=device, dtype=dtype).train()
 
 
-def make_batches(name: str, model: nn.Module, sizes: Sequence[int], dtype: torch.dtype, seed: int) -> list[MicroBatch]:
-    """Random images and tokens in host memory, pinned where the model is on a GPU, as a loader leaves them."""
+def make_batches(name: str, model: nn.Module, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
+    """Micro-batches as a loader leaves them: uint8 images, rows of interleaved channels, and captions of real lengths.
+
+    They lie in host memory, pinned where the model is on a GPU.
+    """
     config = get_model_config(name)
     size_px = model.visual.image_size
     height, width = (size_px, size_px) if isinstance(size_px, int) else size_px
@@ -125,13 +135,26 @@ def make_batches(name: str, model: nn.Module, sizes: Sequence[int], dtype: torch
     vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None) or model.vocab_size
     generator = torch.Generator().manual_seed(seed)
     batches = []
-    for size in sizes:
-        images = torch.randn(size, 3, height, width, generator=generator, dtype=dtype)
-        texts = torch.randint(1, vocabulary, (size, context), generator=generator)
+    for number, size in enumerate(sizes):
+        images = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator)
+        images = images.contiguous(memory_format=torch.channels_last)
+        texts = torch.randint(LAST + 1, vocabulary, (size, context), generator=generator)
+        lengths = torch.from_numpy(caption_lengths(size, context, seed + 1000 * number))
+        ends = lengths[:, None]
+        place = torch.arange(context)
+        texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(place < ends, torch.tensor(PAD))
+        texts[:, 0] = FIRST
         if next(model.parameters()).is_cuda:
             images, texts = images.pin_memory(), texts.pin_memory()
         batches.append((images, texts))
     return batches
+
+
+def caption_lengths(size: int, context: int, seed: int) -> np.ndarray:
+    """Tokens of `size` captions: a gamma distribution of `CAPTION_TOKENS`, cut at the context."""
+    mean, deviation = CAPTION_TOKENS
+    drawn = np.random.default_rng(seed).gamma((mean / deviation) ** 2, deviation**2 / mean, size)
+    return np.clip(np.rint(drawn), 3, context).astype(np.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,9 +183,18 @@ class Setup:
             local_loss=over, gather_with_grad=over, cache_labels=True, rank=self.rank, world_size=self.world_size
         )
 
-    def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model takes, on its device and in its precision."""
+        dtype = next(self.inner.parameters()).dtype
+        return normalize(images, OPENAI_DATASET_MEAN, OPENAI_DATASET_STD, dtype), texts
+
+    def on_device(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A micro-batch copied to the device and prepared."""
         images, texts = (part.to(self.device, non_blocking=True) for part in micro_batch)
-        return self.model(images, texts)
+        return self.prepare(images, texts)
+
+    def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        return self.model(*self.on_device(micro_batch))
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -210,12 +242,14 @@ def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) ->
 def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
     """Ours."""
     loss = ContrastiveLoss(chunk_size=loss_chunk, rank=setup.rank, world_size=setup.world_size)
-    return DecoupledGradientAccumulation(setup.model, loss, autocast=setup.autocast, retain=retain).backward
+    dga = DecoupledGradientAccumulation(setup.model, loss, autocast=setup.autocast, retain=retain)
+    return partial(dga.backward, prepare=setup.prepare)
 
 
 def two_pass(setup: Setup) -> Way:
     """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
-    return DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0).backward
+    dga = DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0)
+    return partial(dga.backward, prepare=setup.prepare)
 
 
 def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool) -> dict[str, Way]:
@@ -332,7 +366,7 @@ def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Count
 
 def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
     """FLOPs of one micro-batch's forward pass, and of its forward and backward pass, without a loss."""
-    images, texts = (part.to(setup.device) for part in micro_batch)
+    images, texts = setup.on_device(micro_batch)
     with FlopCounterMode(display=False) as forward, torch.no_grad(), setup.autocast():
         setup.inner(images, texts)
     setup.zero_grad()
@@ -349,9 +383,9 @@ def reference_gradient(setup: Setup, micro_batches: Sequence[MicroBatch], seed: 
     setup.zero_grad()
     torch.manual_seed(seed)
     outputs = []
-    for images, texts in micro_batches:
+    for micro_batch in micro_batches:
         with setup.autocast():
-            outputs.append(setup.inner(images.to(setup.device), texts.to(setup.device)))
+            outputs.append(setup.inner(*setup.on_device(micro_batch)))
     sides = [torch.cat([output[side] for output in outputs]) for side in ("image_features", "text_features")]
     widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
     setup.clip_loss(*widened, outputs[-1]["logit_scale"]).backward()

@@ -61,6 +61,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.memory import PeakBytes, available_bytes
 
 SEED = 1  # of micro-batches and masks; ranks add their own number
+WARM_UP_PAIRS = 4096
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second
 
 
@@ -138,7 +139,7 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
     errors = measure_errors(name, args, device, rank) if args.error_steps else {}
     setup = make_setup(name, args, device, rank, args.precision)
     most = max(args.steps)
-    batches = make_batches(name, setup.inner, [args.micro_batch] * most, torch.float32, SEED + rank)
+    batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
     for _ in range(WARM_UP_STEPS):  # DDP lays its buckets out anew after the first
         one(batches[:1])
@@ -226,8 +227,7 @@ def measure_times(
 def measure_errors(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, dict[str, float]]:
     """The gradient error of each way that claims the effective batch's gradient, on a small one."""
     setup = make_setup(name, args, device, rank, args.error_precision)
-    dtype = torch.float64 if args.error_precision == "fp64" else torch.float32
-    batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, dtype, SEED + rank)
+    batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, SEED + rank)
     reference = reference_gradient(setup, batches, SEED + rank)
     contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
     contestants = {row: way for row, way in contestants.items() if row.startswith(("open_clip", "two-pass", "ours"))}
@@ -276,13 +276,13 @@ def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.devi
         loss(leaves[0], leaves[1], scale).backward()
 
     if device.type == "cuda":
-        step([])
-        took = seconds(setup, step, [], "wall")
-        for leaf in (*leaves, scale):
-            leaf.grad = None
+        small = [part[:WARM_UP_PAIRS].detach().clone().requires_grad_() for part in leaves]
+        loss(small[0], small[1], scale).backward()  # kernels and handles; a million pairs take a minute a step
+        scale.grad = None
+        del small
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        step([])
+        took = seconds(setup, step, [], "wall")
         peak = torch.cuda.max_memory_allocated(device) - before + inputs
     else:
         with live:  # a few operations a chunk: counting costs no time to speak of

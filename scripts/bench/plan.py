@@ -25,6 +25,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 STEPS, SKIPPED, TOLERANCE = 50, 5, 0.15
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")
@@ -91,8 +92,10 @@ def logged_steps(folder: Path) -> list[tuple[datetime, float]]:
     return [(datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), float(seconds)) for when, seconds in found]
 
 
-def one_after_the_other(arguments: list[str]) -> tuple[float, list[float]]:
-    """Seconds of a step as planned, and of each step of a run."""
+def one_after_the_other(
+    arguments: list[str], least: int = STEPS, skipped: int = SKIPPED
+) -> tuple[dict[str, Any], list[float]]:
+    """The plan, and the seconds of each step of a run of `least` steps or more but for the first `skipped`."""
     done = subprocess.run(command("plan", "wall", arguments), capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"plan.py: zerovl plan ended with status {done.returncode}: {done.stderr}")
@@ -100,12 +103,12 @@ def one_after_the_other(arguments: list[str]) -> tuple[float, list[float]]:
         run = [*command("train", "wall", [*arguments, "--logs", logs, "--name", "run"])]
         trained = subprocess.run(run, capture_output=True, text=True)
         steps = logged_steps(Path(logs))
-    if trained.returncode != 0 or len(steps) < STEPS:
+    if trained.returncode != 0 or len(steps) < least:
         raise SystemExit(f"plan.py: the run ended with status {trained.returncode}: {trained.stderr}")
-    return json.loads(done.stdout)["step_seconds"], [seconds for _, seconds in steps[SKIPPED:]]
+    return json.loads(done.stdout), [seconds for _, seconds in steps[skipped:]]
 
 
-def side_by_side(arguments: list[str], clock: str) -> tuple[float, list[float]]:
+def side_by_side(arguments: list[str], clock: str) -> tuple[dict[str, Any], list[float]]:
     """The same by either clock, with the run going on while the plan is made."""
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "errors", "w+", encoding="utf-8") as errors:
         folder = Path(logs)
@@ -132,7 +135,7 @@ def side_by_side(arguments: list[str], clock: str) -> tuple[float, list[float]]:
         finally:
             training.terminate()
             training.wait()
-        return plan["step_seconds"], [seconds for when, seconds in logged_steps(folder) if begin <= when <= end]
+        return plan, [seconds for when, seconds in logged_steps(folder) if begin <= when <= end]
 
 
 def main() -> int:
@@ -170,7 +173,8 @@ def main() -> int:
         ]  # fmt: skip
         ratios = []
         for _ in range(options.rounds):
-            planned, seconds = side_by_side(common, options.beside) if options.beside else one_after_the_other(common)
+            plan, seconds = side_by_side(common, options.beside) if options.beside else one_after_the_other(common)
+            planned = plan["step_seconds"]
             median, mean = statistics.median(seconds), statistics.fmean(seconds)
             ratios.append(planned / median)
             figures = f"{len(seconds)} | {planned:.3f} | {median:.3f} | {mean:.3f} | {ratios[-1]:.2f}"

@@ -1,0 +1,337 @@
+"""The measurements of scripts/gpu.py, each in a process of its own; a result is printed the moment it is there.
+
+    python scripts/bench/gpu_parts.py machine|steps|loss|plan [--rehearse] [--compile] [--have KEY ...]
+
+A result is a line `RESULT {"key": ..., ...}`; keys named with --have are not measured again. Sizes are the paper's: ViT-B/16
+at 224 px with token drop 0.25, BERT-base at 25 tokens with dropout 0.1, micro-batches of 512, bf16 autocast, TF32 as
+open_clip's training sets it. --rehearse takes tiny ones on whatever device there is.
+
+    machine  the hardware, the versions, the bf16 matrix rate and the copy bandwidth that it reaches
+    steps    K micro-batches in one optimizer step's gradient: seconds, samples/s, peak memory; plain training is the yardstick
+    loss     the loss and its gradient at N pairs of width 512
+    plan     `zerovl plan` beside a training with the same arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import io
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accumulation import (
+    MicroBatch,
+    Setup,
+    Way,
+    build,
+    decoupled,
+    keep_heap,
+    make_batches,
+    open_clip_accumulation,
+    peak_bytes,
+    plain,
+    register,
+    seconds,
+    tower_flops,
+    two_pass,
+    write_bert,
+)
+from PIL import Image
+
+from open_clip_zerovl.plan.gpus import GPUS
+from open_clip_zerovl.tar.shards import Sample, write_source
+
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
+LOSS_CHUNK = 1024
+DISTINCT_BATCHES = 4  # micro-batches that differ; a step of more repeats them
+WARM_UP_MICRO_BATCHES = 2
+LOSS_WIDTH = 512
+
+
+class Sizes:
+    """What is measured, at paper size or rehearsed."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.model = "tiny" if rehearse else "ViT-B-16+BERT-base"
+        self.micro_batch = 4 if rehearse else 512
+        self.steps = (1, 4) if rehearse else (1, 4, 16, 32)
+        self.pairs = (256, 512) if rehearse else (16_384, 65_536, 262_144, 1_048_576)
+        self.matrix = 256 if rehearse else 8192
+        self.copy_bytes = 2**20 if rehearse else 2**32
+        # (model, micro-batch, K, pairs of each of two sources, px, passes over them, loader processes, steps at least)
+        self.plan_model = "zerovl-emoji" if rehearse else "zerovl-ViT-B-16-BERT-base"
+        self.plan_batch, self.plan_steps = (8, 2) if rehearse else (512, 8)
+        self.plan_pairs, self.plan_px, self.plan_passes = (64, 64, 2) if rehearse else (8192, 256, 10)
+        self.plan_workers = 1 if rehearse else 12
+        self.plan_least, self.plan_skipped = (10, 2) if rehearse else (35, 5)
+
+
+def emit(key: str, **values: Any) -> None:
+    """Hand a result to scripts/gpu.py."""
+    print("RESULT " + json.dumps({"key": key, **values}), flush=True)
+
+
+def device_here() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def datasheet_tflops(name: str) -> float | None:
+    """The maker's dense bf16 rate of a GPU of this name, None for one that the table does not have."""
+    bare = name.lower().replace(" ", "")
+    found = [gpu for gpu in GPUS.values() if gpu.label.lower().replace(" ", "").removesuffix("gb") in bare]
+    return max((gpu.tflops for gpu in found), default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def machine(sizes: Sizes, have: Sequence[str]) -> None:
+    device = device_here()
+    name = device_name(device)
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    emit(
+        "machine",
+        device=name,
+        memory_gib=None if total is None else total / 2**30,
+        python=platform.python_version(),
+        cuda=torch.version.cuda,
+        versions=versions,
+        datasheet_tflops=datasheet_tflops(name),
+        matrix_tflops=matrix_tflops(device, sizes.matrix),
+        copy_tb_per_second=copy_rate(device, sizes.copy_bytes),
+    )
+
+
+def _median_seconds(device: torch.device, once: Callable[[], Any], rounds: int = 10) -> float:
+    """Median of single calls by the wall clock, the device waited for; three calls warm up."""
+    took = []
+    for round_ in range(rounds + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        once()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if round_ >= 3:
+            took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def matrix_tflops(device: torch.device, size: int) -> float:
+    """10^12 operations a second in a bf16 product of random square matrices."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / _median_seconds(device, lambda: a @ b) / 1e12
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """TB a second, read and written, of a copy on the device."""
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _median_seconds(device, lambda: target.copy_(source)) / 1e12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def contestants(setup: Setup, steps: int) -> dict[str, Way]:
+    """The ways to take a step of K micro-batches, by the name of its row."""
+    if steps == 1:
+        return {"plain": partial(plain, setup), "ours, retain 1": decoupled(setup, 1, LOSS_CHUNK)}
+    return {
+        "open_clip --accum-freq": partial(open_clip_accumulation, setup),
+        "two-pass (GradCache)": two_pass(setup),
+        "ours, retain 1": decoupled(setup, 1, LOSS_CHUNK),
+        "ours, retain auto": decoupled(setup, "auto", LOSS_CHUNK),
+    }
+
+
+def graphs_kept(way: Way, sizes: list[int]) -> int | None:
+    """R of one of ours, decided by now."""
+    dga = getattr(getattr(way, "func", None), "__self__", None)
+    return None if dga is None else dga._retention.graphs(sizes)
+
+
+def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
+    device = device_here()
+    if device.type == "cuda":  # as open_clip's main sets them
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    else:
+        keep_heap()
+    mode = "compiled" if compiled else "eager"
+    with tempfile.TemporaryDirectory() as scratch:
+        name = register(sizes.model, None, 0.1, Path(scratch))
+        model = build(name, 0.25, device, torch.float32)
+    setup = Setup(model, device, partial(torch.autocast, device.type, dtype=torch.bfloat16))
+    batches = make_batches(name, model, [sizes.micro_batch] * min(DISTINCT_BATCHES, max(sizes.steps)), seed=1)
+    _, flops = tower_flops(setup, tuple(part[:2] for part in batches[0]))  # type: ignore[arg-type]
+    gflops = flops / 2 / 1e9
+    if compiled:
+        setup.model = torch.compile(model)
+    yardstick = partial(plain, setup)
+    first = seconds(setup, yardstick, batches[:1], "wall")  # kernels, and what is to be compiled with a graph
+    first += seconds(setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall")  # and without
+    if f"{mode}, first" not in have:
+        emit(f"{mode}, first", mode=mode, first_seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch)
+    for k in sizes.steps:
+        for row, way in contestants(setup, k).items():
+            key = f"{mode}, K={k}, {row}"
+            if key in have:
+                continue
+            try:
+                measured = measure_way(setup, way, yardstick, repeated(batches, k))
+            except torch.OutOfMemoryError:
+                measured = {"error": "out of memory"}
+            setup.zero_grad()
+            emit(key, mode=mode, way=row, steps=k, micro_batch=sizes.micro_batch, gflops_per_sample=gflops, **measured)
+            del way
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def repeated(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    return [batches[index % len(batches)] for index in range(count)]
+
+
+def measure_way(setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch]) -> dict[str, Any]:
+    """Seconds of a step and their ratio to plain training's just before, samples a second, peak memory."""
+    for _ in range(2):  # "auto" measures in the first step and decides in the second
+        seconds(setup, way, batches[:WARM_UP_MICRO_BATCHES], "wall")
+    short = batches[:DISTINCT_BATCHES]
+    took, ratios = [], []
+    for _ in range(3 if len(batches) <= DISTINCT_BATCHES else 2):
+        a_batch = seconds(setup, yardstick, short, "wall") / len(short)
+        took.append(seconds(setup, way, batches, "wall"))
+        ratios.append(took[-1] / len(batches) / a_batch)
+    samples = sum(len(images) for images, _ in batches)
+    return {
+        "seconds": statistics.median(took),
+        "seconds_range": [min(took), max(took)],
+        "ratio_to_plain": statistics.median(ratios),
+        "samples_per_second": samples / statistics.median(took),
+        "peak_gib": peak_bytes(setup, way, batches) / 2**30,
+        "retained": graphs_kept(way, [len(images) for images, _ in batches]),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def loss(sizes: Sizes, have: Sequence[str]) -> None:
+    import dga
+
+    for n in sizes.pairs:
+        if f"loss, N={n}" in have:
+            continue
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        words = ["--device", device, "--loss-rows", str(n), "--loss-width", str(LOSS_WIDTH)]
+        rows = dga.measure_loss(dga.parse_args([*words, "--loss-chunk", str(LOSS_CHUNK)]))
+        emit(f"loss, N={n}", pairs=n, rows=rows)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up_source(folder: Path, count: int, px: int, seed: int) -> None:
+    """A source of JPEGs with large shapes, `px` on a side, and captions of letters."""
+    rng = np.random.default_rng(seed)
+    pictures = []
+    for _ in range(min(count, 256)):  # a source repeats them: decoding costs the same
+        shapes = rng.integers(0, 256, (px // 16 + 2, px // 16 + 2, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(shapes).resize((px, px), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
+        pictures.append(buffer.getvalue())
+    words = ["a", "big", "red", "house", "near", "the", "old", "tree", "with", "two", "dogs", "on", "green", "grass"]
+    samples = []
+    for number in range(count):
+        caption = " ".join(rng.choice(words, size=int(rng.integers(5, 16))))
+        samples.append(Sample(f"{number:08d}", {"jpg": pictures[number % len(pictures)], "txt": caption.encode()}))
+    write_source(folder, samples, shard_size=max(1, count // 16))
+
+
+def plan(sizes: Sizes, have: Sequence[str]) -> None:
+    if "plan" in have:
+        return
+    from plan import one_after_the_other
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for number, name in enumerate("ab"):
+            made_up_source(folder / name, sizes.plan_pairs, sizes.plan_px, number)
+        bert = write_bert(folder / "bert", "tiny" if sizes.plan_model == "zerovl-emoji" else "base", 0.1)
+        cuda = torch.cuda.is_available()
+        arguments = [
+            "--model", sizes.plan_model, "--text-model", str(bert), "--train-data", f"a={folder / 'a'}::b={folder / 'b'}",
+            "--train-data-upsampling-factors", f"a={sizes.plan_passes}::b={sizes.plan_passes}", "--sampling", "debiased",
+            "--batch-size", str(sizes.plan_batch), "--dga-steps", str(sizes.plan_steps), "--dga-retain", "auto",
+            "--loss-chunk", str(LOSS_CHUNK), "--coin-flip-mixup", "--precision", "amp_bf16" if cuda else "fp32",
+            "--device", "cuda" if cuda else "cpu", "--workers", str(sizes.plan_workers), "--epochs", "1",
+            "--warmup", "5", "--log-every-n-steps", "1", "--save-frequency", "0",
+        ]  # fmt: skip
+        if sizes.plan_model != "zerovl-emoji":  # whose convolutions have no tokens
+            arguments += ["--token-drop", "0.25"]
+        planned, real = one_after_the_other(arguments, least=sizes.plan_least, skipped=sizes.plan_skipped)
+    emit(
+        "plan",
+        model=sizes.plan_model,
+        micro_batch=sizes.plan_batch,
+        steps=sizes.plan_steps,
+        retained=planned["retained"],
+        planned_seconds=planned["step_seconds"],
+        planned_compute_seconds=planned["compute_seconds"],
+        loader_samples_per_second=planned["loader_rate"],
+        planned_peak_gib=planned["peak_bytes"] / 2**30,
+        real_seconds=statistics.median(real),
+        real_range=[min(real), max(real)],
+        logged_steps=len(real),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("machine", "steps", "loss", "plan"))
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model in every way of `steps`")
+    parser.add_argument("--have", nargs="*", default=[], metavar="KEY")
+    args = parser.parse_args()
+    sizes = Sizes(args.rehearse)
+    if args.part == "steps":
+        steps(sizes, args.have, args.compile)
+    else:
+        {"machine": machine, "loss": loss, "plan": plan}[args.part](sizes, args.have)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""`make gpu`: everything that only a GPU can show, in 25 minutes on one; a second call goes on where the first ended.
+
+    python -m scripts.gpu [--wheels DIR] [--minutes 25] [--out docs/results] [--name NAME] [--only PART ...]
+    python -m scripts.gpu --rehearse --out DIR        # all parts on the CPU, with tiny sizes
+
+Each part runs in processes of its own and ends within 8 minutes; every result is written when it is there:
+
+    machine            the hardware and what it reaches
+    tests              the tests marked gpu: exactness in fp32, bf16 and fp16, SDPA's kernels, loss, memory, compile, resume
+    steps              the steps at paper size, ours beside open_clip's accumulation and the two-pass step
+    steps-compiled     the same with the model compiled
+    loss               the loss alone at up to 1,048,576 pairs
+    plan               `zerovl plan` beside a training
+    demo               the emoji demo, where its data is there (--emoji; made elsewhere by `zerovl data emoji`)
+    ablation           one seed of the paper's tables in miniature at 20 epochs, as far as the time goes
+
+Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed and nothing is
+fetched: the machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python
+packages that it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch those where there is a network:
+
+    python -m pip download --no-deps -d DIR open_clip_torch==3.3.0 "webdataset<=0.2.86" braceexpand ftfy wcwidth
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path]  # nothing need be installed
+
+from scripts.gpu_page import page  # noqa: E402
+
+PART_SECONDS = 8 * 60
+LEAST_SECONDS = 45.0  # a part is not begun with less
+EPOCHS = 20
+
+# What is imported -> its package. The first can travel as wheels of Python code, the others come with a GPU's machine.
+CARRIED = {
+    "open_clip": "open_clip_torch",
+    "webdataset": "webdataset",
+    "braceexpand": "braceexpand",
+    "ftfy": "ftfy",
+    "wcwidth": "wcwidth",
+}
+EXPECTED = {
+    "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
+    "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
+    "sklearn": "scikit-learn", "matplotlib": "matplotlib", "pytest": "pytest", "pytest_timeout": "pytest-timeout",
+}  # fmt: skip
+
+
+class Stop(Exception):
+    """A sentence for the person at the terminal."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part and the command that measures it.
+
+    Attributes:
+        command: after the Python interpreter; `{have}` stands for what was measured before.
+        reads: "results" (lines RESULT {...}), "pytest" (lines of -vv), or "ending" (its exit status alone).
+        needs: a file without which the part is left out, and how it is made.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    reads: str = "results"
+    needs: tuple[Path, str] | None = None
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    """All parts, in the order of their worth."""
+    rehearse = ["--rehearse"] if options.rehearse else []
+    bench = str(ROOT / "scripts" / "bench" / "gpu_parts.py")
+
+    def measured(part: str, *more: str) -> tuple[str, ...]:
+        return (bench, part, *rehearse, *more, "--have", "{have}")
+
+    emoji = (options.emoji / "bert" / "vocab.txt", f"zerovl data emoji --out {options.emoji}, where there is a network")
+    device = "cpu" if options.rehearse else "cuda"
+    workers = "0" if options.rehearse else "4"
+    demo = [
+        "-m", "scripts.demo", "--data", str(options.emoji), "--out", str(options.work / "demo"),
+        "--picture", str(options.out / f"gpu-{options.name}-demo.png"), "--epochs", "1" if options.rehearse else str(EPOCHS),
+        "--", "--device", device, "--workers", workers,
+    ]  # fmt: skip
+    ablation = [
+        "-m", "scripts.ablation.run", "--data", str(options.emoji), "--out", str(options.work / "ablation"),
+        "--seeds", "0", "--epochs", "1" if options.rehearse else str(EPOCHS),
+        *(["--only", "debiased"] if options.rehearse else []),
+    ]  # fmt: skip
+    tests = ["-m", "pytest", "-vv", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    if options.rehearse:  # the compiler takes minutes on a CPU; the slow tier has the same test without a GPU
+        tests += ["--deselect", "tests/gpu/test_compile.py"]
+    return [
+        Part("machine", measured("machine")),
+        Part("tests", (*tests, "{have}"), "pytest"),
+        Part("steps", measured("steps")),
+        Part("steps-compiled", measured("steps", "--compile")),
+        Part("loss", measured("loss")),
+        Part("plan", measured("plan")),
+        Part("demo", tuple(demo), "ending", emoji),
+        Part("ablation", tuple(ablation), "ending", emoji),
+    ]
+
+
+@dataclass
+class Results:
+    """What is known so far, on the disk after every change: part -> {"status", "seconds", "results": {key: values}}."""
+
+    file: Path
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        """
+        Raises:
+            Stop: a file that holds something else.
+        """
+        if not file.is_file():
+            return cls(file)
+        try:
+            return cls(file, json.loads(file.read_text(encoding="utf-8"))["parts"])
+        except (ValueError, KeyError, TypeError) as failure:
+            raise Stop(f"{file} is no result of this program ({failure}); move it away, or give another --name") from None
+
+    def part(self, name: str) -> dict[str, Any]:
+        return self.parts.setdefault(name, {"status": "begun", "seconds": 0.0, "results": {}})
+
+    def write(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        for file, content in (
+            (self.file, json.dumps({"parts": self.parts}, indent=1) + "\n"),
+            (self.file.with_suffix(".md"), page(self.parts)),
+        ):
+            scratch = file.with_name(f".{file.name}.part")
+            scratch.write_text(content, encoding="utf-8")
+            scratch.replace(file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def missing_packages(site: Path) -> dict[str, str]:
+    """What cannot be imported here, nor from `site`: module -> package."""
+    unpacked = {path.name for path in site.iterdir()} if site.is_dir() else set()
+    return {
+        module: package
+        for module, package in {**EXPECTED, **CARRIED}.items()
+        if module not in unpacked and f"{module}.py" not in unpacked and importlib.util.find_spec(module) is None
+    }
+
+
+def unpack_wheels(wheels: Path | None, site: Path) -> None:
+    """Unpack what is missing from a folder of wheels.
+
+    Raises:
+        Stop: packages that are neither here nor there.
+    """
+    missing = missing_packages(site)
+    if wheels is not None and missing:
+        if not wheels.is_dir():
+            raise Stop(f"--wheels {wheels} is no folder; give the one that holds the .whl files")
+        there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
+        carried = [package for package in missing.values() if package.lower().replace("_", "-") in there]
+        if carried:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links", str(wheels)]
+            done = subprocess.run([*pip, "--target", str(site), *carried], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise Stop(f"pip could not unpack {', '.join(carried)}: {done.stderr.strip().splitlines()[-1]}")
+        missing = missing_packages(site)
+    if missing:
+        raise Stop(
+            f"this machine's Python ({sys.executable}) has no {', '.join(missing.values())}; fetch them where there is a network "
+            "(python -m pip download --no-deps -d DIR NAME ...) and give --wheels DIR"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+PYTEST_LINE = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+
+
+def command_of(part: Part, have: Sequence[str]) -> list[str]:
+    """The command without what was measured before."""
+    words = list(part.command)
+    if "{have}" in words:
+        place = words.index("{have}")
+        passed = [f"--deselect={key}" for key in have] if part.reads == "pytest" else list(have)
+        words[place : place + 1] = passed
+    return [sys.executable, *words]
+
+
+def result_in(line: str, reads: str) -> tuple[str, dict[str, Any]] | None:
+    """The key and the values of a result that a line holds, None for any other line."""
+    if reads == "results" and line.startswith("RESULT "):
+        values = json.loads(line.removeprefix("RESULT "))
+        return values.pop("key"), values
+    if reads == "pytest" and (found := PYTEST_LINE.match(line)):
+        return found[1], {"outcome": found[2].lower()}
+    return None
+
+
+def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
+    """Keys that need not be measured again: all but tests that failed."""
+    return [key for key, values in record["results"].items() if values.get("outcome", "passed") in ("passed", "skipped")]
+
+
+def run_part(part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path) -> None:
+    """Run a part for at most `seconds`, writing each result; what was measured before is not measured again."""
+    record = results.part(part.name)
+    have = measured_before(part, record)
+    before, start = record["seconds"], time.monotonic()
+    record["status"] = "begun"
+    lines: queue.Queue[str | None] = queue.Queue()
+    child = subprocess.Popen(
+        command_of(part, have), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+    def read() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            while (left := seconds - (time.monotonic() - start)) > 0:
+                try:
+                    line = lines.get(timeout=left)
+                except queue.Empty:
+                    break
+                if line is None:
+                    break
+                file.write(line)
+                file.flush()
+                if (found := result_in(line, part.reads)) is not None:
+                    record["results"][found[0]] = found[1]
+                    record["seconds"] = round(before + time.monotonic() - start, 1)
+                    results.write()
+                    print(f"  {found[0]}: {shown(found[1])}", flush=True)
+            if left <= 0 or child.poll() is None:
+                try:
+                    child.wait(timeout=max(0.1, min(20.0, left)))
+                except subprocess.TimeoutExpired:
+                    record["status"] = "stopped at its limit; a second call goes on"
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        record["seconds"] = round(before + time.monotonic() - start, 1)
+        if record["status"] == "begun":
+            record["status"] = "done" if child.returncode == 0 else f"ended with status {child.returncode}"
+            if child.returncode != 0:
+                record["last_words"] = log.read_text(encoding="utf-8").strip().splitlines()[-25:]
+        results.write()
+
+
+def shown(values: dict[str, Any]) -> str:
+    """A result in a line."""
+    cells = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()]
+    return ", ".join(cells)[:160]
+
+
+def collect_demo(record: dict[str, Any], work: Path) -> None:
+    """The demo's table, from its folder."""
+    file = work / "demo" / "results.json"
+    if file.is_file():
+        for name, run in json.loads(file.read_text(encoding="utf-8")).items():
+            record["results"][name] = {"rsum": run["rsum"]}
+
+
+def collect_ablation(record: dict[str, Any], work: Path) -> None:
+    """What each finished run of the ablation found."""
+    for file in sorted((work / "ablation").glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if "rsum" in run:
+            record["results"][file.stem] = {"rsum": run["rsum"], "wall_seconds": run["wall_seconds"]}
+
+
+def name_here(rehearse: bool) -> str:
+    """The GPU's name as a file's; "rehearsal" on the CPU.
+
+    Raises:
+        Stop: there is no GPU.
+    """
+    if rehearse:
+        return "rehearsal"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Stop("there is no CUDA device here; --rehearse (make gpu REHEARSE=1) runs all parts on the CPU with tiny sizes")
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+
+
+def run(options: argparse.Namespace) -> int:
+    """All parts that are not done yet, as far as the time goes; the exit status."""
+    deadline = time.monotonic() + 60 * options.minutes
+    options.work = options.work.absolute()
+    options.out, options.emoji = options.out.absolute(), options.emoji.absolute()
+    site = options.work / "site"
+    unpack_wheels(options.wheels, site)
+    options.name = options.name or name_here(options.rehearse)
+    results = Results.read(options.out / f"gpu-{options.name}.json")
+    paths = [ROOT / "src", ROOT, ROOT / "scripts" / "bench", site]
+    before = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *([before] if before else [])]),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **({"ZEROVL_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
+    }
+    chosen = [part for part in parts(options) if not options.only or part.name in options.only]
+    for part in chosen:
+        record = results.part(part.name)
+        if record["status"] == "done":
+            continue
+        if part.needs is not None and not part.needs[0].exists():
+            record["status"] = f"left out: there is no {part.needs[0].parent}; {part.needs[1]}"
+            results.write()
+            print(f"{part.name}: {record['status']}", flush=True)
+            continue
+        left = deadline - time.monotonic()
+        if left < min(LEAST_SECONDS, 30 * options.minutes):
+            print(f"{part.name}: the {options.minutes:g} minutes are over; call again to go on", flush=True)
+            break
+        print(f"{part.name} (at most {min(PART_SECONDS, left):.0f} s)", flush=True)
+        run_part(part, results, min(PART_SECONDS, left), environment, options.work / f"{part.name}.log")
+        if part.name in ("demo", "ablation"):
+            {"demo": collect_demo, "ablation": collect_ablation}[part.name](record, options.work)
+            results.write()
+        print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
+    print(f"\n{page(results.parts)}\n{results.file}\n{results.file.with_suffix('.md')}", flush=True)
+    return exit_status([results.part(part.name) for part in chosen])
+
+
+def exit_status(records: Sequence[dict[str, Any]]) -> int:
+    """0: all is done; 1: something failed; 3: something is still to be measured."""
+    failed = any(record["status"].startswith("ended") for record in records)
+    waiting = any(record["status"].startswith(("begun", "stopped")) for record in records)
+    return 1 if failed else 3 if waiting else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
+    parser.add_argument("--emoji", type=Path, default=Path("data/emoji"), metavar="DIR", help="of `zerovl data emoji`")
+    parser.add_argument("--minutes", type=float, default=25.0, help="that this call may take (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="scratch, and logs")
+    parser.add_argument("--name", help="of the result's files (default: the GPU's)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    options = parser.parse_args(argv)
+    known = ("machine", "tests", "steps", "steps-compiled", "loss", "plan", "demo", "ablation")
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"there is no part {unknown[0]!r}; give of {', '.join(known)}")
+    try:
+        return run(options)
+    except Stop as sentence:
+        print(f"gpu: {sentence}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

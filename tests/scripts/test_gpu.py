@@ -1,0 +1,121 @@
+"""scripts/gpu.py: results are kept as they come, a second call goes on, and the page says what was and was not measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts import gpu
+from scripts.gpu_page import page
+from support import ROOT
+
+FIRST, SECOND = {"key": "one", "value": 1.5}, {"key": "two", "value": 2.5}
+
+
+def program(*lines: str) -> gpu.Part:
+    """A part whose process runs these lines of Python; the keys measured before are in `have`."""
+    return gpu.Part("part", ("-c", "\n".join(["import json, sys", "have = sys.argv[1:]", *lines]), "{have}"))
+
+
+def told(values: dict) -> str:
+    return f"print('RESULT ' + {json.dumps(values)!r}, flush=True)"
+
+
+def run(part: gpu.Part, file, seconds: float = 60.0) -> gpu.Results:
+    results = gpu.Results.read(file)
+    gpu.run_part(part, results, seconds, dict(os.environ), file.parent / "log")
+    return gpu.Results.read(file)
+
+
+def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
+    file = tmp_path / "gpu-x.json"
+    stopped = run(program(told(FIRST), "import time; time.sleep(60)"), file, seconds=3.0).parts["part"]
+    assert stopped["status"].startswith("stopped at its limit")
+    assert stopped["results"] == {"one": {"value": 1.5}}
+    done = run(program("assert have == ['one'], have", told(SECOND)), file).parts["part"]
+    assert done["status"] == "done" and list(done["results"]) == ["one", "two"]
+    assert done["seconds"] > stopped["seconds"]
+
+
+def test_a_part_that_fails_says_how(tmp_path):
+    failed = run(program(told(FIRST), "sys.exit('no such kernel')"), tmp_path / "gpu-x.json").parts["part"]
+    assert failed["status"] == "ended with status 1" and "no such kernel" in failed["last_words"][-1]
+    assert "no such kernel" in page({"part": failed})
+    assert gpu.exit_status([failed]) == 1
+
+
+def test_failed_tests_alone_are_run_again():
+    lines = ["tests/gpu/test_a.py::test_b[x y] PASSED  [ 10%]", "tests/gpu/test_a.py::test_c FAILED [ 20%]", "tests: 2"]
+    found = dict(result for line in lines if (result := gpu.result_in(line, "pytest")))
+    assert list(found) == ["tests/gpu/test_a.py::test_b[x y]", "tests/gpu/test_a.py::test_c"]
+    part = gpu.Part("tests", ("-m", "pytest", "{have}"), "pytest")
+    have = gpu.measured_before(part, {"results": found})
+    assert gpu.command_of(part, have)[1:] == ["-m", "pytest", "--deselect=tests/gpu/test_a.py::test_b[x y]"]
+
+
+def test_the_time_is_kept(tmp_path, capsys):
+    options = ["--rehearse", "--minutes", "0", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert gpu.main([*options, "--only", "machine"]) == 3  # nothing was done, and nothing failed
+    assert "minutes are over" in capsys.readouterr().out
+
+
+def test_what_a_machine_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu.EXPECTED, "no_such_module", "no-such-package")
+    with pytest.raises(gpu.Stop, match=r"has no no-such-package; fetch .* --wheels DIR"):
+        gpu.unpack_wheels(None, tmp_path / "site")
+    with pytest.raises(gpu.Stop, match="is no folder"):
+        gpu.unpack_wheels(tmp_path / "nowhere", tmp_path / "site")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_without_a_gpu_it_says_how_to_rehearse(tmp_path, capsys):
+    assert gpu.main(["--out", str(tmp_path), "--work", str(tmp_path)]) == 2
+    assert "REHEARSE=1" in capsys.readouterr().err
+
+
+def test_the_page():
+    row = {
+        "mode": "eager", "way": "ours, retain auto", "steps": 4, "micro_batch": 512, "gflops_per_sample": 91.5, "retained": 3,
+        "seconds": 1.0, "seconds_range": [1, 1], "ratio_to_plain": 1.1, "samples_per_second": 2048.0, "peak_gib": 30.0,
+    }  # fmt: skip
+    parts = {
+        "machine": {
+            "status": "done",
+            "results": {
+                "machine": {
+                    "device": "NVIDIA H200", "memory_gib": 139.8, "python": "3.12.3", "cuda": "13.0",
+                    "versions": {"torch": "2.11.0"}, "datasheet_tflops": 989, "matrix_tflops": 788.0,
+                    "copy_tb_per_second": 4.3,
+                }
+            },
+        },
+        "tests": {"status": "done", "results": {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}}},
+        "steps": {"status": "done", "results": {"k": row, "l": {**row, "error": "out of memory"}}},
+        "plan": {"status": "stopped at its limit; a second call goes on", "results": {}},
+    }  # fmt: skip
+    text = page(parts)
+    assert "# On NVIDIA H200" in text and "788 TFLOP/s, 989 by its data sheet" in text
+    assert "1 passed, 1 failed" in text and "- failed: `b`" in text
+    assert "| eager | 4 | ours, retain auto (R=3) | 1.000 | 1.100 | 2,048 | 18.9% | 30.00 |" in text
+    assert "takes 2,048 samples/s; the paper's 14M recipe in 24 hours on one GPU needs 3,300" in text
+    assert "out of memory" in text and "- plan: stopped at its limit" in text
+
+
+@pytest.mark.slow  # every part on the CPU: the compiler alone takes minutes
+@pytest.mark.timeout(1800)
+def test_rehearsal(tmp_path):
+    command = ["make", "gpu", "REHEARSE=1", f"ARGS=--out {tmp_path} --work {tmp_path / 'work'} --minutes 28"]
+    done = subprocess.run([*command, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    parts = json.loads((tmp_path / "gpu-rehearsal.json").read_text())["parts"]
+    left_out = {name for name, record in parts.items() if record["status"].startswith("left out")}
+    assert left_out <= {"demo", "ablation"}  # where the emoji data is not there
+    assert all(record["status"] == "done" for name, record in parts.items() if name not in left_out)
+    assert len(parts["tests"]["results"]) > 20
+    assert len(parts["steps"]["results"]) == len(parts["steps-compiled"]["results"]) == 7
+    assert "## Not done" not in (tmp_path / "gpu-rehearsal.md").read_text() or left_out
