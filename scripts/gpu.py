@@ -137,7 +137,9 @@ class Results:
         try:
             return cls(file, json.loads(file.read_text(encoding="utf-8"))["parts"])
         except (ValueError, KeyError, TypeError) as failure:
-            raise Stop(f"{file} is no result of this program ({failure}); move it away, or give another --name") from None
+            raise Stop(
+                f"{file} is no result of this program ({failure}); move it away, or give another --name"
+            ) from None
 
     def part(self, name: str) -> dict[str, Any]:
         return self.parts.setdefault(name, {"status": "begun", "seconds": 0.0, "results": {}})
@@ -181,15 +183,25 @@ def unpack_wheels(wheels: Path | None, site: Path) -> None:
         there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
         carried = [package for package in missing.values() if package.lower().replace("_", "-") in there]
         if carried:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links", str(wheels)]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-index",
+                "--no-deps",
+                "--find-links",
+                str(wheels),
+            ]
             done = subprocess.run([*pip, "--target", str(site), *carried], capture_output=True, text=True)
             if done.returncode != 0:
                 raise Stop(f"pip could not unpack {', '.join(carried)}: {done.stderr.strip().splitlines()[-1]}")
         missing = missing_packages(site)
     if missing:
         raise Stop(
-            f"this machine's Python ({sys.executable}) has no {', '.join(missing.values())}; fetch them where there is a network "
-            "(python -m pip download --no-deps -d DIR NAME ...) and give --wheels DIR"
+            f"this machine's Python ({sys.executable}) has no {', '.join(missing.values())}; fetch them where there is a "
+            "network (python -m pip download --no-deps -d DIR NAME ...) and give --wheels DIR"
         )
 
 
@@ -222,7 +234,9 @@ def result_in(line: str, reads: str) -> tuple[str, dict[str, Any]] | None:
 
 def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
     """Keys that need not be measured again: all but tests that failed."""
-    return [key for key, values in record["results"].items() if values.get("outcome", "passed") in ("passed", "skipped")]
+    return [
+        key for key, values in record["results"].items() if values.get("outcome", "passed") in ("passed", "skipped")
+    ]
 
 
 def run_part(part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path) -> None:
@@ -315,7 +329,9 @@ def name_here(rehearse: bool) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise Stop("there is no CUDA device here; --rehearse (make gpu REHEARSE=1) runs all parts on the CPU with tiny sizes")
+        raise Stop(
+            "there is no CUDA device here; --rehearse (make gpu REHEARSE=1) runs all parts on the CPU with tiny sizes"
+        )
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 

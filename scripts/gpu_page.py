@@ -105,7 +105,9 @@ def steps(parts: Parts) -> str:
         for values in results_of(parts, part).values()
         if "first_seconds" in values
     ]
-    goal = "" if best is None else f" The best of ours takes {best:,.0f} samples/s; the paper's 14M recipe in 24 hours on "
+    goal = (
+        "" if best is None else f" The best of ours takes {best:,.0f} samples/s; the paper's 14M recipe in 24 hours on "
+    )
     goal += "" if best is None else f"one GPU needs {GOAL:,}."
     return (
         f"## Steps\n\nMicro-batches of {micro_batch}, {gflops:.3g} GFLOP a sample without any replay; gradient only, without "

@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 
+import numpy as np
 import pandas
 from open_clip.transform import image_transform
 from open_clip_train.data import expand_urls
@@ -36,6 +37,17 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     if args.imagenet_val and not os.path.isdir(args.imagenet_val):
         raise UserError(
             f"--imagenet-val {args.imagenet_val} is no folder; give the one that holds a folder for each class"
+        )
+    if args.imagenet_val or args.imagenet_v2:
+        _check_numpy("--imagenet-val" if args.imagenet_val else "--imagenet-v2")
+
+
+def _check_numpy(flag: str) -> None:
+    """open_clip 3.3's zero-shot evaluation makes floats of one-element arrays, which numpy refuses from 2.4 on."""
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        raise UserError(
+            f"{flag} needs numpy below 2.4, which open_clip 3.3's zero-shot evaluation was written for, but this is numpy "
+            f"{np.__version__}; install another, or leave {flag} out"
         )
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 from argparse import Namespace
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -24,6 +25,7 @@ OPEN_CLIP = {
     "train_data": None,
     "val_data": None,
     "imagenet_val": None,
+    "imagenet_v2": None,
     "train_num_samples": None,
     "train_data_upsampling_factors": None,
     "dataset_resampled": False,
@@ -108,6 +110,17 @@ def test_what_open_clip_can_read_passes(data):
     with pytest.raises(UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")):
         check(train_data="s/{0..2}.tar")
     check_stock_data(Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False)  # our mixture's business
+
+
+def test_zero_shot_is_refused_where_numpy_is_too_new_for_it(data, monkeypatch):
+    for version in ("2.4.0", "2.5.2"):
+        monkeypatch.setattr(np, "__version__", version)
+        with pytest.raises(UserError, match=rf"--imagenet-val needs numpy below 2.4.*but this is numpy {version}"):
+            check(imagenet_val="p")
+        with pytest.raises(UserError, match="--imagenet-v2 needs numpy below 2.4"):
+            check(imagenet_v2="p")
+    monkeypatch.setattr(np, "__version__", "2.3.9")
+    check(imagenet_val="p")
 
 
 def test_augmentation_settings():
