@@ -27,6 +27,7 @@ from open_clip_train.train import train_one_epoch as host_step
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, ending, evaluate, model, preemption, resume, schedule, train
@@ -124,7 +125,7 @@ class Run:
         """
         fresh = self.args.name is not None and not os.path.exists(self._folder())
         try:
-            with replaced(self._seams()), ExitStack() as self._handlers:
+            with replaced(self._seams()), no_code_from_data(), ExitStack() as self._handlers:
                 try:
                     status = host.main([])  # parse_args is a seam: the arguments are parsed already
                 except preemption.Stopped as stopped:

@@ -304,7 +304,7 @@ def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
     (good.parent / "cut.pt").write_bytes(good.read_bytes()[:1000])
     refused(good.parent / "cut.pt", "cannot be loaded|refused")
     (good.parent / "zero.pt").write_bytes(b"")
-    refused(good.parent / "zero.pt", "cannot be loaded")
+    refused(good.parent / "zero.pt", "is no checkpoint: it is empty")
 
     (tmp_path / "run" / "params.txt").unlink()
     refused(good, r"has no params\.txt beside it")

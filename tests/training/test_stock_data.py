@@ -204,8 +204,8 @@ def test_logs_that_are_a_file(run, data):
 
 NOT_A_CHECKPOINT = {
     "a folder": (None, "is a folder"),
-    "a table": ("filepath,title\n", "is no checkpoint of training|is no plain checkpoint"),
-    "a line": ("a table\n1\n", "cannot be read as a checkpoint|cannot be loaded"),
+    "a table": ("filepath,title\n", "is no checkpoint|is no plain checkpoint"),
+    "a line": ("a table\n1\n", "cannot be read as a checkpoint|is no checkpoint"),
 }
 
 

@@ -29,17 +29,10 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card
 from open_clip_zerovl.checkpoints.loading import assemble, load_model
-from open_clip_zerovl.checkpoints.spec import (
-    CONFIG_FILE,
-    LOCAL_DIR,
-    ModelSpec,
-    read_config,
-    read_model_spec,
-    read_params,
-    write_config,
-)
+from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
 
 __all__ = [
     "ModelSpec",
@@ -97,6 +90,7 @@ def export_local_dir(
     return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
 
 
+@no_code_from_data()
 def write_local_dir(
     origin: Path,
     weights: dict[str, Tensor],

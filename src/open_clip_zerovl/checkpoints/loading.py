@@ -19,19 +19,16 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.spec import (
-    CONFIG_FILE,
-    LOCAL_DIR,
-    ModelSpec,
-    read_config,
-    read_model_spec,
-    write_config,
-)
+from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, first_line, no_alarm, read_state_dict
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
+
+# What open_clip, timm and transformers raise for a tower that is not there, or a config or a file that does not fit.
+UNBUILDABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError)
 
 
 def _skeleton(spec: ModelSpec) -> nn.Module:
@@ -41,8 +38,9 @@ def _skeleton(spec: ModelSpec) -> nn.Module:
         try:
             with no_alarm():
                 return open_clip.create_model(LOCAL_DIR + folder, load_weights=False, pretrained_text=False)
-        # What open_clip, timm and transformers raise for a tower that is not there or a config that does not fit.
-        except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+        except UserError:
+            raise
+        except UNBUILDABLE as error:
             raise UserError(
                 f"open_clip cannot build {spec.name}: {first_line(error)}; its text tower is looked for in "
                 f"'{spec.text_source or 'open_clip'}': if that is missing, give the folder of the text model"
@@ -65,7 +63,9 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
             tokenizer_mode=text_cfg.get("tokenizer_mode"),
             **(text_cfg.get("tokenizer_kwargs") or {}),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except UserError:
+        raise
+    except UNBUILDABLE as error:
         raise UserError(
             f"the tokenizer of {spec.name} cannot be loaded from '{source}' ({first_line(error)}): give the folder of "
             "the text tower that the run was trained with"
@@ -105,6 +105,7 @@ def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Pat
     raise UserError(f"{checkpoint} is a checkpoint of another model than {spec.name}: {'; '.join(found)}{hint}")
 
 
+@no_code_from_data()
 def load_model(
     name_or_path: str | os.PathLike[str],
     *,
@@ -143,6 +144,7 @@ def _load_checkpoint(
     return model, _evaluation_transform(model), tokenizer
 
 
+@no_code_from_data()
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
 ) -> tuple[nn.Module, HFTokenizer | SimpleTokenizer]:
@@ -158,23 +160,17 @@ def _evaluation_transform(model: nn.Module) -> Preprocess:
 
 
 def _load_local_dir(folder: Path, device: str | torch.device) -> tuple[nn.Module, Preprocess, Tokenizer]:
-    if not folder.is_dir():
-        raise UserError(f"folder {folder} does not exist")
-    config = read_config(folder)
+    check_local_dir(folder)
     # Without weights open_clip would go on with random ones.
     if not any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
         raise UserError(f"{folder} holds no weights: {WEIGHTS_FILE} is missing")
-    source = config["model_cfg"].get("text_cfg", {}).get("hf_model_name")
-    if source and os.path.isabs(source) and not os.path.isdir(source):
-        raise UserError(
-            f"{folder} was moved: its text tower is looked for in {source}; set hf_model_name in {CONFIG_FILE} to "
-            f"{folder.absolute()}, or export again"
-        )
     name = LOCAL_DIR + str(folder)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(name, device=device)
         tokenizer = open_clip.get_tokenizer(name)
-    except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+    except UserError:
+        raise
+    except UNBUILDABLE as error:
         raise UserError(f"open_clip cannot load {name}: {first_line(error)}") from error
     return model.eval(), preprocess, tokenizer
 
@@ -184,7 +180,9 @@ def _load_stock(text: str, device: str | torch.device) -> tuple[nn.Module, Prepr
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=tag, device=device)
         tokenizer = open_clip.get_tokenizer(name)
-    except (RuntimeError, OSError, ValueError) as error:
+    except UserError:
+        raise
+    except UNBUILDABLE as error:
         raise UserError(f"open_clip cannot load {text}: {first_line(error)}") from error
     return model.eval(), preprocess, tokenizer
 

@@ -20,9 +20,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model
-
-CONFIG_FILE = "open_clip_config.json"
-LOCAL_DIR = "local-dir:"
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
 
 
 @dataclass(frozen=True)
@@ -127,6 +125,8 @@ def _registered(
         return name, get_model_config(name), tag_cfg
     if schema == "local-dir":
         config = read_config(Path(identifier))
+        # A permission that the folder gives itself, see no_code_from_data; an export would hand it on.
+        (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop("trust_remote_code", None)
         return name, config["model_cfg"], config.get("preprocess_cfg", {})
     raise UserError(f"training from '{name}' cannot be traced back offline: export from a model name or a local-dir")
 
@@ -136,19 +136,6 @@ def _unwrapped(size: Any) -> Any:
     if isinstance(size, (list, tuple)):
         return size[0] if len(size) == 1 else list(size)
     return size
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise UserError(f"{folder} is no local-dir folder: {CONFIG_FILE} is missing")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from error
-    if not isinstance(config, dict) or "model_cfg" not in config:
-        raise UserError(f"{file} has no 'model_cfg': it is not an open_clip config")
-    return config
 
 
 def write_config(folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]) -> None:

@@ -68,6 +68,7 @@ def _read_content(checkpoint: Path) -> Any:
         raise UserError(f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt")
     if not checkpoint.is_file():
         raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
+    _check_kind(checkpoint)
     try:
         # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
@@ -78,6 +79,21 @@ def _read_content(checkpoint: Path) -> Any:
         ) from error
     except UNREADABLE as error:
         raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
+
+
+def _check_kind(checkpoint: Path) -> None:
+    """UserError for a file that is no checkpoint at all: a text, a picture, a safetensors file without its folder."""
+    if checkpoint.suffix == ".safetensors":
+        raise UserError(f"{checkpoint} holds weights alone; give the exported folder that it lies in")
+    try:
+        with open(checkpoint, "rb") as file:
+            start = file.read(512)
+    except OSError as error:
+        raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
+    # torch writes a zip archive, wrote a pickle (protocol 2 or later) before 1.6, and a tar long ago.
+    if not start.startswith((b"PK", b"\x80")) and start[257:262] != b"ustar":
+        said = "is empty" if not start else f"begins with {start[:12]!r}"
+        raise UserError(f"{checkpoint} is no checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
 
 
 def first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from open_clip.hf_configs import arch_dict
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
+from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 
 log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
@@ -68,21 +69,23 @@ def _registered_name(name: str) -> str:
 def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
     """Refuse a model that open_clip would fail on late, or would quietly build differently from what was asked.
 
-    `local-dir:` and `hf-hub:` names bring their own config and pass. Nothing is downloaded.
+    `local-dir:` and `hf-hub:` names bring their own config: a folder's is read, a hub's is not. Nothing is downloaded.
 
     Args:
         text_model: see `with_text_model`.
         pretrained_image: weights of the image tower are asked for (open_clip's `--pretrained-image`).
 
     Raises:
-        UserError: an unknown name (with close ones); a folder of the text tower that is missing or incomplete; a
-            tokenizer that would be CLIP's BPE in front of an HF tower; more tokens than the tower has embeddings or
-            positions for; `pretrained_image` for a tower that is not timm's (open_clip ignores it).
+        UserError: an unknown name (with close ones); a local-dir without a whole config; a folder of the text tower that is
+            missing or incomplete; a tokenizer that would be CLIP's BPE in front of an HF tower; more tokens than the tower
+            has embeddings or positions for; `pretrained_image` for a tower that is not timm's (open_clip ignores it).
     """
-    schema, _ = parse_model_name(name)
+    schema, identifier = _parsed(name)
     if schema is not None:
         if text_model is not None:
             raise UserError(f"{name} brings its own text tower; leave the text model {text_model} away")
+        if schema == "local-dir":
+            check_local_dir(Path(identifier))
         return
     registered = _registered_name(name)
     config = get_model_config(registered)
@@ -111,6 +114,14 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
     made_by = "; `zerovl data emoji --out data/emoji` writes it" if by_default else ""
     for source in sorted(map(str, sources)):
         _check_text_source(source, text_cfg.get("context_length", 77), made_by)
+
+
+def _parsed(name: str) -> tuple[str | None, str]:
+    """Schema and the rest of a model's name, as open_clip reads them. UserError for an empty path."""
+    try:
+        return parse_model_name(name)
+    except ValueError as error:
+        raise UserError(f"{name!r} names no model: {error}") from error
 
 
 def _text_folder(source: str | os.PathLike[str]) -> Path | None:
@@ -183,6 +194,7 @@ def pretrained_text_of(name: str) -> bool:
     return (config or {}).get("text_cfg", {}).get("hf_model_pretrained", True)
 
 
+@no_code_from_data()
 def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
     """open_clip's function of this name, honouring the config's `hf_model_pretrained`, and failing with a sentence.
 
@@ -199,10 +211,11 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
     options.setdefault("pretrained_text", pretrained_text_of(model_name))
     try:
         created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
-    except (OSError, RuntimeError) as error:
-        # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError).
+    except (OSError, RuntimeError, ValueError) as error:
+        # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError), a text tower
+        # of an unknown kind (ValueError).
         reason = " ".join(str(error).split())
         raise UserError(
             f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "

@@ -18,6 +18,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.memory import available_bytes
+from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.answer import GIB, Hardware, Plan
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
@@ -29,6 +30,7 @@ from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 Say = Callable[[str], None]
 
 
+@no_code_from_data()
 def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     """Plan a run.
 

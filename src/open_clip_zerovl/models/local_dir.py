@@ -1,0 +1,91 @@
+"""A folder that open_clip opens as `local-dir:FOLDER`, read and checked before open_clip does, and never run.
+
+open_clip_config.json         model_cfg and preprocess_cfg
+open_clip_model.safetensors   the weights (or another file that open_clip knows)
+config.json, tokenizer ...    of a Hugging Face text tower, where the model has one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from open_clip_zerovl.errors import UserError
+
+CONFIG_FILE = "open_clip_config.json"
+LOCAL_DIR = "local-dir:"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `open_clip_config.json`, whose `model_cfg` names both towers.
+
+    Raises:
+        UserError: no folder, no such file, no JSON, or a config without `model_cfg`, towers or embedding width.
+    """
+    if not folder.is_dir():
+        seen_from = "" if folder.is_absolute() else f" (seen from {Path.cwd()}; write its full path)"
+        raise UserError(f"folder {folder} does not exist{seen_from}")
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{folder} is no local-dir folder: {CONFIG_FILE} is missing")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON ({error})") from error
+    model_cfg = config.get("model_cfg") if isinstance(config, dict) else None
+    if not isinstance(model_cfg, dict):
+        raise UserError(f"{file} has no 'model_cfg': it is not an open_clip config")
+    for part, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
+        if not isinstance(model_cfg.get(part), kind):
+            raise UserError(f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config")
+    if not isinstance(config.get("preprocess_cfg", {}), dict):
+        raise UserError(f"{file} has a 'preprocess_cfg' that is no table of settings")
+    return config
+
+
+def check_local_dir(folder: Path) -> None:
+    """UserError where `read_config` raises one, or where the folder was moved away from its text tower's absolute path."""
+    source = read_config(folder)["model_cfg"]["text_cfg"].get("hf_model_name")
+    if isinstance(source, str) and os.path.isabs(source) and not os.path.isdir(source):
+        raise UserError(
+            f"{folder} was moved: its text tower is looked for in {source}; set hf_model_name in {CONFIG_FILE} to "
+            f"{folder.absolute()}, or export again"
+        )
+
+
+@contextmanager
+def no_code_from_data() -> Iterator[None]:
+    """Within the block (or the function that it decorates) transformers runs no Python file that came with a model.
+
+    A config may name such a file (`auto_map`) and allow it to itself (`trust_remote_code`); transformers would import it, or
+    ask on the terminal whether it may.
+
+    Raises:
+        UserError: a model that cannot be loaded without its own code.
+    """
+    from transformers import dynamic_module_utils as dynamic
+
+    def refuse(*arguments: Any, **_: Any) -> NoReturn:
+        where = f" ({arguments[1]} of {arguments[0]})" if len(arguments) > 1 and all(arguments[:2]) else ""
+        raise UserError(
+            f"the model wants to run Python code that came with it{where}, and nothing here runs code that comes with data: "
+            "take a tower that transformers itself knows"
+        )
+
+    # Every way to such code leads through the first two; the third is asked before the terminal is.
+    names = ("get_cached_module_file", "get_class_in_module", "_raise_timeout_error")
+    kept = {name: getattr(dynamic, name) for name in names}
+    kept_seconds = dynamic.TIME_OUT_REMOTE_CODE
+    for name in names:
+        setattr(dynamic, name, refuse)
+    dynamic.TIME_OUT_REMOTE_CODE = 0  # do not ask
+    try:
+        yield
+    finally:
+        dynamic.TIME_OUT_REMOTE_CODE = kept_seconds
+        for name, original in kept.items():
+            setattr(dynamic, name, original)

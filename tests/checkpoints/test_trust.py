@@ -1,0 +1,172 @@
+"""Nothing that comes with a model runs, and a folder or a file that is no model is told in a sentence."""
+
+import json
+import sys
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms
+from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_retrieval_set,
+    write_run,
+)
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import BertTokenizer as Mine
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    home = tmp_path_factory.mktemp("trust")
+    name = register(home / "configs", "trust-bert", NATIVE_VISION, bert_text(write_bert(home / "bert")))
+    return export_local_dir(write_run(home / "run", random_model(name), {"model": name}), home / "exported")
+
+
+def with_code(folder, marker):
+    """Give an exported folder a Python file that touches `marker`, a tokenizer that names it, and a config that allows it."""
+    (folder / "evil.py").write_text(CODE.format(marker=str(marker)))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Mine", None]}, "tokenizer_class": "Mine"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    text_cfg = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder)}
+    config["model_cfg"]["text_cfg"] |= {**text_cfg, "tokenizer_kwargs": {"trust_remote_code": True}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def evil(exported, tmp_path, monkeypatch):
+    """(the folder, the file that its code would make)."""
+    import shutil
+
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    return with_code(shutil.copytree(exported, tmp_path / "evil"), tmp_path / "ran"), tmp_path / "ran"
+
+
+def test_open_clip_alone_runs_what_the_folder_brings(evil):
+    folder, marker = evil
+    open_clip.get_tokenizer(LOCAL_DIR + str(folder))
+    assert marker.exists()  # or the tests below could not fail
+
+
+def test_an_exported_folder_runs_nothing(evil, tmp_path, capsys):
+    folder, marker = evil
+    write_retrieval_set(tmp_path / "set", [1, 1])
+    assert main(["retrieval", str(folder), "--data", str(tmp_path / "set")]) == 2
+    assert "wants to run Python code" in capsys.readouterr().err and not marker.exists()
+
+
+def test_code_that_a_folder_names_and_does_not_need_is_passed_over_without_a_question(evil):
+    folder, marker = evil
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    del config["model_cfg"]["text_cfg"]["tokenizer_kwargs"]
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    load_model(folder)
+    assert not marker.exists()
+
+
+def test_export_of_a_run_on_such_a_folder_runs_nothing_and_hands_no_permission_on(evil, tmp_path):
+    folder, marker = evil
+    run = write_run(tmp_path / "run", random_model("trust-bert"), {"model": LOCAL_DIR + str(folder)})
+    out = export_local_dir(run, tmp_path / "out")
+    open_clip.get_tokenizer(LOCAL_DIR + str(out))
+    assert not marker.exists() and "trust_remote_code" not in (out / "open_clip_config.json").read_text()
+
+
+def test_the_text_towers_own_code_does_not_run(exported, tmp_path, evil):
+    folder, marker = evil
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"auto_map": {"AutoConfig": "evil.Mine"}, "model_type": "mine"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="wants to run Python code|cannot be built"):
+        create_model_and_transforms(LOCAL_DIR + str(folder))
+    assert not marker.exists()
+
+
+def test_the_guard_is_gone_after_the_block(evil):
+    import transformers.dynamic_module_utils as dynamic
+
+    before = vars(dynamic).copy()
+    with no_code_from_data():
+        assert dynamic.get_cached_module_file is not before["get_cached_module_file"]
+    assert vars(dynamic) == before
+
+
+CONFIGS = {
+    "no config": (None, "open_clip_config.json is missing"),
+    "no JSON": ("{", "is not valid JSON"),
+    "a list": ("[]", "has no 'model_cfg'"),
+    "no model_cfg": ('{"preprocess_cfg": {}}', "has no 'model_cfg'"),
+    "a word": ('{"model_cfg": "x"}', "has no 'model_cfg'"),
+    "no towers": ('{"model_cfg": {"embed_dim": 8}}', "has no 'vision_cfg'"),
+    "no width": ('{"model_cfg": {"vision_cfg": {}, "text_cfg": {}}}', "has no 'embed_dim'"),
+    "odd preprocessing": (
+        '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": 3}',
+        "no table",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_local_dir_without_a_whole_config(tmp_path, kind):
+    content, words = CONFIGS[kind]
+    if content is not None:
+        (tmp_path / "open_clip_config.json").write_text(content)
+    for opened in (check_model, load_model):  # what training and plan ask first; what the other commands ask
+        with pytest.raises(UserError, match=words):
+            opened(LOCAL_DIR + str(tmp_path))
+
+
+def test_a_relative_local_dir_that_is_elsewhere_says_where_it_was_looked_for(exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for opened in (check_model, load_model):
+        with pytest.raises(UserError, match=r"folder exported does not exist \(seen from .*; write its full path\)"):
+            opened(LOCAL_DIR + "exported")
+    monkeypatch.chdir(exported.parent)
+    check_model(LOCAL_DIR + "exported")
+    assert load_model(LOCAL_DIR + "exported")[0].training is False
+
+
+@pytest.mark.parametrize("content", [b"", b"just a text\n", b"\x89PNG\r\n\x1a\n" + bytes(600)])
+def test_a_file_that_is_no_checkpoint(tmp_path, content, capsys):
+    write_retrieval_set(tmp_path / "set", [1, 1])
+    (tmp_path / "notes.txt").write_bytes(content)
+    assert main(["retrieval", str(tmp_path / "notes.txt"), "--data", str(tmp_path / "set")]) == 2
+    said = capsys.readouterr().err
+    assert "notes.txt is no checkpoint" in said and "epoch_N.pt" in said and "code" not in said
+
+
+def test_weights_alone_name_the_folder_to_give(exported):
+    with pytest.raises(UserError, match="give the exported folder"):
+        load_model(exported / "open_clip_model.safetensors", model_name="trust-bert")
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    torch.save({"state_dict": {"a": Evil()}}, tmp_path / "evil.pt")
+    with pytest.raises(UserError, match="could run code"):
+        load_model(tmp_path / "evil.pt", model_name="trust-bert")
+    assert not (tmp_path / "ran").exists()
