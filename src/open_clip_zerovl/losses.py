@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.precision import ieee_products
 
 
 class ContrastiveLoss(nn.Module):
@@ -34,7 +35,7 @@ class ContrastiveLoss(nn.Module):
     It stands in for `ClipLoss` in any loop: alone, under `DistributedDataParallel`, or inside
     `DecoupledGradientAccumulation`. The value returned is the mean over all N pairs of all ranks, the same on every rank;
     the gradients are those of that mean times W, which DDP's averaging divides by W again. Logits, log-sum-exps and
-    gradients are computed in fp32 whatever the features' precision and whether autocast is on (fp64 stays fp64).
+    gradients are computed in IEEE fp32 whatever the features' precision, torch's TF32 flags and autocast (fp64 stays fp64).
 
     Args:
         chunk_size: rows of the logit matrix alive at once; memory is O(chunk_size * N + N * D), about
@@ -198,7 +199,8 @@ class _InfoNCE(torch.autograd.Function):
         positives: list[tuple[float, Tensor | None]],
         grad_enabled: bool,
     ) -> Tensor:
-        with torch.autocast(image_features.device.type, enabled=False):
+        device_type = image_features.device.type
+        with torch.autocast(device_type, enabled=False), ieee_products(device_type):
             problem = _Problem(image_features, text_features, logit_scale, loss, positives)
             value = problem.value()
             if grad_enabled and any(ctx.needs_input_grad[:3]):

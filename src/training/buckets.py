@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.dga.inputs import on_device
-from open_clip_zerovl.dga.replay import norm_statistics_kept
-from open_clip_zerovl.dga.step import Prepare
+from open_clip_zerovl.dga.replay import buffers_kept
+from open_clip_zerovl.dga.step import Prepare, unwrapped
 
 
 def settle_buckets(
@@ -31,15 +30,17 @@ def settle_buckets(
     Gradients are None afterwards and norm statistics as before; random numbers are drawn, so seed after it.
 
     Args:
-        model: in DDP; called as `model(images, texts)`, returns open_clip's output dict.
+        model: in DDP, perhaps compiled (whose graphs give gradients in an order of their own); called as
+            `model(images, texts)`, returns open_clip's output dict.
         micro_batch: some samples, images, texts and what `prepare` takes besides, in host memory.
         prepare: makes them what the model takes, on its device.
     """
-    if not isinstance(model, DistributedDataParallel):
+    inner, ddp, _ = unwrapped(model)
+    if ddp is None:
         return
     device = next(model.parameters()).device
     images, texts = prepare(*on_device(tuple(micro_batch[:2]), device), *micro_batch[2:])
-    with norm_statistics_kept(model):
+    with buffers_kept(inner):
         with autocast():
             outputs = model(images, texts)
         parts = [value for value in outputs.values() if isinstance(value, Tensor) and value.requires_grad]

@@ -158,6 +158,7 @@ def worker(rank: int, world_size: int, port: int, folder: str, names: list[str])
         found["losses"] = global_loss(rank, world_size)
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
+        found["what the loss learns"] = learned_by_the_loss(rank, world_size)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
@@ -218,6 +219,35 @@ def replay_error(rank: int, world_size: int) -> str:
     except ReplayError as caught:
         return str(caught)
     return "no error"
+
+
+class Metric(ContrastiveLoss):
+    """InfoNCE on features that the loss itself projects."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.matrix = torch.nn.Parameter(torch.eye(16, dtype=torch.float64) + 0.1)
+        self.unused = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, image_features, text_features, logit_scale, output_dict=False):
+        sides = (torch.nn.functional.normalize(side @ self.matrix, dim=-1) for side in (image_features, text_features))
+        return super().forward(*sides, logit_scale, output_dict=output_dict)
+
+
+def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Gradients of a loss' own parameters and of the model's, on ragged ranks; the loss in DDP on the second call."""
+    found = {}
+    for name in ("plain", "in DDP"):
+        model, loss = bert_clip(), Metric(rank=rank, world_size=world_size, chunk_size=2)
+        wrapped = DistributedDataParallel(loss, find_unused_parameters=True) if name == "in DDP" else loss
+        torch.manual_seed(rank_seed(rank, 0))
+        DecoupledGradientAccumulation(DistributedDataParallel(model), wrapped).backward(
+            rank_batches(Case(Metric, sizes=ragged), rank, 0)
+        )
+        found |= {
+            f"{name}: {key}": parameter.grad for key, parameter in [*model.named_parameters(), *loss.named_parameters()]
+        }
+    return found
 
 
 def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]]:
@@ -328,6 +358,24 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert "static_graph" in seen["static_graph"]
         assert "at most 1 (over several ranks one is replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
+
+
+def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
+    """Against one process with the same loss on the whole batch; a sum over ranks, or a part, would be far off."""
+    world_size, found = ranks
+    loss, case = Metric(), Case(Metric, Metric, sizes=ragged)
+    micro_batches, states = [], []
+    for rank in range(world_size):
+        torch.manual_seed(rank_seed(rank, 0))
+        micro_batches += (of_rank := rank_batches(case, rank, 0))
+        states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
+    _, wanted = one_graph(bert_clip(), loss, micro_batches, rng_states=states)
+    wanted |= {"matrix": loss.matrix.grad, "unused": torch.zeros(2, dtype=torch.float64)}
+    for of_rank in found:
+        for name in ("plain: ", "in DDP: "):
+            own = of_rank["what the loss learns"]
+            mine = {key.removeprefix(name): value for key, value in own.items() if key.startswith(name)}
+            assert error(mine, wanted) <= EXACT
 
 
 def test_a_failed_replay_stops_every_rank(ranks):

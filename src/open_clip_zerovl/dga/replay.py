@@ -1,4 +1,4 @@
-"""What makes a second forward pass the same as the first: batch norm left alone, frozen towers reused, features compared.
+"""What makes a second forward pass the same as the first: buffers put back, frozen towers reused, features compared.
 
 Shapes: `B` micro-batch per rank, `K` micro-batches, `D` embedding width; a micro-batch is known by its index k in 0..K-1.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.precision import product_precision
 from open_clip_zerovl.randomness import RngState
 
 log = logging.getLogger(__name__)
@@ -32,31 +33,47 @@ class ReplayError(UserError, RuntimeError):
     """A replayed forward pass gave other features than the first: the gradients would be wrong."""
 
 
+class BufferState:
+    """The buffers of a model as they are now: running statistics of norms, counters, moving averages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, buffer.clone(), buffer._version)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        with torch.no_grad():
+            for module, name, buffer, value, version in self._kept:
+                module._buffers[name] = buffer
+                # Constants are not written to, for a graph may hold them. Norms' statistics are always: compiled code
+                # may change them without raising the version.
+                if buffer._version != version or isinstance(module, _NormBase):
+                    buffer.copy_(value)
+
+
 @contextmanager
-def norm_statistics_kept(model: nn.Module) -> Iterator[None]:
-    """Undo what the forward passes inside do to running statistics (batch norm of any kind, tracked instance norm)."""
-    buffers = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, _NormBase)
-        for buffer in module.buffers(recurse=False)
-    ]
-    kept = [buffer.clone() for buffer in buffers]
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what the forward passes inside do to buffers."""
+    before = BufferState(model)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
+        before.restore()
 
 
 class FrozenTowers:
-    """Lets a tower without trainable parameters run once per micro-batch: the replay gets its first output again.
+    """Lets a tower in which nothing learns run once per micro-batch: the replay gets its first output again.
 
     The model is still called as a whole (DDP needs that), with `encode_image` or `encode_text` of the open_clip model
-    inside replaced for the length of a step. The random state after the tower is kept too, because the other tower may
-    draw next. A model that is not open_clip's, or is compiled (each replacement would compile anew), runs its frozen
-    tower twice: the gradients are the same, the saving is lost, and the log says so.
+    inside replaced for the length of a step. Parameters tell which towers may be frozen, and the output whether one is:
+    where an adapter or a weight shared with the other tower learns inside, the output of a pass with graph requires
+    gradient, and the tower runs twice. The random state after the tower is kept too, because the other tower may draw
+    next. A model that is not open_clip's, or is compiled (each replacement would compile anew), runs its frozen tower
+    twice: the gradients are the same, the saving is lost, and the log says so.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:
@@ -66,6 +83,7 @@ class FrozenTowers:
         self._replaying = False
         self._restore_rng = True
         self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
+        self._learning: set[str] = set()  # encode methods whose output was seen to require gradient
         self._reusable = not compiled and type(model).forward in (
             open_clip.CLIP.forward,
             open_clip.CustomTextCLIP.forward,
@@ -91,7 +109,7 @@ class FrozenTowers:
     def reused(self, restore_rng: bool = True) -> Iterator[FrozenTowers]:
         """Within, a forward announced by `first_pass` records and one announced by `replay` reuses."""
         self._restore_rng = restore_rng
-        names = self.frozen()
+        names = [name for name in self.frozen() if name not in self._learning]
         if names and not self._reusable:
             if not self._told:
                 log.info(
@@ -121,13 +139,19 @@ class FrozenTowers:
 
     def _once(self, name: str, encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def encode_once(*args: Any, **kwargs: Any) -> Tensor:
+            if name in self._learning:
+                return encode(*args, **kwargs)
             if self._replaying:
                 output, state = self._outputs.pop((name, self._index))
                 if self._restore_rng:
                     state.restore()
                 return output
-            with torch.no_grad():
+            with_graph = torch.is_grad_enabled()
+            with torch.enable_grad():
                 output = encode(*args, **kwargs)
+            if output.requires_grad:
+                self._learning.add(name)
+                return output if with_graph else output.detach()
             self._outputs[name, self._index] = output, RngState.capture(self._device)
             return output
 
@@ -168,7 +192,7 @@ class ReplayCheck:
 
         Called once per step, before the gradients are averaged, so that no rank waits for one that has stopped.
         """
-        if not self.active:
+        if not self.active or (world_size == 1 and not self._seen):
             return
         seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
         # `not <=` rather than `>`: a NaN is a difference.
@@ -200,13 +224,13 @@ class ReplayCheck:
 
 
 def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> float:
-    """The `REPLAY_TOLERANCE` of the coarsest of the parameters' precisions, autocast's, and TF32 where it is on."""
+    """The `REPLAY_TOLERANCE` of the coarsest of the parameters' precisions, autocast's and that of fp32 products."""
     precisions = {p.dtype for p in model.parameters() if p.dtype in REPLAY_TOLERANCE}
     with autocast():
         if torch.is_autocast_enabled(device.type):
             precisions.add(torch.get_autocast_dtype(device.type))
-    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        precisions.add(torch.float16)  # TF32 keeps as many bits of a product's factors
+    if torch.float32 in precisions:
+        precisions.add(product_precision(device.type))
     return max(
         (REPLAY_TOLERANCE[p] for p in precisions if p in REPLAY_TOLERANCE), default=REPLAY_TOLERANCE[torch.float32]
     )

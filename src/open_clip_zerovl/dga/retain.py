@@ -7,11 +7,12 @@ being a third of it, and holds R graphs at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.memory import LiveBytes, available_bytes
@@ -31,11 +32,18 @@ class Retention:
     """Decides R for each step: the number asked for, or, for "auto", what measured free memory allows.
 
     "auto" keeps one graph in the first step and measures it: on CUDA by the allocator, elsewhere by counting the bytes
-    of tensors that a forward pass leaves alive. The second step, when the optimizer has its state, fixes R from the
-    memory free then; over ranks the smallest count holds for all.
+    of tensors that a forward pass leaves alive. The first step after an optimizer step, when the optimizer has its state,
+    fixes R from the memory free then; over ranks the smallest count holds for all.
+
+    Args:
+        retain: R, or "auto".
+        parameters: what the optimizer writes to, which shows that it has stepped (a GradScaler leaves steps out); where
+            none are given, the second step decides.
     """
 
-    def __init__(self, retain: int | str, device: torch.device, world_size: int) -> None:
+    def __init__(
+        self, retain: int | str, device: torch.device, world_size: int, parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
         if isinstance(retain, bool) or not (retain == "auto" or (isinstance(retain, int) and retain >= 0)):
             raise UserError(f"retain must be 'auto' or a number of graphs >= 0, but is {retain!r}.")
         self._retain = retain
@@ -45,9 +53,11 @@ class Retention:
         self._transient_bytes = 0.0
         self._allocated_before = 0
         self._auto: int | None = None
+        self._parameters = list(parameters)
+        self._versions: dict[int, int] = {}  # of each parameter that has got a gradient, as the first step left it
 
     def graphs(self, sizes: list[int]) -> int:
-        """R for a step with micro-batches of these sizes (over ranks: a collective in the second step of "auto")."""
+        """R for a step with micro-batches of these sizes (over ranks: a collective in each step until "auto" decides)."""
         most = most_graphs(len(sizes), self._world_size)
         if isinstance(self._retain, int):
             if self._retain > most:
@@ -81,13 +91,30 @@ class Retention:
         """After the backward passes of a step: what such a step needs beside what lives from step to step."""
         if self._retain != "auto" or self._auto is not None:
             return
+        if not self._versions:
+            # A scale alone says nothing: training clamps it in steps that are left out, too.
+            self._versions = {
+                i: p._version for i, p in enumerate(self._parameters) if p.grad is not None and p.numel() > 1
+            }
         if self._device.type == "cuda":
             # The peak so far, perhaps of earlier work: too much at worst, which keeps a graph less.
             self._transient_bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated_before
         else:
             self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and its gradients on the way
 
-    def _decide(self, size: int) -> int:
+    def _optimizer_has_stepped(self) -> bool:
+        return all(self._parameters[i]._version != version for i, version in self._versions.items())
+
+    def _decide(self, size: int) -> int | None:
+        """R if the optimizers of all ranks have stepped, else None."""
+        count = self._fitting(size) if self._optimizer_has_stepped() else 0
+        if self._world_size > 1:
+            agreed = torch.tensor([count], device=self._device)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN)
+            count = int(agreed.item())
+        return count or None
+
+    def _fitting(self, size: int) -> int:
         """R from the free memory: one graph is in the transient part already, more fill AUTO_SHARE of what is left."""
         free = available_bytes(self._device)
         graph = self._bytes_per_sample * size
@@ -104,10 +131,6 @@ class Retention:
                 graph / 2**20,
                 free / 2**20,
             )
-        if self._world_size > 1:
-            agreed = torch.tensor([count], device=self._device)
-            dist.all_reduce(agreed, dist.ReduceOp.MIN)
-            count = int(agreed.item())
         return count
 
 

@@ -18,31 +18,35 @@ R graphs are alive at the end of (1) and in (2), and one at a time in (3): what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import open_clip
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.dga.inputs import checked_sizes, num_rows, on_device
-from open_clip_zerovl.dga.replay import FrozenTowers, ReplayCheck, ReplayError, norm_statistics_kept, replay_tolerance
+from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective
+from open_clip_zerovl.dga.replay import (
+    BufferState,
+    FrozenTowers,
+    ReplayCheck,
+    ReplayError,
+    buffers_kept,
+    replay_tolerance,
+)
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 from open_clip_zerovl.randomness import RngState
 
 __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
-
-FEATURES = ("image_features", "text_features")  # (B, D) each, a row a sample
-SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 Prepare = Callable[
     ..., tuple[Any, Any]
@@ -89,14 +93,12 @@ class FirstPass:
         scalars: logit_scale, and logit_bias where the model has one, without graph.
         graphs: outputs of each retained micro-batch, by its index; phase (3) takes them out.
         rng_before: the random state that each micro-batch was forwarded from.
-        rng_after: the random state that the step leaves.
     """
 
     features: dict[str, Tensor]
     scalars: dict[str, Tensor]
     graphs: dict[int, dict[str, Tensor]]
     rng_before: list[RngState]
-    rng_after: RngState
 
 
 class DecoupledGradientAccumulation:
@@ -108,12 +110,14 @@ class DecoupledGradientAccumulation:
     ranks'), which no accumulation can change.
 
     Args:
-        model: called as `model(images, texts)`; returns open_clip's output dict. Plain, in DistributedDataParallel,
-            compiled, or compiled DDP.
-        loss: open_clip's loss signature: `loss(image_features=, text_features=, logit_scale=, [logit_bias=,]
-            **loss_inputs, output_dict=True)`. Over ranks, one whose gradients DDP's mean makes right: `ContrastiveLoss`,
-            `ClipLoss(gather_with_grad=True)`, `SigLipLoss`. `ClipLoss()` with neither flag has its 1/W mended here;
-            `ClipLoss(local_loss=True)` alone is refused. A loss of another class is taken at its word.
+        model: called as `model(images, texts)`, or with any two inputs (texts and texts, say); returns open_clip's output
+            dict, or a pair of features. Plain, in DistributedDataParallel, compiled, or compiled DDP.
+        loss: open_clip's loss signature: `loss(image_features=, text_features=, [logit_scale=, [logit_bias=,]]
+            **loss_inputs, output_dict=True)`, the scalars as the model returns them; gives one number or a dict of such.
+            Over ranks, one whose gradients DDP's mean makes right: `ContrastiveLoss`, `ClipLoss(gather_with_grad=True)`,
+            `SigLipLoss`. `ClipLoss()` with neither flag has its 1/W mended here; `ClipLoss(local_loss=True)` alone is
+            refused. A loss of another class is taken at its word. Parameters of a loss that is a module get their
+            gradient, too: the mean over ranks, as DDP gives the model's.
         autocast: makes the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is taken on
             fp32 features (fp64 stays fp64) outside of it.
         scaler: a GradScaler: gradients come out multiplied by its scale, as from `scaler.scale(loss).backward()`.
@@ -138,7 +142,7 @@ class DecoupledGradientAccumulation:
     ) -> None:
         if check not in ("first", "always", "never"):
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
-        inner, self._ddp, compiled = _unwrap(model)
+        inner, self._ddp, compiled = unwrapped(model)
         if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
             raise UserError(
                 "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
@@ -160,12 +164,12 @@ class DecoupledGradientAccumulation:
         if not replay_rng:
             log.warning("Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation).")
             check = "never"
-        self._model, self._inner, self._loss = model, inner, loss
+        self._model, self._inner = model, inner
         self._device = parameter.device
         self._world_size = dist.get_world_size(self._ddp.process_group) if self._ddp is not None else 1
-        self._feature_factor = _feature_factor(loss, self._world_size)
-        self._autocast, self._scaler = autocast, scaler
-        self._retention = Retention(retain, self._device, self._world_size)
+        self._objective = Objective(loss, self._device, self._ddp, scaler)
+        self._autocast = autocast
+        self._retention = Retention(retain, self._device, self._world_size, inner.parameters())
         self._check = ReplayCheck(check)
         self._replay_rng = replay_rng
         self._towers = FrozenTowers(inner, self._device, compiled)
@@ -189,24 +193,35 @@ class DecoupledGradientAccumulation:
                 (for `ContrastiveLoss`: `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
         Returns:
-            Detached scalars: the loss' entries, "loss" (their sum), and "logit_scale".
+            Detached scalars: the loss' entries, "loss" (their sum), and "logit_scale" if the model returns it.
 
         Raises:
             UserError: before any communication, for what cannot be done; over ranks let it end the process, since the
                 other ranks would wait in the next collective.
-            ReplayError: the self-check failed; raised by all ranks together, and `.grad` is not to be used.
+            ReplayError: the self-check failed; raised by all ranks together.
+
+        After an error of any kind the random state and the model's buffers are as before, and `.grad` is not to be used.
         """
+        if torch.is_inference_mode_enabled():
+            raise UserError(
+                "backward was called under torch.inference_mode(), where nothing records a graph; call it outside "
+                "(torch.no_grad() does no harm)."
+            )
         sizes = checked_sizes(micro_batches, prepared=prepare is not None)
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
         plan = StepPlan(sizes, self._retention.graphs(sizes))
         self._check.start()
-        with self._towers.reused(restore_rng=self._replay_rng):
+        with self._undone_on_failure(), self._towers.reused(restore_rng=self._replay_rng):
             first = self._first_pass(plan, micro_batches, prepare)
-            losses, gradients = self._loss_gradients(first.features | first.scalars, loss_inputs)
+            losses, gradients = self._objective.gradients(first.features | first.scalars, loss_inputs)
+            rng_after = RngState.capture(self._device)
             self._second_pass(plan, micro_batches, prepare, first, gradients)
+            self._objective.add_own_gradients()
+            if self._replay_rng:
+                rng_after.restore()
         self._retention.step_done(sizes)
-        return losses | {"logit_scale": first.scalars["logit_scale"]}
+        return losses | {name: value for name, value in first.scalars.items() if name == "logit_scale"}
 
     def _first_pass(self, plan: StepPlan, micro_batches: Sequence[Sequence[Any]], prepare: Prepare | None) -> FirstPass:
         """(1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded."""
@@ -218,7 +233,7 @@ class DecoupledGradientAccumulation:
             self._towers.first_pass(k)
             if k in plan.retained:
                 with self._unsynced(k != plan.synchronises), self._retention.measured(plan.sizes[k]):
-                    outputs = graphs[k] = self._forward(micro_batch, prepare)
+                    outputs = graphs[k] = self._with_graph(micro_batch, prepare)
             else:
                 with torch.no_grad():
                     outputs = self._forward(micro_batch, prepare)
@@ -229,7 +244,6 @@ class DecoupledGradientAccumulation:
             scalars={name: _detached_copy(outputs[name]) for name in SCALARS if name in outputs},
             graphs=graphs,
             rng_before=rng_before,
-            rng_after=RngState.capture(self._device),
         )
 
     def _second_pass(
@@ -247,7 +261,7 @@ class DecoupledGradientAccumulation:
         """
         rows = {name: gradients[name].split(plan.sizes) for name in FEATURES}
         cached = {name: first.features[name].split(plan.sizes) for name in FEATURES}
-        with norm_statistics_kept(self._inner):
+        with buffers_kept(self._inner):
             for k in plan.backward_order:
                 with self._unsynced(k != plan.synchronises):
                     if k in plan.retained:
@@ -256,7 +270,7 @@ class DecoupledGradientAccumulation:
                         if self._replay_rng:
                             first.rng_before[k].restore()
                         self._towers.replay(k)
-                        outputs = self._forward(micro_batches[k], prepare)
+                        outputs = self._with_graph(micro_batches[k], prepare)
                         for name in FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
                     wanted = {name: rows[name][k] for name in FEATURES}
@@ -265,8 +279,12 @@ class DecoupledGradientAccumulation:
                         wanted |= {name: gradients[name] for name in first.scalars}
                     _backpropagate(outputs, wanted)
                 del outputs  # this graph's last owner: the next one is built in its memory
-        if self._replay_rng:
-            first.rng_after.restore()
+
+    def _with_graph(self, micro_batch: Sequence[Any], prepare: Prepare | None) -> dict[str, Tensor]:
+        # Where the caller is in an autocast region, weights that the first pass has cast without graph wait in its cache.
+        torch.clear_autocast_cache()
+        with torch.enable_grad():
+            return self._forward(micro_batch, prepare)
 
     def _forward(self, micro_batch: Sequence[Any], prepare: Prepare | None) -> dict[str, Tensor]:
         images, texts, *others = micro_batch
@@ -277,30 +295,18 @@ class DecoupledGradientAccumulation:
             outputs = self._model(*inputs)
         return _checked_outputs(outputs, num_rows(images))
 
-    def _loss_gradients(
-        self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Detached losses, and the gradient of their sum (times the scaler's scale) by each of `values`."""
-        if self._world_size > 1 and isinstance(self._loss, ClipLoss | SigLipLoss):
-            # open_clip's gathers take equal sizes for granted, and its averages over ranks would not weigh rows alike.
-            sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
-            if min(sizes) != max(sizes):
-                raise UserError(
-                    f"{type(self._loss).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
-                    "drop the remainder or use ContrastiveLoss, which takes any sizes."
-                )
-        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            losses = self._loss(**leaves, **loss_inputs, output_dict=True)
-            if isinstance(losses, Tensor):
-                losses = {"contrastive_loss": losses}
-            total = sum(losses.values())
-            scaled = total if self._scaler is None else self._scaler.scale(total)
-            gradients = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        by_name = dict(zip(leaves, gradients, strict=True))
-        if self._feature_factor != 1:
-            by_name |= {name: by_name[name] * self._feature_factor for name in FEATURES}
-        return {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}, by_name
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Leave the random state, the model's buffers and DDP's as before if the step fails."""
+        rng, buffers = RngState.capture(self._device), BufferState(self._inner)
+        try:
+            yield
+        except BaseException:
+            buffers.restore()
+            rng.restore()
+            if self._ddp is not None and hasattr(self._ddp.reducer, "_reset_state"):
+                self._ddp.reducer._reset_state()  # it may still wait for the backward pass that synchronises
+            raise
 
     def _unsynced(self, apply: bool) -> AbstractContextManager[Any]:
         return self._ddp.no_sync() if apply and self._ddp is not None else nullcontext()
@@ -309,7 +315,7 @@ class DecoupledGradientAccumulation:
         return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
 
 
-def _unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
     """The model inside of DDP and torch.compile in any order, the DDP wrapper if there is one, and whether compiled."""
     ddp, compiled = None, False
     while True:
@@ -322,48 +328,15 @@ def _unwrap(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None
             return model, ddp, compiled
 
 
-def _feature_factor(loss: Callable[..., Any], world_size: int) -> int:
-    """What the features' gradient of `loss` must be multiplied by for DDP's mean over ranks to be right, or a refusal.
-
-    With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d of each rank's own rows.
-    - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks what is
-      W times the same loss, or (local_loss) W losses whose mean it is. SigLipLoss sums over ranks in all its dist_impl.
-    - ClipLoss() gives d: each rank has the whole loss, and its own rows' part of the gradient. The scale's is whole on
-      every rank, whose mean is right as it is.
-    - ClipLoss(local_loss=True) lacks what other ranks' losses say of own rows (A.1); no factor brings that back.
-    """
-    if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
-        return 1
-    if loss.world_size != world_size:
-        raise UserError(
-            f"{type(loss).__name__} was made for world_size={loss.world_size}, but the model's gradients are averaged over "
-            f"{world_size} rank(s): pass the loss rank and world_size of the process group, and the model in "
-            "DistributedDataParallel where there are several."
-        )
-    if world_size == 1:
-        return 1
-    require_process_group(world_size, type(loss).__name__)
-    if isinstance(loss, ClipLoss):
-        if loss.use_horovod:
-            raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
-        if loss.local_loss and not loss.gather_with_grad:
-            raise UserError(
-                "ClipLoss(local_loss=True, gather_with_grad=False) over several ranks loses the gradient that reaches a "
-                "feature through other ranks' losses (ZeroVL, A.1); set gather_with_grad=True or use ContrastiveLoss."
-            )
-        if not loss.gather_with_grad:
-            log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
-            return world_size
-    return 1
-
-
 def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
-    """The model's output dict, refused by name where a part of it could get no gradient."""
-    if not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
+    """The model's output dict, refused by name where a part of it could get no gradient; a pair is taken for features."""
+    if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
+        outputs = dict(zip(FEATURES, outputs, strict=True))
+    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
         seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
         raise UserError(
-            f"The model must return a dict with image_features, text_features and logit_scale, but returned {seen}; "
-            "create open_clip models with output_dict=True."
+            "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
+            f"returned {seen}; create open_clip models with output_dict=True, and put others in an adapter (docs/dga.md)."
         )
     extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
     if extra:

@@ -1,0 +1,217 @@
+"""Phase (2) of a step: the loss on the features of all micro-batches, and its gradient by them and by what it learns itself.
+
+Shapes: `b` rows of this rank (all its micro-batches), `W` ranks, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
+from open_clip_zerovl.precision import ieee_products
+
+log = logging.getLogger(__name__)
+
+FEATURES = ("image_features", "text_features")  # (B, D) each, a row a sample
+SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
+
+
+class Objective:
+    """A loss, called with features as plain tensors in fp32 or fp64, outside of autocast, with IEEE fp32 products.
+
+    Args:
+        loss: see `DecoupledGradientAccumulation`.
+        device: of the features.
+        ddp: the model's wrapper, over whose ranks gradients are averaged; None for one process.
+        scaler: multiplies the gradients.
+
+    Raises:
+        UserError: a loss that cannot be exact over these ranks.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        device: torch.device,
+        ddp: DistributedDataParallel | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._loss = loss.module if isinstance(loss, DistributedDataParallel) else loss
+        self._device, self._scaler = device, scaler
+        self._group = ddp.process_group if ddp is not None else None
+        self._world_size = dist.get_world_size(self._group) if ddp is not None else 1
+        self._feature_factor = feature_factor(self._loss, self._world_size)
+        self._own_gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def gradients(
+        self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The detached losses, and the gradient of their sum (times the scaler's scale) by each of `values`.
+
+        Args:
+            values: the features (b, D), and the scalars that the model returned.
+
+        Raises:
+            UserError: a loss that cannot be called so, returns something else, or learns what it does not hold.
+        """
+        if self._world_size > 1 and isinstance(self._loss, ClipLoss | SigLipLoss):
+            # open_clip's gathers take equal sizes for granted, and its averages over ranks would not weigh rows alike.
+            sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
+            if min(sizes) != max(sizes):
+                raise UserError(
+                    f"{type(self._loss).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
+                    "drop the remainder or use ContrastiveLoss, which takes any sizes."
+                )
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        own = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        with (
+            torch.enable_grad(),
+            torch.autocast(self._device.type, enabled=False),
+            ieee_products(self._device.type),
+        ):
+            losses = self._losses(leaves, loss_inputs)
+            total = sum(losses.values())
+            self._check_leaves(total, [*leaves.values(), *own])
+            scaled = total if self._scaler is None else self._scaler.scale(total)
+            found = torch.autograd.grad(scaled, [*leaves.values(), *own], allow_unused=True)
+        self._own_gradients = list(zip(own, found[len(leaves) :], strict=True))
+        gradients = {
+            name: torch.zeros_like(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
+        }
+        if self._feature_factor != 1:
+            gradients |= {name: gradients[name] * self._feature_factor for name in FEATURES}
+        return {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}, gradients
+
+    def add_own_gradients(self) -> None:
+        """Add to `.grad` of the loss' own parameters what `gradients` found, averaged over ranks as DDP averages.
+
+        To be called by all ranks together, after the last backward pass of the towers.
+        """
+        for parameter, gradient in self._own_gradients:
+            if self._world_size > 1:
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                dist.all_reduce(gradient, group=self._group)
+                gradient = gradient / self._world_size
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                with torch.no_grad():
+                    parameter.grad.add_(gradient)
+        self._own_gradients = []
+
+    def _parameters(self) -> list[nn.Parameter]:
+        held: Any = self._loss
+        while isinstance(held, functools.partial):
+            held = held.func
+        held = getattr(held, "__self__", held)  # a method of a module
+        return list(held.parameters()) if isinstance(held, nn.Module) else []
+
+    def _losses(self, leaves: dict[str, Tensor], loss_inputs: dict[str, Any]) -> dict[str, Tensor]:
+        arguments = {**leaves, **loss_inputs, "output_dict": True}
+        name = _name(self._loss)
+        reason = _misfit(self._loss, arguments)
+        if reason is not None:
+            raise UserError(
+                f"{name} does not fit: it is called as loss({', '.join(f'{key}=' for key in arguments)}), and {reason}. "
+                "Give a loss that takes these names (functools.partial sets others)."
+            )
+        result = self._loss(**arguments)
+        losses = result if isinstance(result, dict) else {"contrastive_loss": result}
+        wrong = [key for key, value in losses.items() if not isinstance(value, Tensor) or value.numel() != 1]
+        if wrong or not losses:
+            seen = losses[wrong[0]] if wrong else result
+            kind = f"a tensor of shape {tuple(seen.shape)}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
+            raise UserError(f"{name} must return one number as a tensor, or a dict of such, but returned {kind}.")
+        if not any(value.requires_grad for value in losses.values()):
+            raise UserError(
+                f"{name} returned a number without gradient: it must be computed from the features in torch."
+            )
+        return losses
+
+    def _check_leaves(self, total: Any, known: Sequence[Tensor]) -> None:
+        """Refuse a loss whose graph reaches something trainable that is neither its input nor a parameter of its own."""
+        seen = {id(tensor) for tensor in known}
+        todo, visited = [total.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            todo += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and id(leaf) not in seen:
+                raise UserError(
+                    f"{_name(self._loss)} learns a tensor of shape {tuple(leaf.shape)} that is not its own parameter and "
+                    "would get no gradient; make the loss an nn.Module that holds it, or let the model return it."
+                )
+
+
+def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
+    """What the features' gradient of `loss` must be multiplied by for DDP's mean over ranks to be right, or a refusal.
+
+    With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d of each rank's own rows.
+    - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks what is
+      W times the same loss, or (local_loss) W losses whose mean it is. SigLipLoss sums over ranks in all its dist_impl.
+    - ClipLoss() gives d: each rank has the whole loss, and its own rows' part of the gradient. The scale's is whole on
+      every rank, whose mean is right as it is.
+    - ClipLoss(local_loss=True) lacks what other ranks' losses say of own rows (A.1); no factor brings that back.
+    """
+    if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
+        return 1
+    if loss.world_size != world_size:
+        raise UserError(
+            f"{type(loss).__name__} was made for world_size={loss.world_size}, but the model's gradients are averaged over "
+            f"{world_size} rank(s): pass the loss rank and world_size of the process group, and the model in "
+            "DistributedDataParallel where there are several."
+        )
+    if world_size == 1:
+        return 1
+    require_process_group(world_size, type(loss).__name__)
+    if isinstance(loss, ClipLoss):
+        if loss.use_horovod:
+            raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
+        if loss.local_loss and not loss.gather_with_grad:
+            raise UserError(
+                "ClipLoss(local_loss=True, gather_with_grad=False) over several ranks loses the gradient that reaches a "
+                "feature through other ranks' losses (ZeroVL, A.1); set gather_with_grad=True or use ContrastiveLoss."
+            )
+        if not loss.gather_with_grad:
+            log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
+            return world_size
+    return 1
+
+
+def _name(loss: Callable[..., Any]) -> str:
+    return f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
+
+
+def _misfit(loss: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
+    """Why `loss` cannot be called with these keyword arguments; None where it can, or does not tell."""
+    call: Any = loss
+    if isinstance(call, functools.partial) and isinstance(call.func, nn.Module):
+        call = functools.partial(call.func.forward, *call.args, **call.keywords)
+    elif isinstance(call, nn.Module):
+        call = call.forward
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        return str(error)
+    return None

@@ -1,0 +1,67 @@
+"""The precision of products of fp32 matrices: IEEE fp32, or fewer bits of the factors where torch's flags allow it.
+
+torch has two sets of flags: the older `allow_tf32` and `set_float32_matmul_precision`, and `fp32_precision` (torch 2.9).
+Setting one and reading the other may raise, so both are handled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# What a product keeps of its factors' 24 bits, by the name that torch gives the precision.
+_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}  # TF32 keeps as many bits as fp16
+
+
+def product_precision(device_type: str) -> torch.dtype:
+    """The coarsest dtype that holds what products of fp32 matrices on "cuda" or "cpu" keep of their factors."""
+    backend = _backend(device_type)
+    if backend is None:
+        return torch.float32
+    if hasattr(backend, "fp32_precision"):
+        return _ROUNDED.get(backend.fp32_precision, torch.float32)
+    return torch.float16 if getattr(backend, "allow_tf32", False) else torch.float32
+
+
+@contextmanager
+def ieee_products(device_type: str) -> Iterator[None]:
+    """Within, products of fp32 matrices on "cuda" or "cpu" are IEEE fp32, whatever the flags; they are put back after."""
+    if product_precision(device_type) == torch.float32:
+        yield
+        return
+    backend = _backend(device_type)
+    if device_type == "cuda" and _older_flags_agree():
+        before = torch.get_float32_matmul_precision()
+        kept = _backend("cpu")
+        of_cpu = getattr(kept, "fp32_precision", None)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+            if of_cpu is not None:  # which the line above may have set, too
+                kept.fp32_precision = of_cpu
+    else:
+        before = backend.fp32_precision
+        backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            backend.fp32_precision = before
+
+
+def _older_flags_agree() -> bool:
+    """Whether the older flags can be read, which raises where they say other than the newer ones."""
+    try:
+        return torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return False
+
+
+def _backend(device_type: str):
+    """torch's flags for the matrix products of a device, or None where it has none."""
+    if device_type == "cuda":
+        return torch.backends.cuda.matmul
+    return getattr(torch.backends.mkldnn, "matmul", None) if device_type == "cpu" else None

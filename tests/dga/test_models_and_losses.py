@@ -1,0 +1,653 @@
+"""Decoupled gradient accumulation on models and losses that are not open_clip's, against one graph (fp64, 1e-10)."""
+
+import copy
+import functools
+import logging
+import re
+from collections import namedtuple
+
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+from open_clip.loss import ClipLoss
+from torch import nn
+from torch.nn.functional import normalize
+from transformers import (
+    BatchEncoding,
+    BertConfig,
+    CLIPConfig,
+    CLIPModel,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+    ViTConfig,
+)
+
+from open_clip_zerovl.dga.replay import REPLAY_TOLERANCE, replay_tolerance
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.precision import ieee_products, product_precision
+from support import ROOT
+from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph
+
+EXACT = TOLERANCE[torch.float64]
+SEED = 5
+
+
+def accumulated(model, loss, micro_batches, *, loss_inputs=None, prepare=None, **options):
+    torch.manual_seed(SEED)
+    step = DecoupledGradientAccumulation(model, loss, **{"check": "always", **options})
+    losses = step.backward(micro_batches, prepare=prepare, **(loss_inputs or {}))
+    return losses, gradients(model)
+
+
+def reference(model, loss, micro_batches, **options):
+    torch.manual_seed(SEED)
+    return one_graph(model, loss, micro_batches, **options)
+
+
+class TextText(nn.Module):
+    """One text tower for both sides; each side a tensor of tokens, or what `tokens` finds in it."""
+
+    def __init__(self, tokens=lambda side: side, *, pair=True):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(12, 8)
+        self.tokens, self.pair = tokens, pair
+        if not pair:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def encode(self, side):
+        return normalize(self.out(self.drop(self.embedding(self.tokens(side)))).mean(1), dim=-1)
+
+    def forward(self, left, right):
+        features = self.encode(left), self.encode(right)
+        if self.pair:
+            return features
+        return {"image_features": features[0], "text_features": features[1], "logit_scale": self.scale.exp()}
+
+
+def token_batches(sizes, wrap=lambda tokens: tokens):
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda size: torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator)  # noqa: E731
+    return [(wrap(draw(size)), wrap(draw(size))) for size in sizes]
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make().double().train()
+
+
+# --------------------------------------------------------------------------------------- towers that only look frozen
+
+
+class WithAdapter(open_clip.CustomTextCLIP):
+    """An adapter at the top level, behind an overridden `encode_image`."""
+
+    def encode_image(self, image, normalize: bool = False):
+        features = self.adapter(super().encode_image(image))
+        return nn.functional.normalize(features, dim=-1) if normalize else features
+
+
+def adapter_in_encode_image():
+    model = bert_clip()
+    model.__class__ = WithAdapter
+    model.visual.requires_grad_(False)
+    model.adapter = nn.Linear(16, 16).double()
+    return model
+
+
+def adapter_in_a_hook():
+    model = bert_clip()
+    model.visual.requires_grad_(False)
+    model.adapter = nn.Linear(16, 16).double()
+    model.visual.register_forward_hook(lambda module, inputs, output: model.adapter(output))
+    return model
+
+
+class Projection(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, features):
+        return features @ self.weight
+
+
+def shared_projection():
+    model = bert_clip()
+    model.text.requires_grad_(False)
+    model.text.proj = Projection(model.visual.proj)
+    return model
+
+
+@pytest.mark.parametrize("make", [adapter_in_encode_image, adapter_in_a_hook, shared_projection])
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_a_tower_that_only_looks_frozen_learns(make, retain):
+    model, micro_batches = make(), batches([3, 2, 2])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=retain, check="always")
+    for _ in range(2):  # the second step knows
+        torch.manual_seed(SEED)
+        step.backward(micro_batches)
+        assert error(gradients(model), wanted) <= EXACT
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+class Metric(ContrastiveLoss):
+    """InfoNCE on features that the loss itself projects, with a temperature of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.matrix = nn.Parameter(torch.eye(16, dtype=torch.float64) + 0.1)
+        self.log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, image_features, text_features, logit_scale, output_dict=False):
+        sides = (normalize(side @ self.matrix, dim=-1) for side in (image_features, text_features))
+        return super().forward(*sides, logit_scale * self.log_scale.exp(), output_dict=output_dict)
+
+
+@pytest.mark.parametrize("call", [lambda loss: loss, functools.partial, lambda loss: loss.forward])
+def test_what_the_loss_learns_gets_its_gradient(call):
+    model, micro_batches, loss = bert_clip(), batches([3, 2]), Metric()
+    _, wanted = reference(model, loss, micro_batches)
+    own = {name: p.grad.clone() for name, p in loss.named_parameters() if p.grad is not None}
+    assert set(own) == {"matrix", "log_scale"}
+    for parameter in loss.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    _, found = accumulated(model, call(loss), micro_batches, scaler=scaler)
+    assert error({name: grad / 4 for name, grad in found.items()}, wanted) <= EXACT
+    for name, gradient in own.items():
+        torch.testing.assert_close((getattr(loss, name).grad - 1) / 4, gradient, rtol=1e-9, atol=1e-12)
+    loss.zero_grad(set_to_none=True)
+    accumulated(model, call(loss), micro_batches)
+    assert loss.unused.grad is None
+    torch.testing.assert_close(loss.matrix.grad, own["matrix"], rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_loss_learns_and_does_not_hold_is_refused():
+    model, outside = bert_clip(), nn.Parameter(torch.ones(16, 1, dtype=torch.float64))
+
+    def closure(image_features, text_features, logit_scale, output_dict):
+        return {"loss": (image_features @ outside).sum() + (text_features * logit_scale).sum()}
+
+    with pytest.raises(UserError, match=r"The loss closure learns a tensor of shape \(16, 1\) that is not its own"):
+        accumulated(model, closure, batches([2, 2]))
+
+
+def test_random_numbers_of_the_loss_are_drawn_once():
+    """The next step goes on behind them, as after one graph."""
+
+    def noisy(image_features, text_features, logit_scale, output_dict):
+        sides = (normalize(nn.functional.dropout(side, 0.3), dim=-1) for side in (image_features, text_features))
+        return ClipLoss()(*sides, logit_scale, output_dict=output_dict)
+
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    _, wanted = reference(model, noisy, micro_batches)
+    ended = torch.get_rng_state()
+    for retain in (0, 1, 3):
+        _, found = accumulated(model, noisy, micro_batches, retain=retain)
+        assert error(found, wanted) <= EXACT
+        assert torch.equal(torch.get_rng_state(), ended)
+
+
+def test_a_loss_that_does_not_fit_gets_a_sentence():
+    model, pair, both = bert_clip(), seeded(TextText), token_batches([2, 2])
+    one = torch.tensor(1.0)
+    for of, inputs, loss, message in [
+        (model, None, lambda a, b, scale: a.sum(), "does not fit: it is called as .*image_features=.*output_dict="),
+        (model, None, nn.CrossEntropyLoss(), "The loss CrossEntropyLoss does not fit"),
+        (
+            pair,
+            both,
+            ContrastiveLoss(),
+            "called as loss.image_features=, text_features=, output_dict=., and .*logit_scale",
+        ),
+        (model, None, lambda **_: 3.0, "must return one number as a tensor, .* but returned a float"),
+        (model, None, lambda **_: {"a": torch.ones(2)}, r"returned a tensor of shape \(2,\)"),
+        (model, None, lambda **_: {}, "returned a dict"),
+        (model, None, lambda **_: one, "a number without gradient"),
+        (model, None, lambda image_features, **_: image_features.detach().sum(), "a number without gradient"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            accumulated(of, loss, inputs or batches([2, 2]))
+    with pytest.raises(TypeError, match="inside"):  # a defect of the loss stays what it is
+
+        def broken(**_):
+            raise TypeError("inside")
+
+        accumulated(model, broken, batches([2, 2]))
+
+
+# -------------------------------------------------------------------------------------------------- inputs and outputs
+
+Tokens = namedtuple("Tokens", "ids mask")
+KINDS = {
+    "tensor": (lambda side: side, lambda ids: ids),
+    "dict": (
+        lambda side: side["input_ids"] * side["attention_mask"],
+        lambda ids: {"input_ids": ids, "attention_mask": (ids > 9).long()},
+    ),
+    "BatchEncoding": (
+        lambda side: side.input_ids * side["attention_mask"],
+        lambda ids: BatchEncoding({"input_ids": ids, "attention_mask": (ids > 9).long()}),
+    ),
+    "tuple": (lambda side: side[0] * side[1], lambda ids: (ids, (ids > 9).long())),
+    "named tuple": (lambda side: side.ids * side.mask, lambda ids: Tokens(ids, (ids > 9).long())),
+    "nested": (lambda side: side["tokens"][0], lambda ids: {"tokens": [ids]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair", [True, False])
+def test_text_with_text_in_what_tokenizers_return(kind, pair):
+    tokens, wrap = KINDS[kind]
+    model, micro_batches = seeded(lambda: TextText(tokens, pair=pair)), token_batches([3, 2, 4], wrap)
+    loss = functools.partial(ClipLoss(), logit_scale=torch.tensor(9.0)) if pair else ClipLoss()
+    names = {} if pair else {"logit_scale": None}
+
+    def as_dict(left, right):
+        return (
+            dict(zip(("image_features", "text_features"), model(left, right), strict=True))
+            if pair
+            else model(left, right)
+        )
+
+    as_dict.named_parameters = model.named_parameters
+    _, wanted = reference(as_dict, loss, micro_batches)
+    for retain in (0, 1, 3):
+        losses, found = accumulated(model, loss, micro_batches, retain=retain)
+        assert error(found, wanted) <= EXACT
+        assert set(losses) == {"contrastive_loss", "loss", *names}
+    assert type(micro_batches[0][0]) is type(wrap(torch.ones(1, 2)))  # what was given is as it was
+
+
+def test_image_with_image_and_a_tower_in_eval():
+    class ImageImage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8))
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, left, right):
+            sides = (normalize(self.body(side), dim=-1) for side in (left, right))
+            return dict(zip(("image_features", "text_features"), sides, strict=True), logit_scale=self.scale.exp())
+
+    generator = torch.Generator().manual_seed(0)
+    micro_batches = [tuple(torch.randn(2, n, 3, 32, 32, generator=generator, dtype=torch.float64)) for n in (4, 3)]
+    for evaluated in (False, True):
+        model = seeded(ImageImage)
+        model.body[1].train(not evaluated)
+        once = copy.deepcopy(model)
+        _, wanted = reference(once, ClipLoss(), micro_batches)
+        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=0)
+        assert error(found, wanted) <= EXACT
+        for found_buffer, wanted_buffer in zip(model.buffers(), once.buffers(), strict=True):
+            assert torch.equal(found_buffer, wanted_buffer)
+
+
+def test_wrong_inputs_get_a_sentence():
+    model, images, texts = seeded(TextText), torch.ones(2, 4).long(), torch.ones(3, 4).long()
+    for wrong, message in [
+        ((images, {"input_ids": images, "words": ["a", "b"]}), "Micro-batch 0 must be a pair .* but holds a str"),
+        ((images, {"a": images, "b": texts}), r"an input's tensors have \[2, 3\] rows"),
+        ((images, {"a": texts}), "has 3 and 2"),
+        ((images, torch.tensor(1)), "but holds a tensor without rows"),
+        ((images, {}), r"an input's tensors have \[\] rows"),
+        ((images,), "is a tuple of 1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            accumulated(model, ContrastiveLoss(), [wrong])
+
+
+def test_a_batch_stays_where_the_caller_keeps_it():
+    """A BatchEncoding's own `to` moves in place."""
+    seen = []
+
+    class Watching(TextText):
+        def forward(self, left, right):
+            seen.append(left)
+            return super().forward(left, right)
+
+    tokens, wrap = KINDS["BatchEncoding"]
+    model, micro_batches = seeded(lambda: Watching(tokens)), token_batches([2, 2], wrap)
+    accumulated(model, functools.partial(ClipLoss(), logit_scale=torch.tensor(9.0)), micro_batches)
+    assert all(type(side) is BatchEncoding for side in seen)
+    assert not {id(side) for side in seen} & {id(side) for pair in micro_batches for side in pair}
+
+
+# ---------------------------------------------------------------------------------------------- what the caller is doing
+
+
+def test_under_no_grad_it_works_and_under_inference_mode_it_is_refused():
+    model, micro_batches = bert_clip(), batches([3, 2])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    for retain in (0, 1, 2):
+        with torch.no_grad():
+            _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
+        assert error(found, wanted) <= EXACT
+    with torch.inference_mode(), pytest.raises(UserError, match="under torch.inference_mode"):
+        accumulated(model, ContrastiveLoss(), micro_batches)
+
+
+def test_in_an_autocast_region_of_the_caller(monkeypatch):
+    """Its cache may hold casts of weights that the first pass made without graph (on some versions of torch): cleared."""
+    model, micro_batches = bert_clip(torch.float32), batches([3, 2, 2], torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, wanted = reference(model, ClipLoss(), micro_batches)
+    clear, calls = torch.clear_autocast_cache, []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: calls.append(None) or clear())
+    for retain in (0, 1):
+        calls.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
+        assert len(calls) == 3 + 1  # before each forward pass with graph, and by torch as the region ends
+        assert error(found, wanted) <= 0.3  # bf16's roundings; without the weights' gradients it is 1
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Counting(nn.Module):
+    """Batch norm, and a buffer that counts forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.Flatten(), nn.Linear(64, 8)
+        )
+        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.1))
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, image, text):
+        self.passes += 1
+        return {
+            "image_features": normalize(self.image(image), dim=-1),
+            "text_features": normalize(self.text(text).mean(1), dim=-1),
+            "logit_scale": self.logit_scale.exp(),
+        }
+
+
+@pytest.mark.parametrize("fails_at", ["forward 0", "forward 2", "loss", "replay", "check"])
+def test_after_a_failure_all_is_as_before(fails_at, one_rank):
+    """Random state, buffers and DDP's synchronisation; the step that follows is exact."""
+    model, micro_batches = seeded(Counting), batches([4, 3, 2])
+    once = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    calls = [0]
+
+    def prepare(images, texts):
+        calls[0] += 1
+        if {"forward 0": 1, "forward 2": 3, "replay": 5}.get(fails_at) == calls[0]:
+            raise KeyboardInterrupt
+        return images * (1 + 0.1 * (fails_at == "check") * calls[0]), texts
+
+    def loss(**values):
+        if fails_at == "loss":
+            torch.rand(1)
+            raise KeyboardInterrupt
+        return ClipLoss()(**values)
+
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(SEED)
+    state = torch.get_rng_state()
+    with pytest.raises((KeyboardInterrupt, ReplayError)):
+        DecoupledGradientAccumulation(wrapped, loss, check="always").backward(micro_batches, prepare=prepare)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert wrapped.require_backward_grad_sync
+    model.zero_grad()
+    once.load_state_dict(model.state_dict())
+    _, wanted = reference(once, ClipLoss(), micro_batches)
+    _, found = accumulated(wrapped, ClipLoss(), micro_batches)
+    assert error(found, wanted) <= EXACT
+    assert model.passes == 3
+
+
+def test_retain_auto_waits_for_an_optimizer_step():
+    """A GradScaler leaves the first steps out: AdamW has no state yet, and the free memory is too large by it."""
+    model, micro_batches = bert_clip(torch.float32), batches([3, 2, 2], torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), scaler=scaler, retain="auto")
+    decided = []
+    for number in range(4):
+        optimizer.zero_grad()
+        step.backward(micro_batches, prepare=lambda images, texts, n=number: (images / (n > 1), texts))  # inf at first
+        decided.append((step._retention._auto is not None, bool(optimizer.state)))
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, 4.6)  # as training does in every step
+    assert decided == [(False, False)] * 3 + [(True, True)]
+
+
+# ------------------------------------------------------------------------------------------------------- fp32 products
+
+
+@pytest.fixture
+def fp32_flags():
+    """torch's flags as they are at first, before and after."""
+
+    def reset():
+        torch.set_float32_matmul_precision("highest")
+        for flags in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            flags.fp32_precision = "none"
+
+    reset()
+    yield
+    reset()
+
+
+SETTINGS = {
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "fp32_precision of cuBLAS": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "fp32_precision of all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+def flags():
+    found = []
+    for read in (
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+        torch.get_float32_matmul_precision,
+    ):
+        try:
+            found.append(read())
+        except RuntimeError:  # flags of both kinds that disagree
+            found.append("unreadable")
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_products_of_the_loss_are_ieee_fp32(setting, fp32_flags):
+    SETTINGS[setting]()
+    before = flags()
+    assert product_precision("cuda") == torch.float16
+    assert replay_tolerance(nn.Linear(1, 1), torch.device("cuda"), torch.no_grad) == REPLAY_TOLERANCE[torch.float16]
+    for device in ("cuda", "cpu"):
+        with ieee_products(device):
+            assert product_precision(device) == torch.float32
+            assert device == "cpu" or not torch.backends.cuda.matmul.allow_tf32  # readable: cuBLAS asks it
+        assert flags() == before
+    seen = []
+
+    def loss(**values):
+        seen.append(product_precision("cpu"))
+        return ClipLoss()(**values)
+
+    accumulated(bert_clip(torch.float32), loss, batches([2, 2], torch.float32))
+    assert seen == [torch.float32] and flags() == before
+
+
+def test_our_loss_by_itself_sets_the_flags(fp32_flags, monkeypatch):
+    SETTINGS["medium"]()
+    assert product_precision("cpu") == torch.bfloat16
+    seen = []
+    monkeypatch.setattr(
+        "open_clip_zerovl.losses._Problem._logits",
+        lambda self, rows, others: seen.append(product_precision("cpu")) or (rows * self.scale) @ others.T,
+    )
+    features = torch.randn(2, 4, 8)
+    ContrastiveLoss(chunk_size=2)(*features.requires_grad_(), torch.tensor(3.0)).backward()
+    assert set(seen) == {torch.float32} and product_precision("cpu") == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------------------ other people's models
+
+
+def documented(name):
+    """The class `name` of a Python block of docs/dga.md."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}" in block)
+    scope = {}
+    exec(compile(code, "docs/dga.md", "exec"), scope)
+    return scope[name]
+
+
+VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+VISION |= {"image_size": 32, "patch_size": 16}
+TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT |= {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+
+
+def clip_model():
+    config = CLIPConfig(
+        text_config={**TEXT, "attention_dropout": 0.1, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        vision_config={**VISION, "attention_dropout": 0.1},
+        projection_dim=8,
+    )
+    return CLIPModel(config)
+
+
+def dual_encoder():
+    config = VisionTextDualEncoderConfig.from_vision_text_configs(
+        ViTConfig(**VISION, hidden_dropout_prob=0.1), BertConfig(**TEXT, hidden_dropout_prob=0.1), projection_dim=8
+    )
+    return VisionTextDualEncoderModel(config)
+
+
+def tokenized(size, generator):
+    ids = torch.randint(3, VOCABULARY, (size, CONTEXT), generator=generator)
+    lengths = torch.randint(3, CONTEXT + 1, (size, 1), generator=generator)
+    mask = (torch.arange(CONTEXT) < lengths).long()
+    return BatchEncoding({"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask})
+
+
+@pytest.mark.parametrize("make", [clip_model, dual_encoder])
+@pytest.mark.parametrize("frozen", [None, "vision_model", "text_model"])
+def test_hugging_face_models_in_the_documented_adapter(make, frozen):
+    model = seeded(lambda: documented("HuggingFaceTowers")(make()))
+    if frozen:
+        getattr(model.model, frozen).requires_grad_(False)
+    unused = [model.model.vision_model, model.model.text_model]
+    generator = torch.Generator().manual_seed(1)
+    micro_batches = [
+        (torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64), tokenized(size, generator))
+        for size in (3, 2, 4)
+    ]
+    for module in unused:  # BERT's pooler is used, ViT's too; nothing else may be without gradient
+        assert sum(p.numel() for p in module.parameters())
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    for retain in (0, 1):
+        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
+        assert error(found, wanted) <= EXACT
+    with pytest.raises(UserError, match="adapter .docs/dga.md"):
+        accumulated(seeded(make), ContrastiveLoss(), [(texts["input_ids"], images) for images, texts in micro_batches])
+
+
+class LoRA(nn.Module):
+    """What peft puts in place of a linear layer: the frozen layer, and a dropout and two thin matrices beside it."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.base_layer = layer
+        self.dropout = nn.Dropout(0.1)
+        self.down = nn.Parameter(0.1 * torch.randn(rank, layer.in_features, dtype=layer.weight.dtype))
+        self.up = nn.Parameter(0.1 * torch.randn(layer.out_features, rank, dtype=layer.weight.dtype))
+
+    def forward(self, inputs):
+        return self.base_layer(inputs) + self.dropout(inputs) @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("towers", [["text"], ["text", "image"]])
+def test_lora_on_frozen_towers(towers):
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    model.requires_grad_(False)
+    model.logit_scale.requires_grad_(True)
+    torch.manual_seed(0)
+    for layer in model.text.transformer.encoder.layer:
+        layer.attention.self.query = LoRA(layer.attention.self.query)
+    if "image" in towers:
+        for block in model.visual.transformer.resblocks:
+            block.mlp.c_fc = LoRA(block.mlp.c_fc)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    for retain in (0, 1):
+        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
+        assert len(found) > 2 and error(found, wanted) <= EXACT
+
+
+def test_tied_embeddings():
+    """One table of tokens for both sides, one of which is frozen but for it."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = TextText(), TextText()
+            self.right.embedding.weight = self.left.embedding.weight
+            self.right.out.requires_grad_(False)
+
+        def forward(self, left, right):
+            return self.left.encode(left), self.right.encode(right)
+
+    model, micro_batches = seeded(Tied), token_batches([3, 4])
+    loss = functools.partial(ClipLoss(), logit_scale=torch.tensor(9.0))
+
+    def as_dict(left, right):
+        return dict(zip(("image_features", "text_features"), model(left, right), strict=True))
+
+    as_dict.named_parameters = model.named_parameters
+    _, wanted = reference(as_dict, loss, micro_batches)
+    _, found = accumulated(model, loss, micro_batches, retain=0)
+    assert error(found, wanted) <= EXACT
+
+
+def test_towers_in_eval_and_an_average_of_the_weights(caplog):
+    """No masks in eval(); a moving average beside the model, fed after each step, follows that of one graph."""
+    model, micro_batches = bert_clip().eval(), batches([3, 2])
+    other = copy.deepcopy(model)
+    averages = [
+        torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        for m in (model, other)
+    ]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always")
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            step.backward(micro_batches)
+            _, wanted = one_graph(other, ClipLoss(), micro_batches)
+            for name, parameter in other.named_parameters():
+                parameter.grad = wanted[name]
+            for optimizer, average, trained in zip(optimizers, averages, (model, other), strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(trained)
+    for found, expected in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert all(p.grad is None for p in averages[0].parameters())
