@@ -7,8 +7,9 @@ import json
 import fsspec
 import pytest
 
+from open_clip_zerovl.data.names import is_named
 from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.sources import count_tar_samples, is_named, parse_sources
+from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
 from open_clip_zerovl.errors import UserError
 from support.tars import write_source, write_tar
 

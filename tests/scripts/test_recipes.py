@@ -145,7 +145,7 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
 @pytest.mark.parametrize(
     ("slip", "said"),
     [
-        ("loss-chunks=64", "unrecognized arguments: --loss-chunks 64"),
+        ("loss-chunks=64", "there is no flag --loss-chunks; did you mean --loss-chunk?"),
         ("lr=fast", "--lr: invalid float value: 'fast'"),
         ("accum-freq=2", "--accum-freq"),
     ],

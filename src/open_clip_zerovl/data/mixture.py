@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.data.health import Report
 from open_clip_zerovl.data.images import collate_images, crop_of, decode_image
+from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import RawSample, Reading
 from open_clip_zerovl.data.schedule import (
@@ -40,7 +41,6 @@ from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import preserved, reseed, sample_seed
 
-POLICIES = ("replace", "fail")  # for bad samples
 SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
 _STREAM_ORDER = 3  # as in sampling.py: independent random streams of one seed
 

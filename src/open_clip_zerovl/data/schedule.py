@@ -30,10 +30,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from open_clip_zerovl.data.names import DRAWS, STRATEGIES
 from open_clip_zerovl.errors import UserError
 
-STRATEGIES = ("random", "sequential", "debiased")
-DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
 
 # Purposes of the independent random streams of a schedule; numbers are part of what a seed means, never reuse one.

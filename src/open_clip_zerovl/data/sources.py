@@ -28,6 +28,7 @@ import braceexpand
 import numpy as np
 
 from open_clip_zerovl.data.clusters import Cluster, find_clustering, open_clusters
+from open_clip_zerovl.data.names import CAPTIONS, NAME
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
@@ -40,9 +41,6 @@ from open_clip_zerovl.tar.members import (
     open_url,
     stream_samples,
 )
-
-NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
-CAPTIONS = ("one-per-epoch", "all")  # where an image has several
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,6 @@ class Source:
         if self.table is not None:
             return f"table {os.path.basename(self.table.path)}"
         return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
-
-
-def is_named(train_data: str | None) -> bool:
-    """Whether a `--train-data` value names at least one of its sources (and so asks for this package's mixture)."""
-    return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
 
 
 def parse_sources(

@@ -24,10 +24,11 @@ from torchvision.transforms import (
     ToTensor,
 )
 
+from open_clip_zerovl.data.names import AUTO_AUGMENTS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 
-AUTO_AUGMENT_POLICIES = {"imagenet": AutoAugmentPolicy.IMAGENET}
+AUTO_AUGMENT_POLICIES = {name: AutoAugmentPolicy(name) for name in AUTO_AUGMENTS}
 INTERPOLATIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
 
 Transform = Callable[[Image.Image], torch.Tensor]

@@ -132,10 +132,3 @@ class Retention:
                 free / 2**20,
             )
         return count
-
-
-def parse_retain(text: str) -> int | str:
-    """The value of `--dga-retain`: a number of graphs, or "auto". UserError for anything else."""
-    if text != "auto" and not text.isdecimal():
-        raise UserError(f"{text!r} is neither a number of micro-batches nor auto")
-    return text if text == "auto" else int(text)

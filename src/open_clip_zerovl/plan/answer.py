@@ -10,6 +10,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.plan.data import Missing, SourceCheck
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.recipe.flags import AllFlags, flags_of
 
 GIB = 2**30
 
@@ -101,7 +102,8 @@ class Plan:
             "ranks": batching["world_size"],
             "effective_batch": self.batching.effective_batch,
         }
-        given = plain["settings"].items()
+        unplanned = {each.name for each in flags_of(AllFlags) if each.planned is not True}
+        given = [(name, value) for name, value in plain["settings"].items() if name not in unplanned]
         plain["settings"] = {k: v for k, v in given if v is not None and v is not False and v not in ((), {})}
         plain["steps"], plain["samples_per_second"], plain["hours"] = self.steps, self.samples_per_second, self.hours
         plain["gpu_hours"] = self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from open_clip_zerovl.data.mixture import Failure, Mixture, Sampling
+from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.schedule import Batching, source_schedule
-from open_clip_zerovl.data.sources import NAME, Source, count_tar_samples, parse_sources
+from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.datasets.emoji_sources import SOURCES as EMOJI_SOURCES
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import TABLE_2

@@ -5,19 +5,29 @@ B  micro-batch per rank    K  micro-batches of a step (DGA steps)    W  ranks   
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.sources import is_named
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.recipe.flags import AllFlags, at_least, contradicted, flag, flags_of, out_of_range, redeclared
 
-PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """Of the plan alone"""
+
+    effective_batch: int | None = flag(
+        None, "choose --batch-size and --dga-steps for it", metavar="N", range=at_least(1)
+    )
+    assume: str | None = flag(
+        None, "estimate for hardware that is not here: v100, a100-80, h200, ...", metavar="GPU[:COUNT]"
+    )
+    gpus: int | None = flag(None, "of the GPUs here (default: all)", metavar="N", range=at_least(1))
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """The training program's flags that time, memory or data depend on, under its names and with its defaults.
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(PlanFlags, AllFlags):
+    """The training program's flags, and those of the plan. Two of training's are chosen where they are not given.
 
     Attributes:
         effective_batch: N wanted; K follows from it. None: B and K as given.
@@ -26,82 +36,18 @@ class PlanSettings:
         passed_over: flags given that matter for nothing of this.
     """
 
-    model: str
-    effective_batch: int | None = None
-    assume: str | None = None
-    gpus: int | None = None
+    batch_size: int | None = redeclared(AllFlags, "batch_size", None)  # type: ignore[assignment]
+    dga_steps: int | None = redeclared(AllFlags, "dga_steps", None)  # type: ignore[assignment]
     passed_over: tuple[str, ...] = ()
-
-    text_model: str | None = None
-    train_data: str | None = None
-    train_data_upsampling_factors: str | None = None
-    train_num_samples: int | None = None
-    retrieval_data: str | None = None
-    sampling: str | None = None
-    debiased_draw: str = "exact"
-    source_order: str | None = None
-    dataset_resampled: bool = False
-    captions: str | None = None
-    on_bad_sample: str = "replace"
-
-    batch_size: int | None = None
-    dga_steps: int | None = None
-    dga_retain: int | str = 1
-    loss_chunk: int | None = None
-    siglip: bool = False
-    epochs: int = 32
-    workers: int = 4
-    precision: str = "amp"
-    device: str = "cuda"
-    seed: int = 0
-    wd: float = 0.2
-    grad_clip_norm: float | None = None
-
-    token_drop: float | None = None
-    freeze: tuple[str, ...] = ()
-    lock_image: bool = False
-    lock_text: bool = False
-    grad_checkpointing: bool = False
-    no_embedding_decay: bool = False
-    temperature_constant: bool = False
-    coin_flip_mixup: bool = False
-    mixup_alpha: float = 0.1
-    text_augment: float | None = None
-    auto_augment: str | None = None
-    aug_cfg: dict[str, Any] = field(default_factory=dict)
-    image_mean: tuple[float, ...] | None = None
-    image_std: tuple[float, ...] | None = None
-    image_interpolation: str | None = None
-    force_image_size: int | tuple[int, ...] | None = None
-    force_context_length: int | None = None
-    pretrained_image: bool = False
-    init_from: str | None = None
-    init_image: str | None = None
-    init_text: str | None = None
-
-    logs: str = "./logs/"
-    save_frequency: int = 1
-    save_most_recent: bool = False
-    delete_previous_checkpoint: bool = False
-    save_every_steps: int | None = None
-    keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         """
         Raises:
-            UserError: a value out of range, named with what to give.
+            UserError: a value out of range, or flags that training refuses together.
         """
-        positive = ("effective_batch", "gpus", "batch_size", "dga_steps", "loss_chunk", "epochs", "train_num_samples")
-        for name in (*positive, "save_every_steps", "keep_checkpoints"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range; give at least 1")
-        if self.workers < 0:
-            raise UserError(f"--workers {self.workers} is out of range; give 0 or more")
-        for name in ("token_drop", "text_augment"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value} is out of range; give a share between 0 and 1")
+        planned = [each.name for each in flags_of(AllFlags) if each.planned is True]
+        for sentence in (*out_of_range(self), *contradicted(self, planned)):
+            raise UserError(sentence)
         if self.assume is not None and self.gpus is not None:
             raise UserError(
                 f"--assume {self.assume} and --gpus {self.gpus} both tell a number of GPUs; give --assume NAME:{self.gpus}"
@@ -112,14 +58,19 @@ class PlanSettings:
             )
 
     @property
-    def strategy(self) -> str:
-        """How sources make batches; open_clip's own pipeline counts as random."""
-        return self.sampling or "random"
+    def trains(self) -> bool:
+        """A plan may go without --train-data."""
+        return False
+
+    @property
+    def mixture(self) -> bool:
+        """Data that is not told of counts as named sources."""
+        return self.train_data is None or super().mixture
 
     @property
     def stock_pipeline(self) -> bool:
         """Whether training would take open_clip's own data pipeline."""
-        return self.sampling is None and not is_named(self.train_data)
+        return not super().mixture
 
 
 def choose_batching(settings: PlanSettings, ranks: int, micro_batch: int) -> Batching:

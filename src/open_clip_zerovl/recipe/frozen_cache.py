@@ -35,7 +35,8 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.randomness import seeded
-from open_clip_zerovl.recipe.towers import TOWERS, group_of
+from open_clip_zerovl.recipe.flags import TOWERS
+from open_clip_zerovl.recipe.towers import group_of
 
 log = logging.getLogger(__name__)
 

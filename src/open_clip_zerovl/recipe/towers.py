@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.recipe.flags import TOWERS
 
-TOWERS = ("image", "text")
 GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")
 
 

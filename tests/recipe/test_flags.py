@@ -1,0 +1,155 @@
+"""Flags: each declared once in `recipe.flags`; training's and the plan's parsers and checks follow from it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from dataclasses import fields
+
+import pytest
+
+from open_clip_zerovl.cli.plan import _parser as plan_parser
+from open_clip_zerovl.cli.plan import parse_plan
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
+from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted, flags_of
+from support import ROOT
+from training.params import build_parser, open_clip_parser, parse
+
+READERS = ("training", "open_clip_zerovl/plan", "open_clip_zerovl/recipe", "open_clip_zerovl/cli/plan.py")
+DATA = ["--train-data", "a=/x"]
+
+
+def actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
+
+
+def options() -> set[str]:
+    return {each.option for each in flags_of(AllFlags)} | {
+        each.switch.option for each in flags_of(AllFlags) if each.switch is not None
+    }
+
+
+def test_a_flag_is_declared_once():
+    """No flag in two sections, and none of them spelled out in another module that reads a command line."""
+    names = [each.name for section in (*SECTIONS, OpenClipFlags, PlanFlags) for each in flags_of(section)]
+    assert len(names) == len(set(names)) and set(names) >= {field.name for field in fields(RecipeConfig)}
+    assert {each.name for section in SECTIONS for each in flags_of(section)} == {
+        field.name for field in fields(RecipeConfig)
+    }
+    said = []
+    for reader in READERS:
+        path = ROOT / "src" / reader
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                    said += [word.value for word in node.args if isinstance(word, ast.Constant)]
+    assert sorted(said) == ["--json", "arguments"]  # what is no flag of training
+
+
+def test_training_and_plan_agree_on_every_flag_of_ours():
+    training, plan = actions(build_parser()), actions(plan_parser())
+    assert set(training) == options() - {each.option for each in flags_of(OpenClipFlags)}
+    shared = set(training) & set(plan)
+    assert len(shared) > 20
+    for option in shared:
+        one, other = training[option], plan[option]
+        for attribute in ("help", "choices", "type", "metavar", "nargs"):
+            assert getattr(one, attribute) == getattr(other, attribute), (option, attribute)
+    passed_over = {each.option for each in flags_of(RecipeConfig) if each.planned is not True}
+    assert set(training) - set(plan) == passed_over
+    settings = {field.name: field.default for field in fields(PlanSettings)}
+    for each in flags_of(RecipeConfig):
+        assert settings[each.name] == (None if each.name == "dga_steps" else each.default), each.name
+
+
+def test_open_clips_flags_are_as_open_clip_has_them():
+    stock = actions(open_clip_parser())
+    for each in flags_of(OpenClipFlags):
+        action = stock[each.option]
+        assert action.default == each.default, each.option
+        assert (action.nargs == 0) == (each.kind is bool), each.option
+        if each.kind is bool or each.name == "aug_cfg":  # which has an action of its own there
+            continue
+        assert (action.type or str) is each.kind and action.nargs == each.nargs, each.option
+        assert action.choices is None or tuple(action.choices) == each.choices, each.option
+
+
+def test_no_flag_given_means_open_clips_own_run():
+    args, config = parse([])
+    assert config == RecipeConfig() and not config.active and not hasattr(args, "dga_steps")
+    assert parse(["--dga-steps", "2"])[0].dga_steps == 2
+
+
+OUT_OF_RANGE = {
+    "--dga-steps": "0", "--dga-retain": "5", "--loss-chunk": "0", "--mixup-alpha": "-0.5", "--text-augment": "1.5",
+    "--token-drop": "1.0", "--save-every-steps": "0", "--keep-checkpoints": "0", "--batch-size": "0", "--epochs": "0",
+    "--workers": "-1", "--train-num-samples": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OUT_OF_RANGE)
+def test_training_and_plan_refuse_a_value_in_the_same_words(option):
+    line = [*DATA, "--model", "RN50", "--coin-flip-mixup", option, OUT_OF_RANGE[option]]
+    sentences = []
+    for read in (parse, lambda line: PlanSettings(**without_json(parse_plan(line)))):
+        with pytest.raises(UserError) as caught:
+            read([*line, *(["--dga-steps", "4"] if option == "--dga-retain" else [])])
+        sentences.append(str(caught.value))
+    assert sentences[0] == sentences[1] and f"{option} {OUT_OF_RANGE[option]} is out of range; give" in sentences[0]
+
+
+def without_json(values: dict) -> dict:
+    return {name: value for name, value in values.items() if name != "json"}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--token-drop 0.5 --force-patch-dropout 0.5", "--force-patch-dropout 0.5 does not work with --token-drop: they are"),
+        ("--freeze image --freeze text", "--freeze image does not work with --freeze text: nothing but"),
+        ("--freeze image --lock-image", "--lock-image does not work with --freeze image: give one"),
+        ("--mixup-alpha 0.3", "no --coin-flip-mixup does not work with --mixup-alpha: it is mixup's parameter"),
+        ("--source-order a", "--sampling random does not work with --source-order: the order is that of"),
+        ("--save-every-steps 5 --save-most-recent", "--save-most-recent does not work with --save-every-steps"),
+        ("--sampling random --debiased-sampling", "--debiased-sampling and --sampling random contradict each other"),
+    ],
+)  # fmt: skip
+def test_contradictions(line, sentence):
+    with pytest.raises(UserError) as caught:
+        parse([*DATA, *line.split()])
+    assert str(caught.value).startswith(sentence)
+    if "force-patch-dropout" in line:
+        return  # a plan takes either
+    with pytest.raises(UserError) as caught:
+        PlanSettings(**without_json(parse_plan(["--model", "RN50", *DATA, *line.split()])))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_what_a_flag_contradicts_is_not_said_without_it():
+    assert list(contradicted(AllFlags(freeze=("image",), lock_text=True, model="RN50"))) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--token-dorp 0.5", "there is no flag --token-dorp; did you mean --token-drop?"),
+        ("--dga-step 4", "there is no flag --dga-step; did you mean --dga-steps?"),
+        ("--warm-up=5", "there is no flag --warm-up; did you mean --warmup?"),
+        ("--qqqqq", "there is no flag --qqqqq; `python -m training.main --help` lists the flags"),
+        ("word", "'word' belongs to no flag; write it as --flag value"),
+        ("--dga-steps many", "argument --dga-steps: invalid int value: 'many'; `python"),
+        ("--epochs many", "argument --epochs: invalid int value: 'many'; `python"),
+        ("--dga-retain some", "argument --dga-retain: 'some' is neither a number of micro-batches nor auto; `python"),
+        ("--aug-cfg scale", "--aug-cfg is not understood"),
+        ("--aug-cfg scale=(0.6,", "--aug-cfg is not understood"),
+    ],
+)
+def test_a_slip_is_one_sentence(line, sentence):
+    with pytest.raises(UserError) as caught:
+        parse([*DATA, *line.split()])
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_double_dash_before_the_flags_is_passed_over():
+    assert parse(["--", *DATA, "--dga-steps", "3"])[1].dga_steps == 3
