@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from open_clip_train.data import get_data as get_stock_data
 from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
 
 from open_clip_zerovl.data.images import normalize, split_normalize
@@ -86,19 +85,26 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
 
 
 def get_data(
-    config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None
+    config: RecipeConfig,
+    inputs: Inputs,
+    stock: Callable[[argparse.Namespace], dict],
+    args: argparse.Namespace,
+    preprocess_fns,
+    tokenizer=None,
 ) -> dict:
-    """open_clip's `get_data` with our training data and retrieval sets.
+    """open_clip's data with our training data and retrieval sets.
+
+    Args:
+        stock: opens what open_clip itself opens for these arguments.
 
     Raises:
         UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
     """
     transform_train, transform_eval = preprocess_fns
     if config.sampling is None:
-        data = get_stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+        data = stock(args)
     else:
-        stock = argparse.Namespace(**{**vars(args), "train_data": None})
-        data = get_stock_data(stock, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+        data = stock(argparse.Namespace(**{**vars(args), "train_data": None}))
         data["train"] = _mixture_data(config, inputs.sources, args, transform_train, tokenizer)
     if "train" in data:
         loader = data["train"].dataloader

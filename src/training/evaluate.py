@@ -6,14 +6,13 @@ import argparse
 import json
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
-from open_clip_train.train import evaluate as evaluate_stock
-from open_clip_train.train import unwrap_model
 
 from open_clip_zerovl.retrieval.encode import evaluate_retrieval
 from training.config import RecipeConfig
@@ -21,14 +20,25 @@ from training.data import RetrievalData
 
 
 def evaluate(
-    config: RecipeConfig, model, data: dict, epoch: int, args: argparse.Namespace, tb_writer=None, tokenizer=None
+    config: RecipeConfig,
+    args: argparse.Namespace,
+    stock: Callable[[dict], dict[str, Any]],
+    model: torch.nn.Module,
+    data: dict,
+    epoch: int,
+    tb_writer=None,
+    tokenizer=None,
 ) -> dict[str, Any]:
     """open_clip's metrics of this epoch plus `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
 
     Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
+
+    Args:
+        stock: open_clip's own evaluation of its part of the data.
+        model: without DistributedDataParallel.
     """
     stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData)}
-    metrics = evaluate_stock(model, stock_data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+    metrics = stock(stock_data)
     retrieval = data.get("retrieval")
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
     if retrieval is None or not due or not is_master(args):
@@ -36,7 +46,7 @@ def evaluate(
     ours: dict[str, Any] = {"epoch": epoch}
     for name, dataset in retrieval.sets.items():
         recalls = evaluate_retrieval(
-            unwrap_model(model),
+            model,
             retrieval.transform,
             tokenizer,
             dataset,

@@ -22,7 +22,6 @@ import open_clip
 import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
-from open_clip_train.train import train_one_epoch as host_step
 
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.errors import UserError
@@ -33,6 +32,7 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, ending, evaluate, model, preemption, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse
+from training.pieces import Pieces
 from training.seams import check_host, replaced
 
 
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, world_size = world_info_from_env()
     try:
-        check_host()
+        line = check_host()
         args, config = parse(sys.argv[1:] if argv is None else argv)
-        run = Run(args, config)
+        run = Run(args, config, line)
         run.check(rank)
         run.open(rank)
         run.start()
@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Run:
-    """One run of open_clip's main with our pieces in its seams."""
+    """One run of open_clip's main with our pieces in its seams, as the line of the installed open_clip has them."""
 
-    def __init__(self, args: argparse.Namespace, config: RecipeConfig) -> None:
-        self.args, self.config = args, config
+    def __init__(self, args: argparse.Namespace, config: RecipeConfig, line: Any) -> None:
+        self.args, self.config, self.line = args, config, line
         self.own_step = uses_own_step(config, args)
         self.preemption = preemption.Preemption()
         self._handlers = ExitStack()
@@ -125,7 +125,7 @@ class Run:
         """
         fresh = self.args.name is not None and not os.path.exists(self._folder())
         try:
-            with replaced(self._seams()), no_code_from_data(), ExitStack() as self._handlers:
+            with replaced(self.line.filled(self._pieces(), host)), no_code_from_data(), ExitStack() as self._handlers:
                 try:
                     status = host.main([])  # parse_args is a seam: the arguments are parsed already
                 except preemption.Stopped as stopped:
@@ -172,30 +172,24 @@ class Run:
     def _log_path(self) -> str:
         return os.path.join(self._folder(), "out-0" if self.args.log_local else "out.log")
 
-    def _seams(self) -> dict[str, Any]:
+    def _pieces(self) -> Pieces:
         args, config = self.args, self.config
-        seams: dict[str, Any] = {
-            "parse_args": lambda argv: args,
-            "create_model_and_transforms": self._create_model,
-            "get_data": self._get_data,
-            "pt_load": self._load_checkpoint,
-            "get_latest_checkpoint": checkpointing.newest_whole,
-            "train_one_epoch": self._train_one_epoch,
-        }
-        if self.model_name != args.model:
-            stock_tokenizer = host.get_tokenizer
-            seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(self.model_name, **options)
-        if self.own_step:
-            seams["create_loss"] = partial(train.create_loss, config)
-        if config.lr_min is not None or config.warmup_share is not None:
-            seams["cosine_lr"] = partial(
-                schedule.cosine_lr, lr_min=config.lr_min or 0.0, warmup_share=config.warmup_share
-            )
-        if config.no_embedding_decay:
-            seams["optim"] = model.Optimizers(lambda: self.model, args.wd)
-        if config.retrieval_data:
-            seams["evaluate"] = partial(evaluate.evaluate, config)
-        return seams
+        return Pieces(
+            args=args,
+            create_model=self._create_model,
+            model_name=self.model_name,
+            get_data=self._get_data,
+            load_checkpoint=self._load_checkpoint,
+            newest_checkpoint=checkpointing.newest_whole,
+            train_epoch=self._train_epoch,
+            own_step=self.own_step,
+            create_loss=partial(train.create_loss, config),
+            cosine_lr=partial(schedule.cosine_lr, lr_min=config.lr_min or 0.0, warmup_share=config.warmup_share)
+            if config.lr_min is not None or config.warmup_share is not None
+            else None,
+            create_adamw=self._create_adamw if config.no_embedding_decay else None,
+            evaluate=partial(evaluate.evaluate, config, args) if config.retrieval_data else None,
+        )
 
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
         if self.model is not None:  # main makes the teacher after it: --distill-model
@@ -208,8 +202,19 @@ class Run:
         self.model, transform_train, transform_eval, self.mixup = created
         return self.model, transform_train, transform_eval
 
-    def _get_data(self, args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
-        found = data.get_data(self.config, self.inputs, args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+    def _create_adamw(self, **options: Any) -> torch.optim.Optimizer:
+        assert self.model is not None  # main makes the optimizer after it
+        return model.create_adamw(self.model, self.args.wd, **options)
+
+    def _get_data(
+        self,
+        stock: Callable[[argparse.Namespace], dict],
+        args: argparse.Namespace,
+        preprocess_fns,
+        epoch: int,
+        tokenizer,
+    ) -> dict:
+        found = data.get_data(self.config, self.inputs, stock, args, preprocess_fns, tokenizer)
         if self.config.cache_frozen is not None and self.own_step:
             assert self.model is not None
             self.cache = data.frozen_cache(
@@ -236,21 +241,21 @@ class Run:
             self.resumed = position
         return checkpoint
 
-    def _train_one_epoch(
-        self, model: Any, data: dict, loss: Any, epoch: int, optimizer: Any, *arguments: Any, **options: Any
+    def _train_epoch(
+        self, stock: Callable[[], None], model, data: dict, loss, epoch: int, optimizer, scaler, scheduler, tb_writer
     ) -> None:
-        step: Callable[..., None] = host_step
-        if self.own_step:
-            if self.trainer is None:
-                inputs = train.TrainerInputs(self.config, self.preemption, self.resumed, self.mixup, self.cache)
-                self.trainer = train.Trainer(inputs)
-            step = self.trainer
         mark = optimizer.register_step_post_hook(self._stepped)
         try:
-            step(model, data, loss, epoch, optimizer, *arguments, **options)
+            if self.own_step:
+                if self.trainer is None:
+                    inputs = train.TrainerInputs(self.config, self.preemption, self.resumed, self.mixup, self.cache)
+                    self.trainer = train.Trainer(inputs)
+                self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
+            else:
+                stock()
         except RuntimeError as error:
             # torch raises about a lost loader worker wherever the process happens to be
-            loader = data["train"].dataloader
+            loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)
             sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
             if sentence is None:
                 raise

@@ -1,10 +1,9 @@
-"""The `create_model_and_transforms` and `optim` seams: the model as the recipe's flags ask for it, before DDP and compile."""
+"""The model as the recipe's flags ask for it, before DDP and compile, and its optimizer."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,17 +41,10 @@ def create_model(
     return model, transform_train, transform_eval, mixup
 
 
-class Optimizers:
-    """What main looks up as `optim`: AdamW on groups that exempt class tokens and embeddings from decay.
+def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
+    """AdamW on groups that exempt class tokens and embeddings from decay.
 
     Args:
-        model: gives the model, which does not exist yet when the seam is set.
+        options: `lr`, `betas`, `eps`.
     """
-
-    def __init__(self, model: Callable[[], torch.nn.Module | None], weight_decay: float) -> None:
-        self._model, self._weight_decay = model, weight_decay
-
-    def AdamW(self, groups: Any, **options: Any) -> torch.optim.Optimizer:  # torch.optim's name
-        model = self._model()
-        assert model is not None
-        return torch.optim.AdamW(parameter_groups(model, self._weight_decay, exempt_embeddings=True), **options)
+    return torch.optim.AdamW(parameter_groups(model, weight_decay, exempt_embeddings=True), **options)

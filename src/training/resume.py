@@ -66,7 +66,8 @@ def read_position(checkpoint: dict) -> Position | None:
 def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
     """Load a training or bare checkpoint for `--resume` and check that it belongs to this model.
 
-    A single-process checkpoint resumes under DDP and the other way round (open_clip 3.3 fails on the `module.` prefix).
+    Names come back bare, so that a single-process checkpoint resumes under DDP and the other way round (open_clip 3.3 fails
+    on the `module.` prefix).
 
     Raises:
         UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.
@@ -90,8 +91,6 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
         raise UserError(f"--resume {file_path} holds no state_dict; give a checkpoint that training wrote")
     state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     _require_same_model(state, model.state_dict(), file_path, args.model)
-    if args.distributed:
-        state = {PREFIX + name: value for name, value in state.items()}
     if "state_dict" in checkpoint:
         return {**checkpoint, "state_dict": state}
     return state

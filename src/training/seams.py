@@ -1,8 +1,9 @@
-"""The one place that names what is replaced in open_clip_train, and that checks it is what we expect.
+"""What is replaced in open_clip_train, and the check that it is what we expect.
 
 `open_clip_train.main` looks its collaborators up as module globals. `replaced` swaps some of them for the length of a
-`with` block and puts them back after. A name or a signature that is not as expected stops the run before it starts, with the
-open_clip version seen: extending a program by its internals is only safe when a change of them cannot pass unnoticed.
+`with` block and puts them back after. A line of releases whose main was read has a module (`line_3`, `line_4`) that names
+them. A name that is missing, that main does not use, or whose signature is not as expected stops the run before it starts,
+with the open_clip version seen: extending a program by its internals is only safe when a change of them cannot pass unnoticed.
 """
 
 from __future__ import annotations
@@ -11,56 +12,59 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
+import open_clip
 import open_clip_train.main as host
 import torch
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import save_atomically
+from training import line_3, line_4
 
-SUPPORTED = "3.3."  # open_clip_torch releases whose main() was read; 4.x renames the seams
-
-# The parameters of each seam that main() passes, as open_clip 3.3 defines them. () = any: a class or **kwargs function.
-SEAMS: dict[str, tuple[str, ...]] = {
-    "parse_args": ("args",),
-    "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
-    "get_tokenizer": ("model_name", "context_length", "cache_dir"),
-    "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
-    "create_loss": ("args",),
-    "optim": ("params", "lr", "betas", "eps"),  # of optim.AdamW
-    "cosine_lr": ("optimizer", "base_lr", "warmup_length", "steps"),
-    "train_one_epoch": (
-        "model", "data", "loss", "epoch", "optimizer", "scaler", "scheduler", "dist_model", "args", "tb_writer",
-    ),
-    "evaluate": ("model", "data", "epoch", "args", "tb_writer", "tokenizer"),
-    "pt_load": ("file_path", "map_location"),
-    "get_latest_checkpoint": ("path", "remote"),
-}  # fmt: skip
+LINES: tuple[Any, ...] = (line_3, line_4)
 
 
-def check_host() -> None:
-    """Make sure that the installed open_clip is one whose seams are known.
+def line_of(version: str) -> Any:
+    """The module of the line that an open_clip release belongs to.
 
     Raises:
-        UserError: another version, a missing seam, or a seam with other parameters.
+        UserError: a release whose main was not read.
     """
-    seen = version("open_clip_torch")
-    if not seen.startswith(SUPPORTED):
-        raise UserError(
-            f"open_clip_torch {seen} is installed and {SUPPORTED}x is supported; pip install 'open_clip_torch==3.3.*'"
-        )
-    for name, expected in SEAMS.items():
-        function = getattr(host, name, None)
+    for line in LINES:
+        if version.startswith(line.VERSIONS):
+            return line
+    supported = " and ".join(f"{line.VERSIONS}x" for line in LINES)
+    raise UserError(
+        f"open_clip_torch {version} is installed, and {supported} are supported; pip install 'open_clip_torch==3.3.*'"
+    )
+
+
+def check_host(main: ModuleType = host, version: str = open_clip.__version__) -> Any:
+    """Make sure that the installed open_clip is one whose seams are known; returns its line.
+
+    Raises:
+        UserError: another version, a seam that is missing or not used, or a seam with other parameters.
+    """
+    line = line_of(version)
+    used = main.main.__code__.co_names
+    for name, expected in line.SEAMS.items():
+        function = getattr(main, name, None)
         if name == "optim":
             function = getattr(function, "AdamW", None)
         found = tuple(inspect.signature(function).parameters) if callable(function) else None
         if found is None or any(parameter not in found for parameter in expected):
             raise UserError(
-                f"open_clip_torch {seen} has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}; "
-                f"reinstall an unmodified open_clip_torch {SUPPORTED}x"
+                f"open_clip_torch {version} has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}; "
+                f"reinstall an unmodified open_clip_torch {line.VERSIONS}x"
             )
+        if name not in used:
+            raise UserError(
+                f"open_clip_train.main of open_clip_torch {version} has {name} and does not use it; reinstall an "
+                f"unmodified open_clip_torch {line.VERSIONS}x"
+            )
+    return line
 
 
 class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -80,10 +84,10 @@ def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
         UserError: see `check_host`.
         KeyError: a name that is no seam.
     """
-    check_host()
-    unknown = [name for name in replacements if name not in SEAMS]
+    line = check_host()
+    unknown = [name for name in replacements if name not in line.SEAMS]
     if unknown:
-        raise KeyError(f"{unknown} are no seams; SEAMS lists them")
+        raise KeyError(f"{unknown} are no seams; {line.__name__}.SEAMS lists them")
     kept = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:

@@ -66,9 +66,7 @@ class Trainer:
         self.mixup, self.cache = inputs.mixup, inputs.cache
         self.step: RecipeStep | None = None
 
-    def __call__(
-        self, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
-    ) -> None:
+    def __call__(self, model, data, loss, epoch, optimizer, scaler, scheduler, args, tb_writer=None) -> None:
         """Train one epoch, or what a step checkpoint left of it.
 
         Raises:

@@ -65,7 +65,7 @@ def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.
     config = RecipeConfig(sampling="random", dga_steps=K)
     never = SimpleNamespace(agreed=lambda distributed: False)
     trainer = Trainer(TrainerInputs(config, never, mixup=planned.mixup))
-    trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, None, args)
+    trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, args)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "pure_bf16", "amp_bf16"])
