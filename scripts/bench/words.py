@@ -17,7 +17,7 @@ from open_clip.tokenizer import HFTokenizer
 
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.datasets.vocabulary import write_bert
-from open_clip_zerovl.randomness import sample_seed
+from open_clip_zerovl.randomness import Purpose, stream_seed
 
 WORDS = (
     *("a", "the", "of", "on", "in", "with", "and", "two", "man", "woman", "dog", "cat", "street", "house", "table"),
@@ -39,7 +39,10 @@ def main() -> None:
         augment = WordAugment(HFTokenizer(args.tokenizer or folder, context_length=25))
     for name, seeds in (
         ("augmentation alone", range(args.captions)),
-        ("with the sample's seed derived", (sample_seed(0, 0, position) for position in range(args.captions))),
+        (
+            "with the sample's seed derived",
+            (stream_seed(0, Purpose.WORDS, 0, position) for position in range(args.captions)),
+        ),
     ):
         start = time.process_time()
         for caption, seed in zip(captions, seeds, strict=True):

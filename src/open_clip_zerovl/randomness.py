@@ -1,11 +1,21 @@
 """Random numbers: the streams that a seed opens, and states kept and put back around a forward pass.
 
+Everything that a run draws comes from a stream of its own, named by (seed, purpose, key):
+
+    stream(0, Purpose.MIXUP, 5)          coin and lambda of optimizer step 5 of a run with seed 0
+    stream(0, Purpose.SCHEDULE, 5)       the sources of epoch 5's steps; nothing of it is in the stream above
+
+So no state of a generator has to be kept to go on where a run stopped. Datasets that `zerovl data` writes draw from their own
+`--seed` alone: what is on disk stays what it was.
+
 Section 4.1 ("stable decoupled gradient accumulation") reseeds the process before each of its two passes. A kept state does
 the same for each micro-batch: it leaves the generator where a single pass would have left it.
 """
 
 from __future__ import annotations
 
+import enum
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,13 +60,52 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps knows one device and takes no argument
 
 
-_STREAM_SAMPLE = 4
+#: Changes with what a seed means: a run cannot go on in the middle of an epoch that was begun with other streams.
+#: 1 were keys without a common rule, of which two purposes could share one.
+STREAMS_VERSION = 2
 
 
-def sample_seed(seed: int, source: int, position: int) -> int:
-    """The 64-bit seed of one sample's augmentation, spread so that neighbours share nothing."""
-    entropy = np.random.SeedSequence([seed, _STREAM_SAMPLE, source, position])
-    return int(entropy.generate_state(1, np.uint64)[0])
+@enum.unique
+class Purpose(enum.Enum):
+    """What random numbers are drawn for, with the rest of the key. A word once used is never given to another purpose."""
+
+    SCHEDULE = "schedule"  # epoch: the order of the sources' steps
+    PIECES = "pieces"  # epoch, source: the order of pieces of shards
+    ORDER = "order"  # epoch, source, reader: the shuffle window
+    SUBSTITUTES = "substitutes"  # source, position: which pieces stand in for a lost one
+    CAPTION = "caption"  # source, sample: which of several captions is shown first
+    IMAGE = "image"  # source, position: augmentation of the picture
+    WORDS = "words"  # source, position: augmentation of the caption
+    MIXUP = "mixup"  # optimizer step: coin and lambda
+    MODEL = "model"  # optimizer step, rank: dropout, token drop
+    PROBE_HEAD = "probe head"  # none: initial weights
+    PROBE_ORDER = "probe order"  # epoch
+    PROBE_IMAGE = "probe image"  # epoch, image: augmentation
+
+
+def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:
+    """The 64-bit seed of a stream, the same on every platform; distinct streams share nothing.
+
+    A hash of the key's text ("mixup 0 5"), so that neither two purposes nor two keys of different length have one in common.
+    """
+    text = " ".join([purpose.value.replace(" ", "-"), str(int(seed)), *(str(int(part)) for part in key)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
+    """NumPy's generator of a stream."""
+    return np.random.default_rng(stream_seed(seed, purpose, *key))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the process's generators (torch on all devices, numpy, `random`) for one optimizer step.
+
+    Dropout and token drop of a step are then the same whether or not the run was interrupted before it.
+    """
+    value = stream_seed(seed, Purpose.MODEL, step, rank)
+    torch.manual_seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)
 
 
 def reseed(seed: int) -> None:

@@ -2,38 +2,23 @@
 
 A checkpoint of step i of epoch e is an open_clip checkpoint (`epoch`, `state_dict`, `optimizer`, `scaler`) with one more
 entry, `zerovl`: the `resume.Position` at which it was taken. No generator's state has to be in it: what a step draws
-derives from (seed, step, rank), see `seed_step`, and the data from (seed, epoch, source, position).
+derives from (seed, step, rank), see `randomness`, and the data from (seed, epoch, source, position).
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import random
 import re
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import torch
 from open_clip_train.main import get_latest_checkpoint as get_latest_stock
 
 from open_clip_zerovl.files import save_atomically
-from training.resume import Position
+from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the process's generators (torch on all devices, numpy, `random`) for one optimizer step.
-
-    Dropout and token drop of a step are then the same whether or not the run was interrupted before it.
-    """
-    value = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-    torch.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:
@@ -95,7 +80,7 @@ class StepCheckpoints:
             "name": self.args.name,
             "state_dict": getattr(model, "_orig_mod", model).state_dict(),
             "optimizer": optimizer.state_dict(),
-            "zerovl": asdict(position),
+            "zerovl": entry_of(position),
         }
         if scaler is not None:
             content["scaler"] = scaler.state_dict()

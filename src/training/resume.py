@@ -9,7 +9,7 @@ import argparse
 import logging
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,10 @@ from open_clip_train.file_utils import pt_load as load_stock
 
 from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import STREAMS_VERSION
 
+#: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
+FORMAT = STREAMS_VERSION
 PREFIX = "module."  # what DDP puts before every name
 
 
@@ -58,9 +61,33 @@ class Position:
 
 
 def read_position(checkpoint: dict) -> Position | None:
-    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end."""
+    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end.
+
+    Raises:
+        UserError: one of the middle of an epoch that was begun with other random streams, or one of a later release.
+    """
     entry = checkpoint.get("zerovl")
-    return Position(**entry) if entry else None
+    if not entry:
+        return None
+    entry = dict(entry)
+    written = entry.pop("format", 1)
+    if written > FORMAT:
+        raise UserError(
+            f"the checkpoint has format {written}, and this release knows up to {FORMAT}; resume with the one that wrote it"
+        )
+    position = Position(**entry)
+    if written < FORMAT and position.step:
+        raise UserError(
+            f"the checkpoint was taken after step {position.step} of epoch {position.epoch} by an earlier release, whose seeds "
+            "gave other batches, so that its epoch cannot go on; move the step checkpoints away, so that --resume latest goes "
+            f"on from epoch_{position.epoch}.pt, or finish the epoch with that release"
+        )
+    return position
+
+
+def entry_of(position: Position) -> dict[str, Any]:
+    """What a checkpoint says about where it was taken; `read_position` reads it."""
+    return {"format": FORMAT, **asdict(position)}
 
 
 def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:

@@ -17,11 +17,12 @@ from open_clip import create_loss as create_stock_loss
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.randomness import seed_step
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.buckets import settle_buckets
-from training.checkpointing import StepCheckpoints, seed_step
+from training.checkpointing import StepCheckpoints
 from training.config import RecipeConfig
 from training.preemption import Preemption, Stopped
 from training.resume import Position

@@ -16,7 +16,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.shares import follow, local_order
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import sample_seed, seeded
+from open_clip_zerovl.randomness import Purpose, seeded, stream_seed
 from support.tars import png, write_source, write_tar
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
@@ -162,7 +162,10 @@ def test_seeded_leaves_the_process_as_it_was():
     assert states[2] == np.random.get_state()[1].tolist()
     with seeded(5):
         assert first == (torch.rand(1).item(), random.random(), np.random.rand())
-    assert len({sample_seed(0, source, position) for source in range(10) for position in range(100)}) == 1000
+    assert (
+        len({stream_seed(0, Purpose.IMAGE, source, position) for source in range(10) for position in range(100)})
+        == 1000
+    )
 
 
 GOOD = [("0.png", png((1, 2, 3))), ("0.txt", b"sample 0"), ("1.png", png((1, 2, 3))), ("1.txt", b"sample 1")]

@@ -12,8 +12,8 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.randomness import seed_step
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
-from training.checkpointing import seed_step
 from training.config import RecipeConfig
 from training.train import Trainer, TrainerInputs
 

@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from open_clip_zerovl.errors import UserError
 from support.programs import COMMON, SCRIPT, flat_tensors, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
-from training.checkpointing import newest_whole, seed_step
+from training.checkpointing import newest_whole
 from training.preemption import Preemption
-from training.resume import Position
+from training.resume import Position, entry_of, read_position
 
 EPOCHS = 3
 
@@ -178,13 +180,14 @@ def test_going_on_in_the_middle_of_an_epoch_on_other_sources_is_said(caplog):
     assert "on others: a (100), b (9)" in caplog.text
 
 
-def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
-    def draw(*key):
-        seed_step(*key)
-        return torch.rand(3)
-
-    assert torch.equal(draw(0, 5, 1), draw(0, 5, 1))
-    assert len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))}) == 4
+def test_a_position_of_other_random_streams_is_refused_in_the_middle_of_an_epoch_only():
+    position = Position(1, 10, 64, 2, 4, sources="a (100)")
+    assert read_position({"zerovl": entry_of(position)}) == position and read_position({"epoch": 1}) is None
+    with pytest.raises(UserError, match=r"after step 10 of epoch 1 by an earlier release.*from epoch_1\.pt"):
+        read_position({"zerovl": asdict(position)})
+    assert read_position({"zerovl": asdict(replace(position, step=0))}) == replace(position, step=0)
+    with pytest.raises(UserError, match="has format 99, and this release knows up to"):
+        read_position({"zerovl": {**entry_of(position), "format": 99}})
 
 
 def test_preemption_is_only_heard_within_its_block():

@@ -39,10 +39,9 @@ from open_clip_zerovl.data.shares import Share, local_order
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import preserved, reseed, sample_seed
+from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
-_STREAM_ORDER = 3  # as in sampling.py: independent random streams of one seed
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Mixture(IterableDataset):
         seed: the only seed; the process's own generators are neither read nor moved.
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
         tokenizer: list of captions -> LongTensor (B, L).
-        augment_caption: (caption, seed of the sample) -> caption, before the tokenizer.
+        augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
         reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
         with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
@@ -206,7 +205,7 @@ class Mixture(IterableDataset):
         pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
         mine = cut(pieces, quotas, reader)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
-        rng = np.random.default_rng([self.seed, epoch, _STREAM_ORDER, index, reader])
+        rng = stream(self.seed, Purpose.ORDER, epoch, index, reader)
         order = local_order(sum(map(len, mine)), max(window, self.batching.micro_batch), rng)
         reading = Reading(
             source,
@@ -225,17 +224,20 @@ class Mixture(IterableDataset):
         with preserved():
             for share in shares:
                 sample, image, loss = share.take(self._decode)
-                seed = sample_seed(self.seed, sample.source, sample.place)
-                reseed(seed)
+                reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                 images.append(self.transform(image))  # at once: decoded images are large
-                caption = sample.caption
-                captions.append(caption if self.augment_caption is None else self.augment_caption(caption, seed))
+                captions.append(self._caption(sample))
                 origins.append((sample.source, sample.position))
                 if loss is not None:
                     report.losses.append(loss)
         texts = self.tokenizer(captions)
         origin = (torch.tensor(origins),) if self.with_origin else ()
         return (collate_images(images), texts, *origin, report)
+
+    def _caption(self, sample: RawSample) -> str:
+        if self.augment_caption is None:
+            return sample.caption
+        return self.augment_caption(sample.caption, stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place))
 
     def _decode(self, sample: RawSample) -> Image.Image:
         return decode_image(sample.image, self.crop)

@@ -6,15 +6,12 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from open_clip_zerovl.data.health import Loss
 from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
 from open_clip_zerovl.data.schedule import Piece
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import Purpose, stream
 from open_clip_zerovl.tar.members import ShardError
-
-_STREAM_SUBSTITUTES = 6  # as in sampling.py: independent random streams of one seed
 
 
 @dataclass
@@ -135,7 +132,7 @@ class Substitutes:
 
     def _order(self, position: int) -> list[int]:
         if self._drawn[0] != position:
-            rng = np.random.default_rng([self.reading.seed, _STREAM_SUBSTITUTES, self.reading.index, position])
+            rng = stream(self.reading.seed, Purpose.SUBSTITUTES, self.reading.index, position)
             self._drawn = position, rng.permutation(len(self.pieces)).tolist()
         return self._drawn[1]
 

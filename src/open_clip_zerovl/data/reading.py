@@ -25,6 +25,7 @@ import numpy as np
 from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import Purpose, stream_seed
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
@@ -40,7 +41,6 @@ from open_clip_zerovl.tar.members import (
 
 MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
 _ANNOUNCED_SAMPLES = 16  # of a piece of scattered samples: what lies in the page cache before it is asked for
-_STREAM_CAPTIONS = 7  # as in sampling.py: independent random streams of one seed
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class Reading:
         if len(texts) <= 1:
             return texts[0] if texts else b""
         lap, sample = divmod(position, self.source.num_samples)
-        first = np.random.SeedSequence([self.seed, _STREAM_CAPTIONS, self.index, sample]).generate_state(1)[0]
-        return texts[(int(first) + lap) % len(texts)]
+        first = stream_seed(self.seed, Purpose.CAPTION, self.index, sample)
+        return texts[(first + lap) % len(texts)]
 
 
 def _require(count: int, size: int) -> None:

@@ -32,11 +32,9 @@ import numpy as np
 
 from open_clip_zerovl.data.names import DRAWS, STRATEGIES
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import Purpose, stream
 
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
-
-# Purposes of the independent random streams of a schedule; numbers are part of what a seed means, never reuse one.
-_STREAM_STEPS, _STREAM_PIECES = 1, 2
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def source_schedule(
             raise UserError(f"the source order {sequence.tolist()} must name each of the {len(share)} sources once")
         order = np.repeat(sequence, steps[sequence])
     else:
-        rng = np.random.default_rng([seed, epoch, _STREAM_STEPS])
+        rng = stream(seed, Purpose.SCHEDULE, epoch)
         order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
     return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
 
@@ -156,7 +154,7 @@ def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np
     """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps that each had in earlier epochs."""
 
     def draw(of_epoch: int) -> np.ndarray:
-        rng = np.random.default_rng([seed, of_epoch, _STREAM_STEPS])
+        rng = stream(seed, Purpose.SCHEDULE, of_epoch)
         return rng.choice(len(share), size=steps, p=share / share.sum()).astype(np.int16)
 
     begin = np.zeros(len(share), dtype=np.int64)
@@ -178,7 +176,7 @@ def micro_batch_counts(schedule: Schedule, batching: Batching) -> np.ndarray:
         counts[np.arange(steps), schedule.source_of_step] = batching.micro_batch
         return np.broadcast_to(np.repeat(counts, batching.dga_steps, axis=0)[:, None], shape)
     # One shuffled deck of source labels, dealt into micro-batches: exactly drawing without replacement.
-    rng = np.random.default_rng([schedule.seed, schedule.epoch, _STREAM_STEPS])
+    rng = stream(schedule.seed, Purpose.SCHEDULE, schedule.epoch)
     deck = np.repeat(np.arange(sources, dtype=np.uint8 if sources <= 256 else np.uint16), schedule.taken)
     rng.shuffle(deck)
     dealt = deck.reshape(-1, batching.micro_batch)
@@ -220,7 +218,7 @@ def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
     """
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
-    rng = np.random.default_rng([schedule.seed, schedule.epoch, _STREAM_PIECES, source])
+    rng = stream(schedule.seed, Purpose.PIECES, schedule.epoch, source)
     begin = int(schedule.begin[source])
     end = begin + int(schedule.taken[source])
     if resampled:

@@ -15,8 +15,6 @@ from open_clip_zerovl.errors import UserError
 MASK_SHARE = 0.5
 REPLACE_SHARE = 0.1
 
-_STREAM_WORDS = 0x776F726473
-
 # Marks of the beginning of a word in the vocabularies of byte-level BPE (RoBERTa) and of SentencePiece (XLM-R).
 _WORD_MARKS = "\u0120\u2581"
 
@@ -49,10 +47,9 @@ class WordAugment:
         """The augmented caption, a function of caption and seed alone.
 
         Args:
-            seed: of this sample in this epoch (`randomness.sample_seed`), or a generator, which is moved on.
+            seed: of this sample in this epoch (`randomness.stream_seed`), or a generator, which is moved on.
         """
-        # Not the very stream that `randomness.seeded` gives to the image's transform for the same seed.
-        rng = seed if isinstance(seed, random.Random) else random.Random(seed ^ _STREAM_WORDS)
+        rng = seed if isinstance(seed, random.Random) else random.Random(seed)
         draw, share = rng.random, self.share
         masked, replaced = share * MASK_SHARE, share * (MASK_SHARE + REPLACE_SHARE)
         words = caption.split()

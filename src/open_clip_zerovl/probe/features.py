@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -23,6 +22,7 @@ from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import save_atomically
 from open_clip_zerovl.probe.sets import ProbeSet
+from open_clip_zerovl.randomness import Purpose, stream_seed
 
 PART_SAMPLES = 8192  # features per cache file: what an interruption costs at most
 
@@ -105,8 +105,8 @@ class TransformedSet(ItemSet):
         if self.seed is None:
             return self.transform(image), self.targets[index]
         with torch.random.fork_rng(devices=[]):
-            words = np.random.SeedSequence([*self.seed, index]).generate_state(2)
-            torch.default_generator.manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+            seed, epoch = self.seed
+            torch.default_generator.manual_seed(stream_seed(seed, Purpose.PROBE_IMAGE, epoch, index))
             return self.transform(image), self.targets[index]
 
 

@@ -33,6 +33,7 @@ from open_clip_zerovl.probe.features import (
     transform_fingerprint,
 )
 from open_clip_zerovl.probe.sets import ProbeSet
+from open_clip_zerovl.randomness import STREAMS_VERSION, Purpose, stream_seed
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def linear_head(width: int, num_classes: int, seed: int = 0) -> nn.Sequential:
     """Batch norm without parameters and a linear layer: features (n, F) -> scores (n, C); weights N(0, 0.01^2), bias 0."""
     linear = nn.Linear(width, num_classes)
     with torch.no_grad():
-        linear.weight.normal_(std=0.01, generator=torch.Generator().manual_seed(seed))
+        linear.weight.normal_(std=0.01, generator=torch.Generator().manual_seed(stream_seed(seed, Purpose.PROBE_HEAD)))
         linear.bias.zero_()
     return nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
 
@@ -146,6 +147,7 @@ def train_lars(
             list(classes),
             asdict(settings),
             amp,
+            STREAMS_VERSION,
         ]
     )
     with torch.no_grad():
@@ -161,7 +163,7 @@ def train_lars(
         range(len(history), settings.epochs), desc="LARS", unit="epoch", initial=len(history), total=settings.epochs
     )
     for epoch in bar:
-        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(stream_seed(settings.seed, Purpose.PROBE_ORDER, epoch))
         order = torch.randperm(len(images), generator=generator).tolist()
         batches = [  # micro-batches that do not straddle an effective batch
             order[step * batch : (step + 1) * batch][low : low + settings.micro_batch]
@@ -209,7 +211,7 @@ def _load_state(
     state = torch.load(file, weights_only=True, map_location="cpu")
     if state.get("fingerprint") != fingerprint:
         raise UserError(
-            f"{file} belongs to a probe of another model, data set or other settings; give another --out, or remove it"
+            f"{file} belongs to a probe of another model, data set, settings or release; give another --out, or remove it"
         )
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])

@@ -23,14 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import reversed_partner
-
-_STREAM_MIXUP = 5  # as in sampling.py and mixture.py: independent random streams of one seed
+from open_clip_zerovl.randomness import Purpose, stream
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class CoinFlipMixup:
 
     def draw(self) -> Mix:
         """The next effective batch's coin and lambda."""
-        generator = np.random.default_rng([self.seed, _STREAM_MIXUP, self._draws])
+        generator = stream(self.seed, Purpose.MIXUP, self._draws)
         self._draws += 1
         gamma, weight = generator.random(), generator.beta(self.alpha, self.alpha)
         return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight))
