@@ -78,6 +78,10 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
         )
+        if config.sampling == "debiased" and len(sources) == 1:
+            logging.warning(
+                f"Debiased sampling has one source, {sources[0].name}: each batch is from it anyway; name several."
+            )
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
@@ -117,10 +121,20 @@ def get_data(
                 f"{args.world_size} rank(s), with --dga-steps {config.dga_steps} and --accum-freq {args.accum_freq}; lower "
                 "them, or give more --train-data"
             )
+        _check_warmup(config, args, loader.num_batches // args.accum_freq * args.epochs)
     if inputs.retrieval:
         data["retrieval"] = RetrievalData(inputs.retrieval, transform_eval)
         data.setdefault(PLACEHOLDER_KEY, data["retrieval"])
     return data
+
+
+def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) -> None:
+    """Say it where the learning rate never gets to `--lr`."""
+    if config.warmup_share is None and not args.skip_scheduler and args.warmup > steps and is_master(args):
+        logging.warning(
+            f"--warmup {args.warmup} is longer than the run's {steps} steps: the learning rate ends at "
+            f"{args.lr * steps / args.warmup:.2g} and never reaches --lr {args.lr:g}; give --warmup-share 0.025."
+        )
 
 
 def _mixture_data(

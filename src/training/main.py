@@ -6,12 +6,19 @@ then refuses to reuse its name) and ends several mistakes with exit code 0.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from training.early import answer
+
+    if (early_status := answer(sys.argv[1:])) is not None:
+        sys.exit(early_status)
+
 import argparse
 import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +36,7 @@ from open_clip_zerovl.models.build import check_model, create_model_and_transfor
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from training import checkpointing, data, ending, evaluate, model, preemption, resume, schedule, train
+from training import checkpointing, data, device, early, ending, evaluate, model, preemption, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
 from training.params import parse
 from training.pieces import Pieces
@@ -88,21 +95,9 @@ class Run:
             UserError: the first thing that is wrong.
         """
         args, config = self.args, self.config
-        # The first rank makes the run folder, so only it can tell an old one from its own.
-        if rank == 0 and args.name is not None and args.resume != "latest" and os.path.exists(self._log_path()):
-            raise UserError(
-                f"a run called {args.name!r} exists in {args.logs}; choose another --name, or continue it with "
-                "--resume latest"
-            )
-        if os.path.exists(args.logs) and not os.path.isdir(args.logs):
-            raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
+        early.check_run(args, config, rank=rank)
+        device.check_device(args)
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
-        if (
-            not args.train_data
-            and args.dataset_type != "synthetic"
-            and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
-        ):
-            raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
 
     def open(self, rank: int) -> None:
         """Open the data, register the model config of `--text-model`, and delete the marker of an earlier stop.
@@ -111,6 +106,7 @@ class Run:
             UserError: data that cannot be used.
         """
         args, config = self.args, self.config
+        device.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
         self.inputs = data.open_inputs(config, args)

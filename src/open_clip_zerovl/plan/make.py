@@ -26,6 +26,7 @@ from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, USABLE_SHARE, micro_batc
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
 
@@ -55,8 +56,15 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         if precision == "fp32":
             data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
         precision = "amp_bf16"  # as many bytes as amp, and quicker on the CPU that counts them
-    say("building the model with random weights")
     device = torch.device("cuda:0" if hardware.kind == "cuda" else "cpu")
+    if gpu is None and precision_on(device.type, precision) != precision:
+        data.notes.append(
+            f"--precision {precision} is several times slower than fp32 on a CPU: training takes fp32 there."
+        )
+        precision = precision_on(device.type, precision)
+    if gpu is None and device.type == "cpu" and settings.device.startswith("cuda"):
+        data.notes.append("There is no CUDA device here: the run would train on the CPU.")
+    say("building the model with random weights")
     planned = build(settings, device, precision)
     for what, way_out in weights_to_fetch(settings, planned).items():
         if constants.HF_HUB_OFFLINE and gpu is None:
@@ -125,6 +133,12 @@ def _new_plan(
             f"with micro-batches of {batching.micro_batch} do not divide."
         )
     parameters, trained = planned.parameters
+    steps = data.steps * settings.epochs
+    if settings.warmup > steps and not {"--warmup-share", "--skip-scheduler"} & set(settings.passed_over):
+        data.notes.append(
+            f"--warmup {settings.warmup} is longer than the run's {steps} steps: the learning rate never reaches --lr; give "
+            "--warmup-share 0.025."
+        )
     return Plan(
         settings,
         hardware,

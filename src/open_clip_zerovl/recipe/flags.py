@@ -443,6 +443,14 @@ class OptimizerFlags:
             Contradiction(
                 "--lr-scheduler {lr_scheduler}", lambda given: given.lr_scheduler != "cosine", "give --warmup in steps"
             ),
+            Contradiction(
+                "--skip-scheduler", lambda given: given.skip_scheduler, "without a schedule nothing warms up"
+            ),
+            Contradiction(
+                "--warmup {warmup}",
+                lambda given: given.warmup != OpenClipFlags.warmup,
+                "it is the share and the number of the same steps; give one",
+            ),
         ),
     )
     lr_min: float | None = flag(
@@ -456,6 +464,9 @@ class OptimizerFlags:
                 "--lr-scheduler {lr_scheduler}",
                 lambda given: given.lr_scheduler != "cosine",
                 "it is the floor of the cosine schedule",
+            ),
+            Contradiction(
+                "--skip-scheduler", lambda given: given.skip_scheduler, "without a schedule the rate stays at --lr"
             ),
         ),
     )
@@ -550,6 +561,8 @@ class OpenClipFlags:
 
     lr: float | None = flag(None, metavar="X", planned=False)
     wd: float = flag(0.2, metavar="X")
+    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
+    skip_scheduler: bool = flag(False, planned=False)
     opt: str = flag("adamw", metavar="TEXT", planned="AdamW is planned")
     lr_scheduler: str = flag("cosine", metavar="TEXT", planned=False)
     grad_clip_norm: float | None = flag(None, metavar="X")

@@ -1,0 +1,50 @@
+"""The device that a run asks for, and what follows from the one that it gets."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import torch
+from open_clip_train.distributed import is_device_available
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.recipe.step import precision_on
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: a `--device` that torch does not know.
+    """
+    try:
+        torch.device(args.device)
+    except RuntimeError as error:
+        raise UserError(f"--device {args.device} is none that torch knows; give cpu, cuda or cuda:NUMBER") from error
+
+
+def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
+    """Say where a run trains that asks for a GPU and finds none, and take fp32 on a CPU in place of fp16 by autocast.
+
+    Args:
+        args: `precision` is changed.
+        recipe: whether flags of ours were given; without any, the run is open_clip's own and keeps its precision.
+    """
+    kind = args.device.partition(":")[0]
+    if kind != "cpu":
+        available, known = is_device_available(kind)
+        if available or not known:
+            return
+        logging.warning(f"There is no {kind} device here: this run trains on the CPU. --device cpu says so.")
+    precision = precision_on("cpu", args.precision)
+    if precision == args.precision:
+        return
+    if recipe:
+        logging.warning(
+            f"--precision {args.precision} multiplies several times slower than fp32 on a CPU: fp32 is taken."
+        )
+        args.precision = precision
+    else:
+        logging.warning(
+            f"--precision {args.precision} is several times slower than fp32 on a CPU; give --precision fp32."
+        )

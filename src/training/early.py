@@ -1,0 +1,58 @@
+"""What `python -m training.main` answers before torch is loaded, which takes seconds: help, and all that a command line alone
+can get wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from open_clip_zerovl.errors import UserError
+from training.config import RecipeConfig
+from training.params import parse
+
+_RANK_VARIABLES = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # open_clip's, in its order
+
+
+def answer(argv: Sequence[str]) -> int | None:
+    """Print the help or the first thing that is wrong, and return the exit status; None where training may start."""
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
+    try:
+        check_run(*parse(argv), rank=int(rank or 0))
+    except UserError as error:
+        print(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {error}", file=sys.stderr)
+        return 2
+    return None
+
+
+def check_run(args: argparse.Namespace, config: RecipeConfig, *, rank: int) -> None:
+    """Check where a run is to be kept, and that it has something to do.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    if rank == 0:  # which makes the run folder: another rank could not tell an old one from this run's
+        require_new_name(args, resumes_latest=args.resume == "latest")
+    if os.path.exists(args.logs) and not os.path.isdir(args.logs):
+        raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
+    if (
+        not args.train_data
+        and args.dataset_type != "synthetic"
+        and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
+    ):
+        raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+
+
+def require_new_name(args: argparse.Namespace, *, resumes_latest: bool) -> None:
+    """
+    Raises:
+        UserError: there is a log of a run of this name, and it is not to go on.
+    """
+    if args.name is None or resumes_latest:
+        return
+    log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")
+    if os.path.exists(log):
+        raise UserError(
+            f"a run called {args.name!r} exists in {args.logs}; choose another --name, or continue it with --resume latest"
+        )
