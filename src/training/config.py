@@ -12,7 +12,8 @@ __all__ = ["RecipeConfig", "all_flags", "uses_own_step"]
 
 def all_flags(config: RecipeConfig, args: argparse.Namespace) -> AllFlags:
     """Our flags and those of open_clip's that `recipe.flags` declares, in one record."""
-    stock = {each.name: getattr(args, each.name) for each in flags_of(OpenClipFlags)}
+    # Another release of open_clip may have dropped a flag: it is then as if not given.
+    stock = {each.name: getattr(args, each.name, each.default) for each in flags_of(OpenClipFlags)}
     return AllFlags(**values_of(stock), **asdict(config))
 
 

@@ -112,11 +112,10 @@ def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, caplog):
 def test_a_warmup_longer_than_the_run_is_told(sources, monkeypatch, caplog, given, told):
     loader = SimpleNamespace(num_batches=10)
     monkeypatch.setattr(training_data, "_mixture_data", lambda *_: SimpleNamespace(dataloader=loader))
-    monkeypatch.setattr(training_data, "get_stock_data", lambda *_, **__: {})
     args, config = parse(["--train-data", sources, "--epochs", "3", "--lr", "1e-3", *given])
     args.world_size = args.rank = 0
     args.local_rank = 0
-    training_data.get_data(config, training_data.Inputs(), args, (None, None))
+    training_data.get_data(config, training_data.Inputs(), lambda _: {}, args, (None, None))
     assert ("is longer than the run's 30 steps: the learning rate ends at" in caplog.text) == told
 
 
