@@ -1,4 +1,4 @@
-"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: test_dga_ranks.py)."""
+"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
 
 import math
 
@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from open_clip_zerovl.memory import PeakBytes
+from support.dense_loss import DenseLoss, sample_ids, teacher_features
 
 
 def features(n, d=8, dtype=torch.float64, seed=0, alike=0.0):
@@ -226,3 +228,160 @@ def test_refusals():
     for wrong in ([1, 2, 3, 0], [4, 2, 1, 0], [-1, 2, 1, 0]):
         with pytest.raises(UserError, match="its own inverse"):
             ContrastiveLoss()(images, texts, scale, mixup_lambda=0.5, partner=torch.tensor(wrong))
+
+
+OPTIONS = {
+    "other sources count a twentieth": {"cross_source_weight": 0.05},
+    "other sources left out": {"cross_source_weight": 0.0},
+    "other sources count double": {"cross_source_weight": 2.0},
+    "same caption": {"positives": "caption"},
+    "same picture": {"positives": "image"},
+    "same caption or picture": {"positives": "both"},
+    "same caption, other sources left out": {"positives": "caption", "cross_source_weight": 0.0},
+    "two teachers": {"distill_weight": 0.7, "distill_temperature": 0.1},
+    "two teachers alone": {"distill_weight": 1.0, "distill_temperature": 0.05},
+    "two teachers, other sources left out": {
+        "distill_weight": 0.7,
+        "distill_temperature": 0.1,
+        "cross_source_weight": 0.0,
+    },
+    "all": {"distill_weight": 0.4, "distill_temperature": 0.2, "cross_source_weight": 0.3, "positives": "both"},
+}
+
+
+def option_inputs(options, b, seed=0):
+    inputs = {"ids": sample_ids(b, seed)}
+    if options.get("distill_weight"):
+        inputs["teacher_features"] = teacher_features(b, seed)
+    return inputs
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_their_dense_definition(name, chunk_size):
+    """Against autograd on whole matrices. Chunks of one row with other sources left out: columns without any logit."""
+    options, (images, texts) = OPTIONS[name], features(13)
+    inputs = option_inputs(options, 13)
+    wanted = value_and_gradients(DenseLoss(**options), images, texts, 5.0, **inputs)
+    loss = ContrastiveLoss(chunk_size=chunk_size, **options)
+    for found, reference in zip(value_and_gradients(loss, images, texts, 5.0, **inputs), wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+    assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
+    plain = value_and_gradients(ContrastiveLoss(), images, texts, 5.0)
+    assert relative(plain[1], wanted[1]) >= 0.05  # the control: the option changes the gradient
+
+
+def test_cross_source_weight_by_hand():
+    # Four pairs of two sources, all cosines zero: each row's softmax has 1 + 1 + 2 W terms, so the loss is ln(2 + 2 W).
+    images, texts = torch.zeros(2, 4, 3, dtype=torch.float64).requires_grad_().unbind()
+    ids = {"source": torch.tensor([0, 1, 0, 1])}
+    for weight in (0.0, 0.5, 1.0, 3.0):
+        loss = ContrastiveLoss(cross_source_weight=weight)(images, texts, torch.tensor(1.0), ids=ids)
+        assert loss.item() == pytest.approx(math.log(2 + 2 * weight), rel=1e-14)
+
+
+def test_other_sources_left_out_is_a_loss_for_each_source():
+    """W = 0 is what one-source batches of those sizes give, weighed by their sizes."""
+    images, texts = features(9)
+    sources = torch.tensor([0, 2, 0, 1, 1, 0, 2, 2, 2])
+    found = value_and_gradients(ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources})
+
+    def apart(i, t, s):
+        groups = [sources == source for source in range(3)]
+        return sum(ClipLoss()(i[group], t[group], s) * group.sum() / 9 for group in groups)
+
+    for one, reference in zip(found, value_and_gradients(apart, images, texts), strict=True):
+        assert relative(one, reference) <= 1e-12
+
+
+def test_mixup_within_sources_with_a_cross_source_weight():
+    images, texts = features(6)
+    inputs = {
+        "ids": {"source": torch.tensor([0, 1, 0, 0, 1, 0])},
+        "mixup_lambda": 0.8,
+        "partner": torch.tensor([5, 4, 3, 2, 1, 0]),
+    }
+    wanted = value_and_gradients(DenseLoss(cross_source_weight=0.1), images, texts, **inputs)
+    ours = value_and_gradients(ContrastiveLoss(cross_source_weight=0.1, chunk_size=4), images, texts, **inputs)
+    for found, reference in zip(ours, wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["other sources left out", "all", "two teachers alone"])
+def test_options_in_single_precision(name):
+    """fp32, scale 100, teachers' features in fp16 as a cache holds them: against the same numbers in fp64."""
+    options, n = OPTIONS[name], 300
+    images, texts = features(n, d=32, alike=0.35)
+    single = [x.detach().float().requires_grad_() for x in (images, texts)]
+    inputs = {"ids": sample_ids(n, 0)}
+    wide = dict(inputs)
+    if options.get("distill_weight"):
+        inputs["teacher_features"] = teacher_features(n, 0, dtype=torch.float16)
+        wide["teacher_features"] = [tuple(x.double() for x in pair) for pair in inputs["teacher_features"]]
+    wanted = value_and_gradients(
+        DenseLoss(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
+    )
+    found = value_and_gradients(ContrastiveLoss(chunk_size=64, **options), *single, 100.0, **inputs)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 2e-5
+
+
+def test_report_of_sources_and_twins():
+    images, texts = features(5)
+    ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}
+    loss = ContrastiveLoss(positives="caption")
+    loss(images, texts, torch.tensor(5.0), ids=ids)
+    assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
+    assert loss.report.twins.tolist() == [True, True, False, True, True]
+    plain = ContrastiveLoss()
+    plain(images, texts, torch.tensor(5.0))
+    assert plain.report.sources is None and plain.report.twins is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_need_no_quadratic_memory(name):
+    """Four times as many rows take four times the memory, not sixteen times."""
+    peaks = []
+    for n in (256, 1024):
+        images, texts = features(n, d=4, dtype=torch.float32)
+        inputs = option_inputs(OPTIONS[name], n)
+        with PeakBytes() as seen:
+            value_and_gradients(ContrastiveLoss(chunk_size=32, **OPTIONS[name]), images, texts, **inputs)
+        peaks.append(seen.peak)
+    assert peaks[1] <= 4.2 * peaks[0]
+
+
+def test_refusals_of_options():
+    images, texts = features(4)
+    scale, ids = torch.tensor(20.0), sample_ids(4, 0)
+    mixed = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
+    with pytest.raises(UserError, match="from 0 on, but is -1"):
+        ContrastiveLoss(cross_source_weight=-1.0)
+    with pytest.raises(UserError, match="one of pair, caption, image, both, but is 'text'"):
+        ContrastiveLoss(positives="text")
+    with pytest.raises(UserError, match="between 0 and 1, but is 1.2"):
+        ContrastiveLoss(distill_weight=1.2)
+    with pytest.raises(UserError, match="positive number, but is 0"):
+        ContrastiveLoss(distill_temperature=0.0)
+    with pytest.raises(UserError, match="plain loss"):
+        ContrastiveLoss(gather_grad=False, cross_source_weight=0.5)
+    with pytest.raises(UserError, match=r"cross_source_weight=0 needs ids\['source'\]"):
+        ContrastiveLoss(cross_source_weight=0.0)(images, texts, scale)
+    with pytest.raises(UserError, match=r"positives='both' needs ids\['image'\]"):
+        ContrastiveLoss(positives="both")(images, texts, scale, ids={"caption": ids["caption"]})
+    with pytest.raises(UserError, match=r"ids\['source'\] must be \(4,\) int64"):
+        ContrastiveLoss()(images, texts, scale, ids={"source": ids["source"].float()})
+    with pytest.raises(UserError, match="0 teachers' features are given"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale)
+    with pytest.raises(UserError, match="distill_weight is 0 and 2 teachers"):
+        ContrastiveLoss()(images, texts, scale, teacher_features=teacher_features(4, 0))
+    with pytest.raises(UserError, match="4 rows each"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(3, 0))
+    with pytest.raises(UserError, match="mixup is not defined with positives='caption'"):
+        ContrastiveLoss(positives="caption")(images, texts, scale, ids=ids, **mixed)
+    with pytest.raises(UserError, match="no teacher has seen the mixed samples"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(4, 0), **mixed)
+    with pytest.raises(UserError, match="partner must be of the row's own source"):
+        ContrastiveLoss(cross_source_weight=0.5)(
+            images, texts, scale, ids={"source": torch.tensor([0, 0, 1, 1])}, **mixed
+        )

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from support.dense_loss import DenseLoss, sample_ids, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, bert_folder, error, one_graph
 
 STEPS = 2
@@ -43,6 +44,7 @@ class Case:
     dga: dict[str, Any] = field(default_factory=dict)
     use_dga: bool = True
     compile: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
@@ -50,14 +52,51 @@ class Case:
             getattr(model, self.freeze).requires_grad_(False)
         return model
 
-    def loss_inputs(self, sizes: list[int]) -> dict[str, Any]:
-        if self.mixup_lambda is None:
-            return {}
-        return {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
+    def loss_inputs(self, rank: int, step: int) -> dict[str, Any]:
+        """What the loss of this rank gets besides features."""
+        sizes, seed = self.sizes(rank), 1000 * step + rank
+        inputs: dict[str, Any] = {}
+        if self.options:
+            inputs["ids"] = sample_ids(sum(sizes), seed)
+        if self.options.get("distill_weight"):
+            inputs["teacher_features"] = teacher_features(sum(sizes), seed)
+        if self.mixup_lambda is not None:
+            inputs |= {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
+            if "ids" in inputs:  # partners of one source
+                inputs["ids"]["source"] = torch.minimum(*(inputs["ids"]["source"][x] for x in (..., inputs["partner"])))
+        return inputs
+
+    def all_loss_inputs(self, world_size: int, step: int) -> dict[str, Any]:
+        """The same of all ranks' rows, in rank order."""
+        each = [self.loss_inputs(rank, step) for rank in range(world_size)]
+        joined = dict(each[0])
+        if "ids" in joined:
+            joined["ids"] = {name: torch.cat([one["ids"][name] for one in each]) for name in joined["ids"]}
+        if "teacher_features" in joined:
+            teachers = zip(*(one["teacher_features"] for one in each), strict=True)
+            joined["teacher_features"] = [
+                tuple(torch.cat(rows) for rows in zip(*of_ranks, strict=True)) for of_ranks in teachers
+            ]
+        if "partner" in joined:
+            joined["partner"] = reversed_partner([size for rank in range(world_size) for size in self.sizes(rank)])
+        return joined
+
+
+def ours(chunk_size: int = 3, **options: Any) -> dict[str, Any]:
+    """Our loss with options, and the dense definition of the same."""
+    return {
+        "loss": partial(ContrastiveLoss, chunk_size=chunk_size, **options),
+        "reference_loss": partial(DenseLoss, **options),
+        "options": options,
+    }
 
 
 def ragged(rank: int) -> list[int]:
     return [3, 2 + rank, 1, 4 - rank % 2]
+
+
+def one_micro_batch(rank: int) -> list[int]:
+    return [5 + rank]
 
 
 CASES = {
@@ -87,11 +126,40 @@ CASES = {
         for impl in ("bidir", "shift", "reduce", "gather")
     },
 }
+ALL_OPTIONS = {
+    "cross_source_weight": 0.1,
+    "positives": "both",
+    "distill_weight": 0.6,
+    "distill_temperature": 0.1,
+}
+CASES |= {
+    f"{name}, {sizes.__name__}": Case(sizes=sizes, **kind)
+    for sizes in (ragged, one_micro_batch)
+    for name, kind in {
+        "other sources a tenth": ours(cross_source_weight=0.1),
+        "other sources left out": ours(cross_source_weight=0.0, chunk_size=2),
+        "same caption": ours(positives="caption"),
+        "same caption or picture": ours(positives="both"),
+        "two teachers": ours(distill_weight=0.6, distill_temperature=0.1),
+        "all options": ours(**ALL_OPTIONS),
+    }.items()
+}
+CASES["other sources left out, mixup within sources, ragged"] = Case(
+    sizes=ragged, mixup_lambda=0.8, retain=0, **ours(cross_source_weight=0.0)
+)
 SLOW_CASES = {"ours, compiled DDP": Case(ContrastiveLoss, compile=True)}
 # Cases that must come out wrong, by at least the second number.
 CONTROLS = {
     "new masks in the replay": (Case(ContrastiveLoss, dga={"replay_rng": False}), 0.1),
     "detached gather": (Case(partial(ContrastiveLoss, gather_grad=False)), 0.01),
+    **{
+        f"{name} against the plain loss": (Case(**ours(**options) | {"reference_loss": DenseLoss}), 0.01)
+        for name, options in {
+            "other sources a tenth": {"cross_source_weight": 0.1},
+            "same caption": {"positives": "caption"},
+            "two teachers": {"distill_weight": 0.6, "distill_temperature": 0.1},
+        }.items()
+    },
     "ClipLoss in an ordinary DDP loop: 1/W": (Case(ClipLoss, sizes=lambda rank: [4], use_dga=False), 0.4),
 }
 
@@ -107,7 +175,7 @@ def rank_seed(rank: int, step: int) -> int:
 def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
     """The gradients of each step, as this rank has them after synchronisation."""
     model = case.build()
-    wrapped = DistributedDataParallel(model, **case.ddp)
+    wrapped = DistributedDataParallel(model, **case.ddp) if world_size > 1 else model
     if case.compile:
         wrapped = torch.compile(wrapped, backend="aot_eager")  # the wrapping is tested here, not the code generator
     loss = case.loss(rank=rank, world_size=world_size)
@@ -118,7 +186,7 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
         micro_batches = rank_batches(case, rank, step)
         torch.manual_seed(rank_seed(rank, step))
         if dga is not None:
-            dga.backward(micro_batches, **case.loss_inputs(case.sizes(rank)))
+            dga.backward(micro_batches, **case.loss_inputs(rank, step))
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -133,14 +201,14 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     found = []
     for step in range(STEPS):
-        micro_batches, states, sizes = [], [], []
+        micro_batches, states = [], []
         for rank in range(world_size):
             torch.manual_seed(rank_seed(rank, step))
             of_rank = rank_batches(case, rank, step)
             micro_batches += of_rank
             states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
-            sizes += case.sizes(rank)
-        _, grads = one_graph(model, case.reference_loss(), micro_batches, rng_states=states, **case.loss_inputs(sizes))
+        inputs = case.all_loss_inputs(world_size, step)
+        _, grads = one_graph(model, case.reference_loss(), micro_batches, rng_states=states, **inputs)
         found.append(grads)
         for name, parameter in model.named_parameters():
             parameter.grad = grads.get(name)
@@ -279,6 +347,13 @@ def test_every_rank_has_the_gradient_of_one_graph(ranks, name):
             assert error(found[rank][name][step], wanted[step]) <= EXACT, f"rank {rank}, step {step}"
             for parameter, gradient in found[rank][name][step].items():
                 assert torch.equal(gradient, found[0][name][step][parameter]), f"ranks drift apart in {parameter}"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options])
+def test_one_rank_has_the_gradient_of_one_graph(name):
+    found, wanted = run_case(CASES[name], 0, 1), reference(CASES[name], 1)
+    for step in range(STEPS):
+        assert error(found[step], wanted[step]) <= EXACT, f"step {step}"
 
 
 @pytest.mark.parametrize("name", CONTROLS)

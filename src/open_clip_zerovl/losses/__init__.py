@@ -1,0 +1,12 @@
+"""Contrastive losses of a distributed batch, exact over ranks, in row chunks; one engine, whose offsets and targets differ."""
+
+from open_clip_zerovl.late import handed_on
+
+__getattr__, __dir__, __all__ = handed_on(
+    __name__,
+    {
+        "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "reversed_partner"],
+        "open_clip_zerovl.losses.gathering": ["gathered_sizes", "require_process_group"],
+        "open_clip_zerovl.losses.targets": ["POSITIVES"],
+    },
+)

@@ -1,0 +1,283 @@
+"""InfoNCE over a distributed batch with gradient-reserved gather, in row chunks (eq. 1-4, A.1-A.3), and its options.
+
+Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `D` embedding width. A rank
+holds `b` local rows (`B*K` of them in a decoupled gradient accumulation step); `b` may differ from rank to rank.
+
+With scale s, local rows I_r, T_r (b, D), gathered I, T (N, D), log-sum-exps a (N,) of the rows and c (N,) of the columns of
+s I T^T, and targets Y (a row sums to one, Y symmetric):
+
+    P = exp(s I_r T^T - a_r)     Q = exp(s I_r T^T - c)                                        (b, N)
+    dL/dI_r = s/(2N) (P + Q - 2Y) T     the text side alike     dL/ds = sum over ranks of <I_r, (P + Q - 2Y) T> / (2N)
+
+P is what pulls image j through its own softmax, Q what reaches it through the softmaxes of all texts, on every rank: the
+part that a gather without gradient loses (A.1). Both follow from gathered features and log-sum-exps, so that the backward
+pass needs no communication but the all-reduce of the parameters' gradients, whose mean over W ranks a factor W undoes.
+
+`problem` holds this computation for any targets and for offsets on the logits, which the options below choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses.gathering import require_process_group
+from open_clip_zerovl.losses.problem import Batch, ChunkedLoss, Report, Settings
+from open_clip_zerovl.losses.targets import POSITIVES
+
+_SHARED_IDS = {"pair": (), "caption": ("caption",), "image": ("image",), "both": ("caption", "image")}
+
+
+class ContrastiveLoss(nn.Module):
+    """Symmetric InfoNCE, called as open_clip's `ClipLoss` is, exact over ranks and lean in memory.
+
+    It stands in for `ClipLoss` in any loop: alone, under `DistributedDataParallel`, or inside
+    `DecoupledGradientAccumulation`. The value returned is the mean over all N pairs of all ranks, the same on every rank;
+    the gradients are those of that mean times W, which DDP's averaging divides by W again. Logits, log-sum-exps and
+    gradients are computed in IEEE fp32 whatever the features' precision, torch's TF32 flags and autocast (fp64 stays fp64).
+
+    Args:
+        chunk_size: rows of the logit matrix alive at once; memory is O(chunk_size * N + N * D), about
+            `2 * 4 * chunk_size * N` bytes for the chunks, and as much again with teachers. None: all local rows at once.
+            The gradient is computed together with the value, so nothing of size (b, N) waits for the backward pass.
+        rank, world_size: as in open_clip; `world_size` > 1 needs an initialised process group of that size.
+        gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather, as its released code
+            computes it over several ranks: every gathered feature is a constant, the rank's own among them, so that a
+            feature gets P - Y through its own softmax and nothing through the others'. It is a wrong gradient, for that
+            comparison only. (A.1 writes of other ranks' features alone; the released gather detaches all.)
+        cross_source_weight: how often a negative of another source counts in the softmax: log of it is added to the pair's
+            logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` tells the sources apart.
+        positives: whose samples are each other's positives besides a pair's own two: "pair" nobody's, "caption" those with
+            the same `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
+            is even over its positives (UniCL, CVPR 2022). A positive of another source has weight 1.
+        distill_weight: W in (1 - W) * contrastive + W * distillation, the cross-entropy from the teachers' softmaxes over
+            the effective batch, both directions, averaged over the teachers' softmaxes, to the student's. With
+            `cross_source_weight` the teachers' softmaxes have the student's offsets.
+        distill_temperature: of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
+
+    Attributes:
+        report: what the last call saw, pair by pair, for a log (`problem.Report`).
+
+    Raises:
+        UserError: a value out of range, or one of the last four beside gather_grad=False.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        gather_grad: bool = True,
+        cross_source_weight: float = 1.0,
+        positives: str = "pair",
+        distill_weight: float = 0.0,
+        distill_temperature: float = 0.01,
+    ) -> None:
+        super().__init__()
+        if chunk_size is not None and chunk_size < 1:
+            raise UserError(f"chunk_size must be a positive number of rows or None (all rows), but is {chunk_size}.")
+        if not 0 <= rank < world_size:
+            raise UserError(f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}.")
+        if not (math.isfinite(cross_source_weight) and cross_source_weight >= 0):
+            raise UserError(f"cross_source_weight must be a number from 0 on, but is {cross_source_weight}.")
+        if positives not in POSITIVES:
+            raise UserError(f"positives must be one of {', '.join(POSITIVES)}, but is {positives!r}.")
+        if not 0 <= distill_weight <= 1:
+            raise UserError(f"distill_weight must lie between 0 and 1, but is {distill_weight}.")
+        if not (math.isfinite(distill_temperature) and distill_temperature > 0):
+            raise UserError(f"distill_temperature must be a positive number, but is {distill_temperature}.")
+        if not gather_grad and (cross_source_weight != 1 or positives != "pair" or distill_weight):
+            raise UserError(
+                "gather_grad=False is the paper's comparison of the plain loss; it takes no cross_source_weight, positives or "
+                "distill_weight."
+            )
+        self.chunk_size = chunk_size
+        self.rank = rank
+        self.world_size = world_size
+        self.gather_grad = gather_grad
+        self.cross_source_weight = float(cross_source_weight)
+        self.positives = positives
+        self.distill_weight = float(distill_weight)
+        self.distill_temperature = float(distill_temperature)
+        self.report = Report()
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+        *,
+        mixup_lambda: float | None = None,
+        partner: Tensor | None = None,
+        ids: Mapping[str, Tensor] | None = None,
+        teacher_features: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor | dict[str, Tensor]:
+        """The loss of this rank's pairs against all ranks' pairs.
+
+        Args:
+            image_features, text_features: (b, D), L2-normalised; row j of both is a pair.
+            logit_scale: the factor on the cosines itself (1 / temperature), not its logarithm; shape () or (1,).
+            logit_bias: a constant on all logits changes no softmax: accepted, and given its true gradient of zero.
+            output_dict: return {"contrastive_loss": loss}, as open_clip's training loop asks for.
+            mixup_lambda: weight of the pair itself where one modality was mixed (A.3); the partner weighs 1 - lambda.
+            partner: (b,) local index of the row that each row was mixed with, its own inverse (see `reversed_partner`).
+            ids: "source", "caption", "image" -> (b,) int64 each, on any device: equal numbers are the same source,
+                caption or picture. Those that the options ask for must be there; "source" is also kept for the report.
+            teacher_features: (image features, text features) of each teacher, (b, D_t) each, L2-normalised, in any
+                precision (half of it is gathered and held as it is), on any device; the same number on each rank.
+
+        Raises:
+            UserError: shapes that do not match, half of the mixup arguments, ids or teachers that an option needs, mixup
+                with what it is not defined for, or no process group of `world_size` ranks.
+        """
+        if image_features.ndim != 2 or image_features.shape != text_features.shape or len(image_features) == 0:
+            raise UserError(
+                "image_features and text_features must be two non-empty matrices of one shape (pairs, width), but are "
+                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
+            )
+        if logit_scale.numel() != 1:
+            raise UserError(f"logit_scale must hold one number, but has shape {tuple(logit_scale.shape)}.")
+        if (mixup_lambda is None) != (partner is None):
+            raise UserError(
+                "mixup_lambda and partner belong together, but only "
+                f"{'partner' if mixup_lambda is None else 'mixup_lambda'} was given."
+            )
+        if self.world_size > 1:
+            require_process_group(self.world_size, type(self).__name__)
+        b = len(image_features)
+        pairs = _pairs(b, mixup_lambda, partner)
+        ids = _checked_ids(ids or {}, self._needed_ids(), b)
+        if partner is not None:
+            self._check_mixup(partner, ids)
+        batch = Batch(
+            pairs=pairs,
+            sources=ids.get("source"),
+            shared=[ids[name] for name in _SHARED_IDS[self.positives]],
+            teachers=_checked_teachers(teacher_features, self.distill_weight, b),
+        )
+        loss = ChunkedLoss.apply(
+            image_features, text_features, logit_scale, self._settings(), batch, self.report, torch.is_grad_enabled()
+        )
+        if logit_bias is not None:
+            loss = loss + 0.0 * logit_bias.sum()  # zero, but present: DDP needs a gradient from every parameter
+        return {"contrastive_loss": loss} if output_dict else loss
+
+    def _settings(self) -> Settings:
+        return Settings(
+            chunk_size=self.chunk_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            gather_grad=self.gather_grad,
+            cross_source_weight=self.cross_source_weight,
+            distill_weight=self.distill_weight,
+            distill_temperature=self.distill_temperature,
+        )
+
+    def _needed_ids(self) -> dict[str, str]:
+        """Which ids the options need, and the option that needs each."""
+        needed = dict.fromkeys(_SHARED_IDS[self.positives], f"positives={self.positives!r}")
+        if self.cross_source_weight != 1:
+            needed["source"] = f"cross_source_weight={self.cross_source_weight:g}"
+        return needed
+
+    def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
+        if self.positives != "pair":
+            raise UserError(
+                f"mixup is not defined with positives={self.positives!r}: a mixed sample has two captions and pictures; leave "
+                "one of them out."
+            )
+        if self.distill_weight:
+            raise UserError(
+                "mixup is not defined with distill_weight: no teacher has seen the mixed samples; leave one of them out."
+            )
+        sources = ids.get("source")
+        if self.cross_source_weight != 1 and sources is not None:
+            own = sources.to(partner.device)
+            if not torch.equal(own, own[partner]):
+                raise UserError(
+                    "with cross_source_weight a mixup partner must be of the row's own source, for a sample mixed from two "
+                    "sources belongs to neither; pair rows within their source."
+                )
+
+    def extra_repr(self) -> str:
+        shown = (
+            f"chunk_size={self.chunk_size}, rank={self.rank}, world_size={self.world_size}, "
+            f"gather_grad={self.gather_grad}"
+        )
+        if self.cross_source_weight != 1:
+            shown += f", cross_source_weight={self.cross_source_weight:g}"
+        if self.positives != "pair":
+            shown += f", positives={self.positives!r}"
+        if self.distill_weight:
+            shown += f", distill_weight={self.distill_weight:g}, distill_temperature={self.distill_temperature:g}"
+        return shown
+
+
+def reversed_partner(sizes: Sequence[int]) -> Tensor:
+    """Mixup partners of an effective batch: the reversal within each micro-batch (A.3's N-j, per rank and micro-batch).
+
+    Args:
+        sizes: the micro-batches' sizes on this rank, in order.
+
+    Returns:
+        (sum(sizes),) int64 on the CPU: `reversed_partner([3, 2])` is `[2, 1, 0, 4, 3]`.
+    """
+    partners, start = [torch.empty(0, dtype=torch.long)], 0
+    for size in sizes:
+        partners.append(torch.arange(start + size - 1, start - 1, -1))
+        start += size
+    return torch.cat(partners)
+
+
+def _pairs(b: int, mixup_lambda: float | None, partner: Tensor | None) -> list[tuple[float, Tensor | None]]:
+    """The non-zeros of the target matrix as (weight, local column of each local row); None stands for the diagonal."""
+    if mixup_lambda is None or partner is None:
+        return [(1.0, None)]
+    if not 0.0 <= mixup_lambda <= 1.0:
+        raise UserError(f"mixup_lambda must lie between 0 and 1, but is {mixup_lambda}.")
+    if partner.shape != (b,) or partner.dtype != torch.long:
+        raise UserError(
+            f"partner must be ({b},) int64, one local row index per pair, but is {tuple(partner.shape)} {partner.dtype}."
+        )
+    rows = torch.arange(b, device=partner.device)
+    if not bool(((partner >= 0) & (partner < b)).all()) or not torch.equal(partner[partner], rows):
+        raise UserError(
+            "partner must be its own inverse within this rank's rows (partner[partner[j]] == j), as mixing two rows with "
+            "each other gives; open_clip_zerovl.losses.reversed_partner(sizes) makes one."
+        )
+    return [(float(mixup_lambda), None), (1.0 - float(mixup_lambda), partner)]
+
+
+def _checked_ids(ids: Mapping[str, Tensor], needed: Mapping[str, str], b: int) -> Mapping[str, Tensor]:
+    for name, option in needed.items():
+        if name not in ids:
+            raise UserError(f"{option} needs ids[{name!r}], a number for each of the {b} samples, and it is not given.")
+    for name, numbers in ids.items():
+        if numbers.shape != (b,) or numbers.dtype != torch.long:
+            raise UserError(
+                f"ids[{name!r}] must be ({b},) int64, a number for each sample, but is {tuple(numbers.shape)} {numbers.dtype}."
+            )
+    return ids
+
+
+def _checked_teachers(
+    teachers: Sequence[tuple[Tensor, Tensor]], distill_weight: float, b: int
+) -> Sequence[tuple[Tensor, Tensor]]:
+    if bool(teachers) != bool(distill_weight):
+        raise UserError(
+            f"distill_weight is {distill_weight:g} and {len(teachers)} teachers' features are given; the one needs the other."
+        )
+    for number, (images, texts) in enumerate(teachers):
+        if images.ndim != 2 or images.shape != texts.shape or len(images) != b or images.dtype != texts.dtype:
+            raise UserError(
+                f"teacher {number}'s image and text features must be two matrices of one type and shape, {b} rows each, but "
+                f"are {tuple(images.shape)} {images.dtype} and {tuple(texts.shape)} {texts.dtype}."
+            )
+    return teachers

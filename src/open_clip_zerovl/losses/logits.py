@@ -1,0 +1,101 @@
+"""The logits s <I_i, T_j> + o_ij, a chunk of rows at a time, seen from the images' side or from the texts'.
+
+Shapes: `b` local rows, `N` rows of all ranks, `D` width of the features. Side 0: rows are images, columns are texts; side 1:
+rows are texts, columns are images. A mask of pairs (i, j) is symmetric, so that it serves both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.losses.gathering import Ranks
+
+NO_PAIR = (
+    -1e30
+)  # a logit whose probability is zero; finite, for a column without any other logit has a softmax in no chunk
+_WIDENED_ROWS = 16384  # of features in half precision that are widened at once
+
+
+class CrossSource:
+    """The offset o_ij = log w of pairs from two sources: their negatives count w times in the softmax.
+
+    Args:
+        weight: w; 0 leaves them out, 1 is no offset.
+        sources: (N,) the source of each sample of all ranks.
+        mine: the local rows among all.
+        positives: gives which pairs (rows, N) are positives, and hence get no offset; None: none of two sources are.
+    """
+
+    def __init__(
+        self, weight: float, sources: Tensor, mine: slice, positives: Callable[[slice], Tensor] | None = None
+    ) -> None:
+        self.weight, self._sources, self._own = weight, sources, sources[mine]
+        self._positives = positives
+
+    def crossing(self, rows: slice) -> Tensor:
+        """Which pairs are negatives of two sources: (rows, N) bool."""
+        crossing = self._own[rows][:, None] != self._sources
+        if self._positives is not None:
+            crossing &= ~self._positives(rows)
+        return crossing
+
+    def add_to(self, logits: Tensor, rows: slice) -> None:
+        """Add the offsets to the logits of these local rows."""
+        crossing = self.crossing(rows)
+        if self.weight == 0:
+            logits.masked_fill_(crossing, NO_PAIR)
+        else:
+            logits.add_(crossing.to(logits.dtype), alpha=math.log(self.weight))
+
+
+class Logits:
+    """s <I_i, T_j> of local rows against all ranks' rows.
+
+    Args:
+        image_features, text_features: (b, D), without graph.
+        scale: s, shape ().
+        offset: o_ij, or None.
+        precision: of the products. Features of less are gathered as they are (half the traffic in bf16) and widened, which
+            is exact.
+        widen_at_once: widen all features at once, (N, D); if not, those of a chunk of columns at a time.
+
+    Attributes:
+        own: images and texts of this rank, (b, D) each.
+        all: images and texts of all ranks, (N, D) each.
+    """
+
+    def __init__(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        scale: Tensor,
+        ranks: Ranks,
+        *,
+        offset: CrossSource | None = None,
+        precision: torch.dtype,
+        widen_at_once: bool = True,
+    ) -> None:
+        self.precision, self.scale, self._offset = precision, scale, offset
+        held = precision if widen_at_once else image_features.dtype
+        self.own = [features.to(held) for features in (image_features, text_features)]
+        self.all = [ranks.gather(features).to(held) for features in (image_features, text_features)]
+
+    def chunk(self, rows: slice, side: int) -> Tensor:
+        """The logits of these local rows: (rows, N), new memory."""
+        logits = self._products(self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side])
+        if self._offset is not None:
+            self._offset.add_to(logits, rows)
+        return logits
+
+    def _products(self, rows: Tensor, others: Tensor) -> Tensor:
+        if others.dtype == rows.dtype:
+            return rows @ others.T
+        products = rows.new_empty(len(rows), len(others))
+        for start in range(0, len(others), _WIDENED_ROWS):
+            columns = slice(start, start + _WIDENED_ROWS)
+            products[:, columns] = rows @ others[columns].to(rows.dtype).T
+        return products

@@ -1,0 +1,250 @@
+"""One evaluation of a contrastive loss: its value and closed-form gradient in two sweeps over chunks of rows.
+
+Shapes: `b` local rows, `N` rows of all ranks, `W` ranks, `D` width. Side 0: rows are images; side 1: rows are texts.
+
+With logits z_ij = s <I_i, T_j> + o_ij, their softmaxes P over the texts of each image and Q over the images of each text, and
+targets Y (rows of Y_rows and columns of Y_columns sum to one):
+
+    L = 1/(2N) sum_i (logsumexp_j z_ij - sum_j Y_rows_ij z_ij)  +  1/(2N) sum_j (logsumexp_i z_ij - sum_i Y_columns_ij z_ij)
+    dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
+
+A loss of the family is a choice of offsets o (`logits`) and of targets Y (`targets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from open_clip_zerovl.losses.gathering import Ranks
+from open_clip_zerovl.losses.logits import CrossSource, Logits
+from open_clip_zerovl.losses.softmax import Normalisers
+from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
+from open_clip_zerovl.precision import ieee_products
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same in each step.
+
+    Attributes:
+        chunk_size: rows of the logits alive at once, None: all local rows.
+        gather_grad: False: every gathered feature is a constant (Table 4's baseline).
+        cross_source_weight: of negatives from other sources.
+        distill_weight, distill_temperature: the teachers' share of the loss, and the temperature of their softmaxes.
+    """
+
+    chunk_size: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    gather_grad: bool = True
+    cross_source_weight: float = 1.0
+    distill_weight: float = 0.0
+    distill_temperature: float = 0.01
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank's b samples have besides their features.
+
+    Attributes:
+        pairs: (weight, local column of each local row) of the targets; None stands for the diagonal.
+        sources: (b,) source of each sample, or None where nobody asks.
+        shared: ids (b,) of which equal ones make positives.
+        teachers: (image features (b, D_t), text features (b, D_t)) of each teacher.
+    """
+
+    pairs: Sequence[tuple[float, Tensor | None]] = ((1.0, None),)
+    sources: Tensor | None = None
+    shared: Sequence[Tensor] = ()
+    teachers: Sequence[tuple[Tensor, Tensor]] = ()
+
+
+@dataclass
+class Report:
+    """What the last call saw of all ranks' samples, for a log; tensors on the device, without graph.
+
+    Attributes:
+        pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
+        sources: (N,) source of each sample, if it was given.
+        twins: (N,) bool, whether another sample is a positive of this one, if samples share positives.
+    """
+
+    pair_losses: Tensor | None = None
+    sources: Tensor | None = None
+    twins: Tensor | None = None
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Value and gradient are computed together; the backward pass only scales what is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        settings: Settings,
+        batch: Batch,
+        report: Report,
+        grad_enabled: bool,
+    ) -> Tensor:
+        device_type = image_features.device.type
+        with torch.autocast(device_type, enabled=False), ieee_products(device_type):
+            problem = Problem(image_features, text_features, logit_scale, settings, batch)
+            value = problem.value()
+            report.pair_losses, report.sources, report.twins = problem.pair_losses, problem.sources, problem.twins
+            if grad_enabled and any(ctx.needs_input_grad[:3]):
+                image_grad, text_grad, scale_grad = problem.gradients()
+                # In fp32 until a loss scaler's factor is on them: fp16 would round small ones to zero here.
+                ctx.save_for_backward(image_grad, text_grad, scale_grad.reshape(logit_scale.shape))
+                ctx.dtypes = image_features.dtype, text_features.dtype, logit_scale.dtype
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (
+            (grad_output * grad).to(dtype) if needed else None
+            for grad, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
+        )
+        return (*grads, None, None, None, None)
+
+
+class Problem:
+    """`value()` (first sweep, all communication), then `gradients()` (second sweep, none)."""
+
+    def __init__(
+        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, settings: Settings, batch: Batch
+    ) -> None:
+        precision = torch.promote_types(image_features.dtype, torch.float32)
+        b, device = len(image_features), image_features.device
+        self.ranks = ranks = Ranks(settings.rank, settings.world_size, b, device)
+        self.gather_grad = settings.gather_grad or settings.world_size == 1
+        step = min(settings.chunk_size or b, b)
+        self.chunks = [slice(first, min(first + step, b)) for first in range(0, b, step)]
+
+        def everywhere(ids: Tensor) -> Tensor:
+            return ranks.gather(ids.to(device, non_blocking=True))
+
+        contrastive = 1.0 - settings.distill_weight
+        shared = [everywhere(ids) for ids in batch.shared]
+        self.shared = Shared(shared, ranks.mine, precision, contrastive) if shared else None
+        self.twins = self.shared.counts > 1 if self.shared is not None else None
+        self.sources = everywhere(batch.sources) if batch.sources is not None else None
+        offset = None
+        if settings.cross_source_weight != 1.0:
+            assert self.sources is not None
+            positives = self.shared.related if self.shared is not None else None
+            offset = CrossSource(settings.cross_source_weight, self.sources, ranks.mine, positives)
+
+        self.scale = logit_scale.detach().to(precision).reshape(())
+        self.logits = Logits(
+            image_features.detach(), text_features.detach(), self.scale, ranks, offset=offset, precision=precision
+        )
+        local = torch.arange(b, device=device)
+        self.pairs = None
+        if self.shared is None and contrastive:
+            weighed = [
+                (weight * contrastive, local if column is None else column.to(device, non_blocking=True))
+                for weight, column in batch.pairs
+            ]
+            self.pairs = Pairs(weighed, ranks.mine.start)
+        self.teachers = None
+        if batch.teachers:
+            scale = torch.tensor(1.0 / settings.distill_temperature, dtype=precision, device=device)
+            teachers = [
+                Logits(
+                    images.detach().to(device, non_blocking=True),
+                    texts.detach().to(device, non_blocking=True),
+                    scale,
+                    ranks,
+                    offset=offset,
+                    precision=precision,
+                    widen_at_once=False,
+                )
+                for images, texts in batch.teachers
+            ]
+            self.teachers = Teachers(
+                [
+                    (logits, Normalisers.of((logits.chunk(rows, side=0) for rows in self.chunks), ranks))
+                    for logits in teachers
+                ],
+                settings.distill_weight,
+            )
+        self.dense = [targets for targets in (self.shared, self.teachers) if targets is not None]
+        self.normalisers = Normalisers()
+        self.only_logits: Tensor | None = None  # where one chunk holds all rows, the second sweep need not redo it
+
+    def value(self) -> Tensor:
+        """Mean loss over the N pairs of all ranks; leaves both softmaxes' normalisers for the gradients."""
+        b, n = len(self.logits.own[0]), self.ranks.total
+        positive = self.scale.new_zeros(b) if self.pairs is None else self.pairs.logit(self.logits)
+        of_texts = self.scale.new_zeros(n) if self.dense else None  # sum over i of Y_columns_ij z_ij, this rank's part
+        for rows in self.chunks:
+            logits = self.logits.chunk(rows, side=0)  # (chunk, N)
+            self.normalisers.see(logits)
+            for targets in self.dense:
+                of_rows, of_columns = targets.inner(logits, rows)
+                positive[rows] += of_rows / 2
+                of_texts += of_columns / 2
+            if len(self.chunks) == 1:
+                self.only_logits = logits
+            del logits  # before the next chunk is made, so that one is alive at a time
+        positive, *others = self.normalisers.gather(
+            self.ranks, rows=[positive], columns=[] if of_texts is None else [of_texts]
+        )
+        over_texts, over_images = self.normalisers.over_texts, self.normalisers.over_images
+        self.pair_losses = (over_texts.logsumexp() + over_images.logsumexp()) / 2 - positive
+        for of_texts in others:
+            self.pair_losses -= of_texts
+        return self.pair_losses.mean()
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W times the mean loss' gradient by this rank's image rows (b, D), text rows (b, D), and its share of d/ds."""
+        n, w = self.ranks.total, self.ranks.world_size
+        if w == 1:  # the texts' logits are the images', transposed: one sweep gives both sides
+            text_sums = torch.zeros_like(self.logits.own[1])
+            image_sums, scale_sum = self._sweep(0, text_sums)
+        else:
+            image_sums, scale_sum = self._sweep(0)
+            self.only_logits = None
+            text_sums, text_scale_sum = self._sweep(1)
+            if not self.gather_grad:  # the scale is no feature: each direction gives its share of the whole gradient
+                scale_sum = scale_sum + text_scale_sum
+        factor = w / (2 * n)
+        return image_sums.mul_(self.scale * factor), text_sums.mul_(self.scale * factor), scale_sum * factor
+
+    def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(P + Q - Y_rows - Y_columns) others for the local rows of a side, and its inner product with them.
+
+        Without gather's gradient P - Y. With `other_sums`, (P + Q - Y_rows - Y_columns)^T own is added to it.
+        """
+        own, others = self.logits.own[side], self.logits.all[1 - side]
+        sums = torch.empty_like(own)
+        scale_sum = own.new_zeros(())
+        for rows in self.chunks:
+            logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
+            weights = self._weights(logits, rows, side)  # (chunk, N)
+            sums[rows] = weights @ others
+            scale_sum += (own[rows] * sums[rows]).sum()
+            if other_sums is not None:
+                other_sums.addmm_(weights.T, own[rows])
+            del logits, weights
+        return sums, scale_sum
+
+    def _weights(self, logits: Tensor, rows: slice, side: int) -> Tensor:
+        """P + Q - Y_rows - Y_columns of local rows, (rows, N); the logits' memory is used up."""
+        weights = self.normalisers.over_others(logits.clone(), rows, side)
+        if self.gather_grad:
+            weights.add_(self.normalisers.over_own(logits, side))
+        if self.pairs is not None:
+            self.pairs.subtract_from(weights, rows, 2.0 if self.gather_grad else 1.0)
+        for targets in self.dense:
+            targets.subtract_from(weights, rows, side)
+        return weights

@@ -1,0 +1,121 @@
+"""Both softmaxes of a matrix that exists a chunk of rows at a time: over the texts of each image, over the images of each text.
+
+Shapes: `b` local rows, `N` rows of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.losses.gathering import Ranks
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Normalisers of softmaxes as maximum and sum of exponentials of what lies below it; both (rows,).
+
+    Kept apart rather than as a log-sum-exp: logits near 100 leave its sum only five digits in fp32, and a softmax
+    divided by it would miss one by 1e-5.
+    """
+
+    maximum: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, dim: int) -> Normaliser:
+        maximum = logits.amax(dim=dim)
+        return cls(maximum, (logits - maximum.unsqueeze(dim)).exp_().sum(dim=dim))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
+        """Of the same rows, each part over other columns."""
+        maximum = torch.stack([part.maximum for part in parts]).amax(dim=0)
+        total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(dim=0)
+        return cls(maximum, total)
+
+    def logsumexp(self) -> Tensor:
+        return self.maximum + self.total.log()
+
+    def __getitem__(self, rows: slice) -> Normaliser:
+        return Normaliser(self.maximum[rows], self.total[rows])
+
+    def unsqueezed(self) -> Normaliser:
+        """As a column, to normalise rows; as it is, it normalises columns."""
+        return Normaliser(self.maximum[:, None], self.total[:, None])
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The softmax, in the logits' memory."""
+        return logits.sub_(self.maximum).exp_().div_(self.total)
+
+
+class Normalisers:
+    """The normalisers of both softmaxes, from chunks of this rank's image rows seen one after another.
+
+    Attributes:
+        over_texts: of each image's softmax, (N,); after `gather`.
+        over_images: of each text's softmax, (N,); after `gather`.
+    """
+
+    def __init__(self) -> None:
+        self._over_texts: list[Normaliser] = []
+        self._over_images: Normaliser | None = None
+
+    @classmethod
+    def of(cls, chunks: Iterable[Tensor], ranks: Ranks) -> Normalisers:
+        """Of all chunks (rows, N) of this rank, in order."""
+        both = cls()
+        for logits in chunks:
+            both.see(logits)
+        both.gather(ranks)
+        return both
+
+    def see(self, logits: Tensor) -> None:
+        """The next chunk (rows, N) of this rank; it is left as it is."""
+        self._over_texts.append(Normaliser.of(logits, dim=1))
+        part = Normaliser.of(logits, dim=0)
+        self._over_images = part if self._over_images is None else Normaliser.merged([self._over_images, part])
+
+    def gather(self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Make both whole over the ranks, in two collectives, and with them what each rank has summed besides.
+
+        Args:
+            rows: each (b,), a number for each of this rank's images: gathered.
+            columns: each (N,), a number for each text from this rank's images: summed over ranks.
+
+        Returns:
+            `rows` and `columns`, each (N,).
+        """
+        assert self._over_images is not None
+        # Columns were seen from this rank's images only: the ranks' parts, (W, 2 and more, N), make the whole.
+        parts = ranks.stack(torch.stack([self._over_images.maximum, self._over_images.total, *columns]))
+        self.over_images = Normaliser.merged([Normaliser(part[0], part[1]) for part in parts])
+        own = torch.stack(
+            [
+                torch.cat([part.maximum for part in self._over_texts]),
+                torch.cat([part.total for part in self._over_texts]),
+                *rows,
+            ],
+            dim=1,
+        )
+        maximum, total, *others = ranks.gather(own).unbind(dim=1)
+        self.over_texts = Normaliser(maximum, total)
+        self._mine = ranks.mine
+        return [*others, *parts.sum(dim=0)[2:]] if columns else others
+
+    def over_others(self, logits: Tensor, rows: slice, side: int) -> Tensor:
+        """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
+
+        Args:
+            rows: of the local rows, those that the logits are of.
+            side: 0 where rows are images, 1 where rows are texts.
+        """
+        normaliser = self.over_texts if side == 0 else self.over_images
+        return normaliser[self._mine][rows].unsqueezed().probabilities(logits)
+
+    def over_own(self, logits: Tensor, side: int) -> Tensor:
+        """Q: what the softmaxes of the other side's rows give to each of these rows, (rows, N), in the logits' memory."""
+        return (self.over_images if side == 0 else self.over_texts).probabilities(logits)
