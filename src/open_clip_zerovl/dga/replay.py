@@ -65,6 +65,12 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+def _encoder(model: nn.Module, tower: str) -> str:
+    """The name of the method by which open_clip's `forward` runs a tower: `encode_image`, in open_clip 4 `_encode_image`."""
+    inner = f"_encode_{tower}"
+    return inner if hasattr(type(model), inner) else f"encode_{tower}"
+
+
 class FrozenTowers:
     """Lets a tower in which nothing learns run once per micro-batch: the replay gets its first output again.
 
@@ -100,9 +106,9 @@ class FrozenTowers:
         trainable = {id(p) for p in self._model.parameters() if p.requires_grad} - heads
         names = []
         if not trainable & image:
-            names.append("encode_image")
+            names.append(_encoder(self._model, "image"))
         if not trainable - image:
-            names.append("encode_text")
+            names.append(_encoder(self._model, "text"))
         return names
 
     @contextmanager
