@@ -9,50 +9,95 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
+import subprocess
 import zipfile
+import zlib
 from pathlib import Path
 
-from open_clip_train.main import get_latest_checkpoint as get_latest_stock
-
+from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line
 from open_clip_zerovl.files import save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
+_LEFTOVER = re.compile(
+    r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt"
+)  # of `save_atomically`, and of open_clip's --save-most-recent
+LATEST = "epoch_latest.pt"  # what open_clip writes and resumes from with --save-most-recent
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:
-    """The `get_latest_checkpoint` seam: the checkpoint that is furthest in training and not cut off.
+    """The `get_latest_checkpoint` seam: the checkpoint that is furthest in training and not damaged.
 
-    open_clip sorts names, so that a leftover tmp.pt wins; and it takes a truncated file as it comes.
+    open_clip sorts names, so that a leftover tmp.pt wins, and every step of an early epoch over later epochs; and it takes a
+    damaged file as it comes. On a remote store (`--remote-sync`) names are compared likewise, and nothing is read.
     """
     if remote:
-        return get_latest_stock(folder, remote=True)
-    found = []
-    for path in Path(folder).glob("*.pt"):
-        match = _NAME.fullmatch(path.name)
-        if match:
-            found.append(
-                ((int(match["done"]), 0) if match["done"] else (int(match["epoch"]), int(match["step"])), path)
-            )
+        listed = {name: progress for name in _remote_names(folder) if (progress := _progress(name)) is not None}
+        return os.path.join(folder, max(listed, key=lambda name: listed[name])) if listed else None
+    found = [(progress, path) for path in Path(folder).glob("*.pt") if (progress := _progress(path.name)) is not None]
     for _, path in sorted(found, reverse=True):
-        if is_whole(path):
+        damage = damage_of(path)
+        if damage is None:
             return str(path)
-        logging.warning(f"Skipping {path}: the file is cut off.")
+        logging.warning(f"Skipping {path}: the file {damage}.")
     return None
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint file has its end (torch writes zip archives, whose directory is last)."""
-    try:
-        with zipfile.ZipFile(path):
-            return True
-    except (zipfile.BadZipFile, OSError):
+def _progress(name: str) -> tuple[int, int] | None:
+    """(epochs done, steps of the next epoch done) by a checkpoint's name, None for other files."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return (int(match["done"]), 0) if match["done"] else (int(match["epoch"]), int(match["step"]))
+
+
+def _remote_names(folder: str) -> list[str]:
+    """Names in a folder of a remote store, listed as open_clip lists them."""
+    listing = subprocess.run(["aws", "s3", "ls", f"{folder}/"], capture_output=True, text=True)
+    return [line.split(" ")[-1] for line in listing.stdout.splitlines()] if listing.returncode == 0 else []
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as torch's checkpoints do since 1.6; whether it is whole, `damage_of` says."""
+    if not path.is_file():
         return False
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def damage_of(path: Path, *, checksums: bool = True) -> str | None:
+    """What is wrong with a checkpoint file, as a verb phrase; None for a whole one.
+
+    torch writes zip archives: their directory is last, and holds a checksum of each tensor, which torch itself does not
+    compare when it loads.
+
+    Args:
+        checksums: read all of the file and compare them (about a second a gigabyte).
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip() if checksums else None
+    except zipfile.BadZipFile:
+        return "is cut off"
+    except (*UNREADABLE, zlib.error) as error:
+        return f"cannot be read ({first_line(error)})"
+    return None if wrong is None else f"is damaged: the checksum of {wrong} in it does not match"
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes have left half-written; no other process may be writing there."""
+    for path in folder.glob("*") if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            logging.warning(f"Removing {path}, which a process that was killed left half-written.")
+            path.unlink(missing_ok=True)
 
 
 class StepCheckpoints:
-    """Writes a checkpoint every `every` optimizer steps and keeps the newest `keep` of them.
+    """Writes a checkpoint every `every` optimizer steps and keeps the newest `keep` whole ones.
+
+    With `--save-most-recent` the checkpoint is open_clip's epoch_latest.pt, from which that flag resumes.
 
     Args:
         every: optimizer steps between two checkpoints, counted over the whole run; None = only when asked (preemption).
@@ -84,8 +129,29 @@ class StepCheckpoints:
         }
         if scaler is not None:
             content["scaler"] = scaler.state_dict()
-        path = folder / f"step_{position.epoch:04d}_{position.step:08d}.pt"
+        if self.args.save_most_recent:
+            path = folder / LATEST
+        else:
+            path = folder / f"step_{position.epoch:04d}_{position.step:08d}.pt"
         save_atomically(content, path)
         logging.info(f"Saved {path.name}.")
-        for old in sorted(folder.glob("step_*.pt"))[: -self.keep]:
-            old.unlink()
+        self._prune(folder, (position.epoch, position.step))
+
+    def _prune(self, folder: Path, now: tuple[int, int]) -> None:
+        """Delete older step checkpoints, and those beyond the one just written.
+
+        Beyond lies what training will write again: files that were damaged when it resumed, or that count smaller steps,
+        because the run has resumed from them with a larger effective batch. Left there they would be resumed from again.
+        """
+        whole = 0
+        for path in sorted(folder.glob("step_*.pt"), reverse=True):
+            progress = _progress(path.name)
+            if progress is None:
+                continue
+            if progress > now:
+                logging.info(f"Deleting {path.name}, which lies beyond the step just saved.")
+                path.unlink()
+            elif whole == self.keep:
+                path.unlink()
+            elif damage_of(path, checksums=False) is None:
+                whole += 1

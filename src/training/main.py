@@ -38,6 +38,7 @@ from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, device, early, ending, evaluate, model, preemption, resume, schedule, train
 from training.config import RecipeConfig, uses_own_step
+from training.lock import LOCK, RunLock
 from training.params import parse
 from training.pieces import Pieces
 from training.seams import check_host, replaced
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Loader workers are forked after the tokenizer was used; its threads are not, and would be waited for.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, world_size = world_info_from_env()
+    early_log, run = EarlyLog(), None
     try:
         line = check_host()
         args, config = parse(sys.argv[1:] if argv is None else argv)
@@ -65,8 +67,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
         return 2
     except preemption.Stopped as stopped:
+        assert run is not None
         return run.stopped(stopped, rank)
+    finally:
+        early_log.close()
+        if run is not None:
+            run.close()
     return 0
+
+
+class EarlyLog(logging.StreamHandler):
+    """Shows what is logged before open_clip's main sets its log up, in that log's form.
+
+    Without it, the first message would make `logging` add a handler of its own, and each later line would come twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
+        if not logging.root.handlers:
+            logging.root.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.root.handlers == [self]:
+            super().emit(record)
+
+    def close(self) -> None:
+        logging.root.removeHandler(self)
+        super().close()
 
 
 class Run:
@@ -74,12 +102,15 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, config: RecipeConfig, line: Any) -> None:
         self.args, self.config, self.line = args, config, line
+        self.resumes_latest = args.resume == "latest"
         self.own_step = uses_own_step(config, args)
         self.preemption = preemption.Preemption()
         self._handlers = ExitStack()
         # what `open` opens
         self.model_name = args.model
         self.inputs = data.Inputs()
+        self.lock: RunLock | None = None
+        self.fresh = False  # whether the run's folder held nothing before
         # what the seams make, in main's order
         self.model: torch.nn.Module | None = None
         self.mixup: CoinFlipMixup | None = None
@@ -100,18 +131,30 @@ class Run:
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
 
     def open(self, rank: int) -> None:
-        """Open the data, register the model config of `--text-model`, and delete the marker of an earlier stop.
+        """Open the data, register the model config of `--text-model`, and make the run's folder ready for this process.
+
+        Its first rank locks the folder, and deletes in it the marker of an earlier stop and what killed processes have left
+        half-written.
 
         Raises:
-            UserError: data that cannot be used.
+            UserError: data that cannot be used, or another process that trains a run of this name.
         """
         args, config = self.args, self.config
         device.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
         self.inputs = data.open_inputs(config, args)
-        if rank == 0 and args.name is not None:
-            Path(self._folder(), preemption.REQUEUE_MARKER).unlink(missing_ok=True)
+        if rank != 0 or args.name is None:
+            return
+        folder = Path(self._folder())
+        self.lock = RunLock(folder)
+        self.lock.acquire()
+        early.require_new_name(
+            args, resumes_latest=self.resumes_latest
+        )  # it may have been taken while this process waited
+        self.fresh = [path.name for path in folder.iterdir()] == [LOCK]
+        (folder / preemption.REQUEUE_MARKER).unlink(missing_ok=True)
+        checkpointing.remove_leftovers(folder / "checkpoints")
 
     def start(self) -> None:
         """Run open_clip's main; a run that ends before its first step leaves no folder that would block its name.
@@ -119,20 +162,19 @@ class Run:
         Raises:
             UserError: what stopped it.
         """
-        fresh = self.args.name is not None and not os.path.exists(self._folder())
         try:
             with replaced(self.line.filled(self._pieces(), host)), no_code_from_data(), ExitStack() as self._handlers:
                 try:
                     status = host.main([])  # parse_args is a seam: the arguments are parsed already
                 except preemption.Stopped as stopped:
-                    if stopped.saved and stopped.asked == preemption.PREEMPTED and self.args.rank == 0:
-                        preemption.mark_requeue(self.args)
+                    if self.args.rank == 0:
+                        self._leave(stopped)
                     self.preemption.wait_for_all()
                     raise
             if status not in (None, 0):
                 raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         except BaseException:  # an interrupt and a defect leave as little behind
-            if fresh and not self.trained and getattr(self.args, "rank", 0) == 0:
+            if self.fresh and not self.trained:
                 logging.shutdown()
                 shutil.rmtree(self._folder(), ignore_errors=True)
             raise
@@ -143,6 +185,23 @@ class Run:
                     logging.getLogger(name).setLevel(logging.WARNING)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    def close(self) -> None:
+        """Give the run's folder back."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _leave(self, stopped: preemption.Stopped) -> None:
+        """What the first rank leaves of a run that was asked to stop: the launcher's marker, and a last remote sync."""
+        if not stopped.saved:
+            return
+        if stopped.asked == preemption.PREEMPTED:
+            preemption.mark_requeue(self.args)
+        if self.args.remote_sync is not None:
+            ending.end_children()  # the process that syncs now and then
+            host.remote_sync(
+                self._folder(), os.path.join(self.args.remote_sync, self.args.name), self.args.remote_sync_protocol
+            )
 
     def stopped(self, stop: preemption.Stopped, rank: int) -> int:
         """Say how a run that was asked to stop goes on, and return its exit status."""
@@ -164,9 +223,6 @@ class Run:
 
     def _folder(self) -> str:
         return os.path.join(self.args.logs, self.args.name)
-
-    def _log_path(self) -> str:
-        return os.path.join(self._folder(), "out-0" if self.args.log_local else "out.log")
 
     def _pieces(self) -> Pieces:
         args, config = self.args, self.config
@@ -226,6 +282,7 @@ class Run:
 
     def _load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         assert self.model is not None  # main loads a checkpoint after it has made the model
+        file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
         position = resume.read_position(checkpoint)
         if position is not None and position.step:
@@ -236,6 +293,23 @@ class Run:
                 )
             self.resumed = position
         return checkpoint
+
+    def _undamaged(self, file_path: str) -> str:
+        """A checkpoint to resume from, or in place of epoch_latest.pt that is damaged the newest whole one beside it.
+
+        Raises:
+            UserError: it is damaged, and there is no other.
+        """
+        path = Path(file_path)
+        searched = self.resumes_latest and not self.args.save_most_recent  # `newest_whole` has read it already
+        damage = None if searched or not checkpointing.is_archive(path) else checkpointing.damage_of(path)
+        if damage is None:
+            return file_path
+        other = checkpointing.newest_whole(str(path.parent)) if self.resumes_latest else None
+        if other is None:
+            raise UserError(f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one")
+        logging.warning(f"The file {file_path} {damage}; going on from {other}.")
+        return other
 
     def _train_epoch(
         self, stock: Callable[[], None], model, data: dict, loss, epoch: int, optimizer, scaler, scheduler, tb_writer

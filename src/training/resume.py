@@ -9,11 +9,12 @@ import argparse
 import logging
 import os
 import pickle
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import fsspec
 import torch
-from open_clip_train.file_utils import pt_load as load_stock
 
 from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
 from open_clip_zerovl.errors import UserError
@@ -28,7 +29,11 @@ PREFIX = "module."  # what DDP puts before every name
 class Position:
     """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, of which batches and which sources.
 
-    `sources` are names with numbers of samples, "" where open_clip's own pipeline reads the data.
+    Attributes:
+        workers: loader processes a rank, 1 where it reads by itself.
+        sources: names with numbers of samples, "" where open_clip's own pipeline reads the data.
+        micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in checkpoints that do not say.
+        order: flag -> value of what decides which samples come when; empty in checkpoints that do not say.
     """
 
     epoch: int
@@ -37,27 +42,53 @@ class Position:
     world_size: int
     workers: int
     sources: str = ""
+    micro_batch: int = 0
+    dga_steps: int = 0
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def start_step(self, now: Position) -> int:
-        """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate."""
-        if self.step and self.sources and self.sources != now.sources:
+        """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate.
+
+        Raises:
+            UserError: in the middle of an epoch whose samples `now` would show in another order.
+        """
+        if self.step == 0:
+            return 0
+        if self.sources and self.sources != now.sources:
             logging.warning(
                 f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
                 f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
                 "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
             )
-        same = (self.effective_batch, self.world_size, self.workers)
-        if same == (now.effective_batch, now.world_size, now.workers) or self.step == 0:
+        else:
+            for flag, value in self.order.items():
+                if now.order and now.order.get(flag) != value:
+                    raise UserError(
+                        f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {_shown(value)}, and this "
+                        f"run has {_shown(now.order.get(flag))}: the rest of the epoch would show other samples than those "
+                        f"that are left; give {flag} as it was, resume from an epoch's end, or start a new run with "
+                        "--init-from"
+                    )
+        split = (self.micro_batch, self.dga_steps) if self.micro_batch else (now.micro_batch, now.dga_steps)
+        same = (self.effective_batch, self.world_size, self.workers, *split)
+        if same == (now.effective_batch, now.world_size, now.workers, now.micro_batch, now.dga_steps):
             return self.step
         step = self.step * self.effective_batch // now.effective_batch
         logging.warning(
-            f"Resuming step {self.step} of epoch {self.epoch} (effective batch {self.effective_batch}, {self.world_size} "
-            f"ranks x {self.workers} workers) as step {step} (effective batch {now.effective_batch}, {now.world_size} ranks "
-            f"x {now.workers} workers). The count of samples goes on where it was; which samples the rest of this epoch "
-            "shows is approximate, since other readers divide the shards: a few come twice and a few not. From the next "
-            "epoch on each is seen once again."
+            f"Resuming step {self.step} of epoch {self.epoch} ({self._batching()}) as step {step} ({now._batching()}). The "
+            "count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, since other "
+            "readers divide the shards: some come twice and as many not at all. From the next epoch on each is seen once "
+            "again. To be exact, give the numbers of the first bracket until the epoch ends."
         )
         return step
+
+    def _batching(self) -> str:
+        split = f" = {self.micro_batch} x {self.dga_steps} x {self.world_size}" if self.micro_batch else ""
+        return f"effective batch {self.effective_batch}{split}, {self.world_size} ranks x {self.workers} workers"
+
+
+def _shown(value: Any) -> str:
+    return "left out" if value is None or value is False else "given" if value is True else str(value)
 
 
 def read_position(checkpoint: dict) -> Position | None:
@@ -94,7 +125,7 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     """Load a training or bare checkpoint for `--resume` and check that it belongs to this model.
 
     Names come back bare, so that a single-process checkpoint resumes under DDP and the other way round (open_clip 3.3 fails
-    on the `module.` prefix).
+    on the `module.` prefix). Only tensors and plain containers are loaded; a file that wants to run code is refused.
 
     Raises:
         UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.
@@ -104,7 +135,8 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     if "://" not in file_path and not os.path.isfile(file_path):
         raise UserError(f"--resume {file_path} does not exist; give the path of a checkpoint, or 'latest'")
     try:
-        checkpoint = load_stock(file_path, map_location=map_location)
+        with fsspec.open(file_path, "rb") as file:
+            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"--resume {file_path} is no checkpoint of training ({unpickling_reason(error)}); give one that it wrote"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from open_clip import create_loss as create_stock_loss
 
+from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.randomness import seed_step
@@ -94,8 +95,7 @@ class Trainer:
         loader = data["train"].dataloader
         steps = loader.num_batches
         sources = getattr(getattr(loader, "mixture", None), "sources", ())
-        read = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
-        here = self._position(args, epoch, 0, read)
+        here = self._position(args, epoch, 0, sources)
         start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
             data["train"].set_epoch(epoch, start)
@@ -117,7 +117,7 @@ class Trainer:
                 self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
-                checkpoints.write(model, optimizer, scaler, self._position(args, epoch, index + 1, read))
+                checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1))
             if stop:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
 
@@ -136,6 +136,25 @@ class Trainer:
         for _ in micro_batches:
             pass
 
-    def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: str) -> Position:
-        effective_batch = args.batch_size * self.config.dga_steps * args.world_size
-        return Position(epoch, step, effective_batch, args.world_size, max(1, args.workers), sources)
+    def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: Sequence[Source]) -> Position:
+        config = self.config
+        return Position(
+            epoch,
+            step,
+            effective_batch=args.batch_size * config.dga_steps * args.world_size,
+            world_size=args.world_size,
+            workers=max(1, args.workers),
+            sources=", ".join(f"{source.name} ({source.num_samples})" for source in sources),
+            micro_batch=args.batch_size,
+            dga_steps=config.dga_steps,
+            order={
+                "--seed": args.seed,
+                "--sampling": config.sampling,
+                "--debiased-draw": config.debiased_draw,
+                "--source-order": config.source_order,
+                "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
+                "--captions": config.captions,
+                "--train-num-samples": args.train_num_samples,
+                "--dataset-resampled": args.dataset_resampled,
+            },
+        )

@@ -1,4 +1,4 @@
-"""What may befall a training process in its second optimizer step, by name; `forking_training.py` installs them."""
+"""What may befall a training process in one of its optimizer steps, by name; `forking_training.py` installs them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from open_clip_zerovl import losses
 from open_clip_zerovl.data import mixture
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
+_step = 2
 
-def _in_step(number: int, act: Callable[[], None]) -> None:
+
+def _in_step(act: Callable[[], None]) -> None:
     stock, steps = DecoupledGradientAccumulation.backward, []
 
     def backward(self, *arguments, **options):
         steps.append(1)
-        if len(steps) == number:
+        if len(steps) == _step:
             act()
         return stock(self, *arguments, **options)
 
@@ -50,7 +52,7 @@ def _defect_in_the_loss() -> None:
 
     def forward(self, *arguments, **options):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == _step:
             raise ZeroDivisionError("a defect in the loss")
         return stock(self, *arguments, **options)
 
@@ -74,24 +76,26 @@ def _kill_a_loader_worker() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "defect in the step": lambda: _in_step(2, _raises(ZeroDivisionError("a defect in the step"))),
+    "defect in the step": lambda: _in_step(_raises(ZeroDivisionError("a defect in the step"))),
     "out of memory": lambda: _in_step(
-        2, _raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
+        _raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
     ),
-    "exit in the step": lambda: _in_step(2, _raises(SystemExit(3))),
-    "ctrl-c": lambda: _in_step(2, _signals(signal.SIGINT)),
-    "ctrl-c twice": lambda: _in_step(2, _signals(signal.SIGINT, signal.SIGINT)),
-    "sigterm": lambda: _in_step(2, _signals(signal.SIGTERM)),
-    "killed": lambda: _in_step(2, _signals(signal.SIGKILL)),
-    "loader worker killed": lambda: _in_step(2, _kill_a_loader_worker),
-    "full disk": lambda: _in_step(2, _full_disk),
+    "exit in the step": lambda: _in_step(_raises(SystemExit(3))),
+    "ctrl-c": lambda: _in_step(_signals(signal.SIGINT)),
+    "ctrl-c twice": lambda: _in_step(_signals(signal.SIGINT, signal.SIGINT)),
+    "sigterm": lambda: _in_step(_signals(signal.SIGTERM)),
+    "killed": lambda: _in_step(_signals(signal.SIGKILL)),
+    "loader worker killed": lambda: _in_step(_kill_a_loader_worker),
+    "full disk": lambda: _in_step(_full_disk),
     "defect in the loss": _defect_in_the_loss,
     "defect in a loader worker": _defect_in_a_worker,
 }
 
 
-def install(name: str | None) -> None:
-    """Install a fault in this process; None leaves it whole."""
+def install(name: str | None, step: int = 2) -> None:
+    """Install a fault in this process, which comes in its `step`-th optimizer step; None leaves it whole."""
+    global _step
+    _step = step
     if name is not None:
         FAULTS[name]()
 

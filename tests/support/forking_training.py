@@ -5,7 +5,7 @@ of arguments, or a dict
 
     arguments   of training.main
     ranks       processes (1); they meet as under torchrun, and nothing but their own sockets tells them of each other's end
-    fault       name in `faults.FAULTS`, in `fault_rank` (0)
+    fault       name in `faults.FAULTS`, in `fault_rank` (0) and that process's `fault_step` (2)
     model_config  JSON file of a model to register
     cwd         folder to run in
     output      file for what the processes print (default: standard error)
@@ -50,7 +50,7 @@ def start(request: dict, rank: int, port: int) -> int:
         open_clip.add_model_config(request["model_config"])
     sys.argv = ["training.main", *request["arguments"]]
     if rank == request.get("fault_rank", 0):
-        faults.install(request.get("fault"))
+        faults.install(request.get("fault"), request.get("fault_step", 2))
     run_as_program()
     sys.stdout.flush()
     sys.stderr.flush()

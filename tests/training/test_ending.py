@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from support import ROOT
+from scripts.paper.launch import children_of
+from support import ROOT, faults
+from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 
@@ -17,6 +22,7 @@ from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 LIMIT_SECONDS = 90
 # Seconds that the other ranks may need after the first has ended.
 AFTER_SECONDS = 20
+STEPS = 7  # of an epoch: 60 samples in effective batches of 8
 
 
 class Trainings:
@@ -29,16 +35,21 @@ class Trainings:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def __call__(self, fault: str | None, *extra: str, name: str | None = None, **request) -> tuple[dict, str, Path]:
+    def arguments(self, name: str, *extra: str, every: int | None = 2) -> list[str]:
+        return [
+            "--model", "tiny", "--device", "cpu", "--precision", "fp32", "--warmup", "2", "--log-every-n-steps", "1",
+            "--train-data", f"a={self.folder / 'a'}", "--batch-size", "4", "--dga-steps", "2", "--workers", "1",
+            "--epochs", "2", *(["--save-every-steps", str(every)] if every is not None else []), "--name", name, *extra,
+        ]  # fmt: skip
+
+    def __call__(
+        self, fault: str | None, *extra: str, name: str | None = None, every: int | None = 2, **request
+    ) -> tuple[dict, str, Path]:
         """What the run came to, what it printed, and its folder."""
         self.count += 1
         name = name or f"run{self.count}"
         output = self.folder / f"output{self.count}"
-        arguments = [
-            "--model", "tiny", "--device", "cpu", "--precision", "fp32", "--warmup", "2",
-            "--log-every-n-steps", "1", "--train-data", f"a={self.folder / 'a'}", "--batch-size", "4", "--dga-steps", "2",
-            "--workers", "1", "--epochs", "2", "--save-every-steps", "2", "--name", name, *extra,
-        ]  # fmt: skip
+        arguments = self.arguments(name, *extra, every=every)
         request = {
             "arguments": arguments, "model_config": str(self.folder / "tiny.json"), "fault": fault, "cwd": str(self.folder),
             "output": str(output), "limit": LIMIT_SECONDS, "after": AFTER_SECONDS, **request,
@@ -119,3 +130,102 @@ def test_two_ranks_end(train, fault, fault_rank, statuses, words):
     done, printed, _ = train(fault, ranks=2, fault_rank=fault_rank)
     assert done["statuses"] == statuses and done["left"] == 0, printed[-3000:]
     assert done["seconds"] < AFTER_SECONDS and words in printed
+
+
+def test_what_is_saved_most_recently_is_resumed_from(train):
+    """open_clip looks for epoch_latest.pt alone with that flag; a step checkpoint of another name would be passed over."""
+    extra = ["--save-most-recent", "--save-frequency", "0"]
+    done, printed, folder = train("sigterm", *extra, name="recent", every=None)
+    assert done["statuses"] == [85] and (folder / "checkpoints" / "epoch_latest.pt").exists(), printed[-3000:]
+    done, printed, _ = train(None, *extra, "--resume", "latest", name="recent", every=None)
+    assert done["statuses"] == [0], printed[-3000:]
+    assert printed.count("Train Epoch: 0 [") == STEPS - 2 and printed.count("Train Epoch: 1 [") == STEPS
+
+
+def test_without_logs_nothing_is_said_to_be_saved(train):
+    done, printed, _ = train("sigterm", "--logs", "none", name="unlogged")
+    assert done["statuses"] == [143] and "nothing is saved: --logs none" in printed, printed[-3000:]
+    assert not (train.folder / "none" / "unlogged" / "requeue").exists()
+
+
+def test_remote_sync_ends_and_has_the_last_checkpoint(train):
+    remote = train.folder / "remote"
+    extra = ["--remote-sync", str(remote), "--remote-sync-protocol", "fsspec", "--remote-sync-frequency", "1000"]
+    done, printed, _ = train(None, *extra, "--epochs", "1", name="synced")
+    assert done == {"statuses": [0], "seconds": 0.0, "left": 0}, printed[-3000:]
+    assert (remote / "synced" / "checkpoints" / "epoch_1.pt").exists()
+    done, printed, _ = train("sigterm", *extra, name="stopped-sync")
+    assert done == {"statuses": [85], "seconds": 0.0, "left": 0}, printed[-3000:]
+    assert (remote / "stopped-sync" / "checkpoints" / "step_0000_00000002.pt").exists()
+
+
+def test_a_failed_sync_leaves_the_name_free(train):
+    (train.folder / "a-file").touch()
+    extra = ["--remote-sync", str(train.folder / "a-file" / "x"), "--remote-sync-protocol", "fsspec"]
+    done, printed, folder = train(None, *extra)
+    assert done["statuses"] == [2] and "gave up with status -1" in printed and not folder.exists(), printed[-3000:]
+
+
+def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of_an_epoch(train):
+    done, printed, folder = train("sigterm", name="damaged", fault_step=5)
+    steps = sorted((folder / "checkpoints").glob("step_*.pt"))
+    assert done["statuses"] == [85] and [path.name[-5:-3] for path in steps] == ["04", "05"], printed[-3000:]
+    done, printed, _ = train(None, "--resume", "latest", "--seed", "1", name="damaged")
+    assert done["statuses"] == [2] and "with --seed 0, and this run has 1" in printed, printed[-3000:]
+    content = bytearray(steps[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    steps[1].write_bytes(content)
+    (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
+    done, printed, _ = train(None, "--resume", "latest", name="damaged")
+    assert done["statuses"] == [0] and "does not match" in printed, printed[-3000:]
+    assert printed.count("Train Epoch: 0 [") == STEPS - 4
+    assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
+
+
+def test_each_line_of_the_log_comes_once(train):
+    """Where a source has no sizes.json, a warning comes before the log is set up."""
+    write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
+    done, printed, _ = train(None, "--epochs", "1", "--train-data", f"a={train.folder / 'uncounted'}")
+    assert done["statuses"] == [0], printed[-3000:]
+    assert printed.count("Start epoch 0") == 1
+
+
+@pytest.mark.timeout(200)
+def test_ranks_end_with_a_torchrun_that_is_killed(train):
+    """They would train on, and write into the folder in which a restart writes."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--",
+        str(SCRIPT),
+        "ours",
+    ]
+    arguments = train.arguments("orphans", "--epochs", "10000")
+    with open(train.folder / "orphans.out", "w") as output:
+        torchrun = subprocess.Popen(
+            [*command, str(train.folder / "tiny.json"), "--", *arguments],
+            cwd=train.folder,
+            stdout=output,
+            stderr=output,
+        )
+    saved = train.folder / "logs" / "orphans" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(saved.glob("step_*.pt")):
+        assert torchrun.poll() is None and time.monotonic() < deadline, (train.folder / "orphans.out").read_text()[
+            -3000:
+        ]
+        time.sleep(0.05)
+    ranks = children_of(torchrun.pid)
+    assert ranks
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 10
+    while any(faults.left_of(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [pid for rank in ranks for pid in faults.left_of(rank)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

@@ -1,0 +1,178 @@
+"""Step checkpoints: which are deleted, which is found again, what is refused; and that one process writes at a time."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from open_clip_zerovl.errors import UserError
+from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers
+from training.lock import RunLock
+from training.resume import Position
+
+
+def write(folder: Path, name: str, *, cut: bool = False, flipped: bool = False) -> Path:
+    path = folder / name
+    torch.save({"epoch": 0, "state_dict": {"a": torch.arange(1000.0)}}, path)
+    content = bytearray(path.read_bytes())
+    if cut:
+        content = content[:-50]
+    if flipped:
+        content[content.index(torch.arange(1000.0).numpy().tobytes()) + 2002] ^= 16
+    path.write_bytes(content)
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def checkpoints(folder: Path, keep: int, **more) -> StepCheckpoints:
+    args = argparse.Namespace(
+        save_logs=True, checkpoint_path=str(folder), name="run", logs="logs", save_most_recent=False, **more
+    )
+    return StepCheckpoints(args, every=2, keep=keep)
+
+
+def save(folder: Path, epoch: int, step: int, keep: int) -> None:
+    model = torch.nn.Linear(2, 2)
+    position = Position(epoch, step, 8, 1, 1)
+    checkpoints(folder, keep).write(model, torch.optim.AdamW(model.parameters()), None, position)
+
+
+def test_a_larger_effective_batch_counts_smaller_steps_and_its_checkpoints_stay(tmp_path):
+    """Step 20 of batches of 8 is step 10 of batches of 16. The checkpoint of step 12 is newer than that of step 20."""
+    write(tmp_path, "epoch_1.pt")
+    write(tmp_path, "step_0001_00000018.pt")
+    write(tmp_path, "step_0001_00000020.pt")
+    save(tmp_path, 1, 12, keep=2)
+    assert names(tmp_path) == ["epoch_1.pt", "step_0001_00000012.pt"]
+    assert newest_whole(str(tmp_path)) == str(tmp_path / "step_0001_00000012.pt")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_newer_cut_file_does_not_count(tmp_path, keep):
+    write(tmp_path, "step_0001_00000002.pt")
+    write(tmp_path, "step_0001_00000008.pt", cut=True)
+    assert newest_whole(str(tmp_path)) == str(tmp_path / "step_0001_00000002.pt")
+    save(tmp_path, 1, 4, keep=keep)
+    assert names(tmp_path) == ["step_0001_00000002.pt", "step_0001_00000004.pt"][2 - keep :]
+
+
+def test_an_older_cut_file_does_not_count(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path, f"step_0001_{step:08d}.pt", cut=step == 6)
+    save(tmp_path, 1, 8, keep=2)
+    assert names(tmp_path) == ["step_0001_00000004.pt", "step_0001_00000006.pt", "step_0001_00000008.pt"]
+
+
+def test_a_flipped_bit_in_the_weights_is_seen(tmp_path, caplog):
+    """torch loads it without a word."""
+    older = write(tmp_path, "step_0001_00000002.pt")
+    newer = write(tmp_path, "step_0001_00000004.pt", flipped=True)
+    weights = torch.load(newer, weights_only=True)["state_dict"]["a"]
+    assert not torch.equal(weights, torch.arange(1000.0))
+    assert damage_of(older) is None and "the checksum of" in str(damage_of(newer))
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(str(tmp_path)) == str(older)
+    assert "step_0001_00000004.pt" in caplog.text and "does not match" in caplog.text
+
+
+@pytest.mark.parametrize("rot", [b"", b"PK", b"PK\x03\x04" + bytes(500), b"text"])
+def test_any_rot_is_damage(tmp_path, rot):
+    (tmp_path / "epoch_2.pt").write_bytes(rot)
+    older = write(tmp_path, "epoch_1.pt")
+    assert damage_of(tmp_path / "epoch_2.pt") is not None
+    assert newest_whole(str(tmp_path)) == str(older)
+
+
+def test_flipped_bytes_anywhere_raise_nothing(tmp_path):
+    path = write(tmp_path, "epoch_1.pt")
+    content = path.read_bytes()
+    for place in (*range(200), *range(len(content) - 900, len(content))):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        damage_of(path)
+
+
+def test_half_written_files_are_removed_and_no_others(tmp_path):
+    kept = ["epoch_1.pt", "epoch_latest.pt", "results.jsonl", "mine.part"]
+    for name in (*kept, ".epoch_1.pt.77.tmp", ".step_0001_00000002.pt.77.0a1b.part", "tmp.pt"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == sorted(kept)
+    remove_leftovers(tmp_path / "nothing")
+
+
+def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, monkeypatch):
+    """open_clip sorts names, and "step" comes after "epoch"."""
+    program = tmp_path / "aws"
+    listing = "".join(
+        f"2026-01-01 00:00:00      100 {name}\n"
+        for name in ("epoch_2.pt", "epoch_10.pt", "step_0009_00000100.pt", "tmp.pt", "results.jsonl")
+    )
+    program.write_text(
+        f"#!/bin/sh\n[ \"$*\" = 's3 ls s3://bucket/run/checkpoints/' ] || exit 1\ncat <<'END'\n{listing}END\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert newest_whole("s3://bucket/run/checkpoints", remote=True) == "s3://bucket/run/checkpoints/epoch_10.pt"
+    assert newest_whole("s3://bucket/other", remote=True) is None
+
+
+TAKEN = Position(
+    1, 10, 24, 1, 2, "a (100)", micro_batch=8, dga_steps=3,
+    order={"--seed": 0, "--sampling": "debiased", "--train-data-upsampling-factors": "1", "--captions": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--seed", 1, "with --seed 0, and this run has 1"),
+        ("--sampling", "random", "with --sampling debiased, and this run has random"),
+        ("--train-data-upsampling-factors", "2", "--train-data-upsampling-factors 1, and this run has 2"),
+        ("--captions", "all", "with --captions left out, and this run has all"),
+    ],
+)
+def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
+    now = replace(TAKEN, order={**TAKEN.order, flag: value})
+    with pytest.raises(UserError, match="the rest of the epoch would show other samples") as refused:
+        TAKEN.start_step(now)
+    assert words in str(refused.value)
+    assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
+    assert replace(TAKEN, order={}).start_step(now) == 10  # a checkpoint of an earlier version does not say
+
+
+def test_another_split_of_the_same_effective_batch_is_said(caplog):
+    """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice."""
+    with caplog.at_level(logging.WARNING):
+        assert TAKEN.start_step(TAKEN) == 10 and not caplog.text
+        assert TAKEN.start_step(replace(TAKEN, micro_batch=24, dga_steps=1)) == 10
+    assert "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "come twice" in caplog.text
+
+
+def test_one_process_at_a_time(tmp_path, caplog):
+    ready, done = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        RunLock(tmp_path / "run").acquire()
+        os.write(done, b"x")
+        os.read(os.pipe()[0], 1)  # waits for ever
+    try:
+        os.read(ready, 1)
+        with pytest.raises(UserError, match=f"another process .process {holder} on .* is training the run"):
+            RunLock(tmp_path / "run").acquire(wait_seconds=0.3)
+    finally:
+        os.kill(holder, 9)
+        os.waitpid(holder, 0)
+    assert "Waiting for the process" in caplog.text
+    lock = RunLock(tmp_path / "run")
+    lock.acquire(wait_seconds=5)  # the system has given it back
+    lock.release()
