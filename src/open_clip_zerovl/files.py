@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,13 +30,19 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         UserError: the file cannot be written, because the disk is full or the folder is read-only, for instance. What was
             there before is kept.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays one
+    if (
+        target.exists() and not target.is_file() and not target.is_dir()
+    ):  # a device or a pipe is written to, not replaced
+        with open(target, "wb") as file:
+            yield file
+        return
     scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         raw = _Scratch(scratch, "xb")
     except OSError as error:
-        raise _refused(target, error) from error
+        raise _refused(path, error) from error
     try:
         with io.BufferedWriter(raw, 1 << 20) as file:
             yield cast(BinaryIO, file)
@@ -45,7 +53,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException as error:
         # A writer in between may have made something else of the failure: torch says RuntimeError on a full disk.
         if raw.failure is not None and isinstance(error, Exception):
-            raise _refused(target, raw.failure) from error
+            raise _refused(path, raw.failure) from error
         raise
     finally:
         scratch.unlink(missing_ok=True)
@@ -89,8 +97,31 @@ class _Scratch(io.FileIO):
             os.fsync(self.fileno())
 
 
-def _refused(target: Path, error: OSError) -> UserError:
-    kept = "what was there before is kept" if target.exists() else "nothing was written"
+def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> None:
+    """Before a long work: UserError where its result could not be written. Nothing is made.
+
+    Args:
+        folder: the result is a folder with files.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if folder and target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not folder and target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not folder and target.exists() and not target.is_file():
+            return  # a device or a pipe
+        place = target if folder else target.parent
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place) as scratch:
+            scratch.write(b"x")
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
+    kept = "what was there before is kept" if os.path.exists(path) else "nothing was written"
     return UserError(
-        f"{target} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
+        f"{path} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
     )

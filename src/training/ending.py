@@ -8,7 +8,6 @@ registered for the exit runs (logs, wandb, tensorboard), then the process ends, 
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import multiprocessing
 import os
@@ -23,16 +22,12 @@ from typing import NoReturn
 
 import torch
 
+from open_clip_zerovl.errors import place_sentence
 from open_clip_zerovl.processes import end_with_parent
 
 LIMIT_SECONDS = 10.0
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
-# What a person can mend about a place to write to or to read from; other errors of the system are shown with a traceback.
-_OF_A_PLACE = {
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.ENOTDIR,
-    errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.EEXIST,
-}  # fmt: skip
 _LOST_RANK = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited",
     re.I,
@@ -76,9 +71,8 @@ def sentence_of(error: BaseException) -> str | None:
             f"the device's memory is full ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
             "effective batch stays"
         )
-    if isinstance(error, OSError) and error.errno in _OF_A_PLACE:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{error.strerror}; make room there or choose another place, then go on with --resume latest"
+    if (sentence := place_sentence(error)) is not None:
+        return f"{sentence}, then go on with --resume latest"
     if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return f"another rank has ended, its own message says why ({first_line})"
     return None

@@ -24,10 +24,10 @@ from tqdm import tqdm
 from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
 from open_clip_zerovl.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
-from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import check_writable, write_atomically
 
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
 
@@ -197,6 +197,8 @@ def run_bias(
     from open_clip_zerovl.figures.plot import require_matplotlib
 
     require_matplotlib()
+    out = Path(out)
+    check_writable(out, folder=True)
     named = name_models(models)
     sources = parse_sources(data)
     if len(sources) < 2:
@@ -205,17 +207,15 @@ def run_bias(
     for name, count in skipped.items():
         if count:
             log.warning("Source %s: %d samples without a readable picture and a caption were passed over.", name, count)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = choose_device(device)
     features = {}
     for name, path in named.items():
-        model, preprocess, tokenizer = load_model(path, text_model=text_model, device=device)
-        pair = embed_samples(model, preprocess, tokenizer, samples, batch_size=batch_size, device=device, name=name)
+        model, preprocess, tokenizer = load_model(path, text_model=text_model, device=where)
+        pair = embed_samples(model, preprocess, tokenizer, samples, batch_size=batch_size, device=where, name=name)
         features[name] = (*pair, model.logit_scale.exp().item())
     report = measure_bias(
         features, samples, skipped=skipped, batch_sizes=batch_sizes, map_samples=map_samples, seed=seed
     )
-    out = Path(out)
     write_atomically(out / "bias.json", json.dumps(report.to_json(), indent=1) + "\n")
     bias_page(out / "bias.html", report)
     print(f"{bias_table(report)}\nWritten: {out / 'bias.html'}, {out / 'bias.json'}")

@@ -59,14 +59,20 @@ def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
     """The card of a training checkpoint, with the metrics of its own epoch.
 
     Raises:
-        UserError: `results.jsonl` beside the checkpoint is no JSON.
+        UserError: `results.jsonl` beside the checkpoint is no JSON, or `params.txt` holds what no training wrote.
     """
     params = read_params(checkpoint)
     epoch = read_epoch(checkpoint)
     metrics = read_results(checkpoint.parent / "results.jsonl", epoch) if epoch is not None else {}
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
-    return model_card(spec, weights, origin=origin, params=params, metrics=metrics)
+    try:
+        return model_card(spec, weights, origin=origin, params=params, metrics=metrics)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"the params.txt of {checkpoint} holds a value that training does not write ({error}); mend it, or move it away "
+            "and name the model"
+        ) from error
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
@@ -81,7 +87,7 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
             row = json.loads(line)
         except ValueError as error:
             raise UserError(f"{file}, line {number} is not JSON ({error}): mend or remove it") from error
-        if row.pop("epoch", None) == epoch:
+        if isinstance(row, dict) and row.pop("epoch", None) == epoch:
             metrics.update({name: value for name, value in row.items() if isinstance(value, (int, float))})
     return metrics
 

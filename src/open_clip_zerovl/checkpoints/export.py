@@ -32,6 +32,7 @@ from open_clip_zerovl.checkpoints.loading import assemble, load_model
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
 
 __all__ = [
@@ -166,7 +167,8 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def check_destination(final: Path, force: bool) -> None:
-    """UserError unless a folder may be written there."""
+    """UserError unless a folder may, and can, be written there."""
+    check_writable(final.parent, folder=True)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not final.is_dir() or not (final / CONFIG_FILE).is_file():

@@ -7,6 +7,7 @@ every kind of checkpoint.
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ import torch
 from open_clip.pretrained import list_pretrained_tags_by_model
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, first_line, no_alarm, read_state_dict
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, first_line, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
@@ -28,7 +30,35 @@ Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 # What open_clip, timm and transformers raise for a tower that is not there, or a config or a file that does not fit.
-UNBUILDABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError)
+UNBUILDABLE = (
+    RuntimeError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    SafetensorError,
+)
+
+
+def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> torch.device:
+    """A device of this machine: `auto` takes GPU `local_rank` where there are GPUs, else the CPU.
+
+    Raises:
+        UserError: a device that torch does not know, or that is not here.
+    """
+    if name == "auto":
+        name = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"the device '{name}' cannot be used ({first_line(error)}); give cpu, cuda or cuda:N, or leave it out"
+        ) from error
+    return device
 
 
 def _skeleton(spec: ModelSpec) -> nn.Module:
@@ -170,6 +200,11 @@ def _load_local_dir(folder: Path, device: str | torch.device) -> tuple[nn.Module
         tokenizer = open_clip.get_tokenizer(name)
     except UserError:
         raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the weights in {folder} are no plain file of tensors and were refused, since loading them could run code: "
+            f"{unpickling_reason(error)}"
+        ) from error
     except UNBUILDABLE as error:
         raise UserError(f"open_clip cannot load {name}: {first_line(error)}") from error
     return model.eval(), preprocess, tokenizer

@@ -44,11 +44,19 @@ class ModelSpec:
 
 
 def read_params(checkpoint: Path) -> dict[str, Any]:
-    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without one."""
+    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without one.
+
+    Nothing in it is run: values are read as Python literals, else as plain text. UserError for a file that is no text.
+    """
     for folder in (checkpoint.parent.parent, checkpoint.parent):
         file = folder / "params.txt"
         if file.is_file():
-            lines = file.read_text(encoding="utf-8").splitlines()
+            try:
+                lines = file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"{file} cannot be read ({error}); mend it, or move it away and name the model"
+                ) from error
             return {name: _literal(value) for name, colon, value in (line.partition(": ") for line in lines) if colon}
     return {}
 
@@ -56,7 +64,12 @@ def read_params(checkpoint: Path) -> dict[str, Any]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # a plain string: params.txt writes them without quotes
+    except (
+        ValueError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ):  # a plain string: params.txt writes them without quotes
         return text
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.cli.values import natural, positive, seed
 from open_clip_zerovl.errors import UserError
 
 _DATASETS = {
@@ -30,8 +31,8 @@ def add_data(commands) -> None:
         "webdataset shards a source, held-out retrieval sets and a small BERT folder. A second call does nothing.",
     )
     emoji.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    emoji.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
-    emoji.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
+    emoji.add_argument("--px", type=positive, default=64, help="side of the pictures in pixels (default %(default)s)")
+    emoji.add_argument("--seed", type=seed, default=0, help="seed of the split (default %(default)s)")
     emoji.add_argument("--force", action="store_true", help="write again what is there already")
     emoji.set_defaults(run=_run_emoji)
     _add_url_lists(datasets)
@@ -59,8 +60,8 @@ def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="annotation files, and folders or zips of pictures, that are here already",
     )
-    parser.add_argument("--shard-size", type=int, default=10_000, help="rows a shard (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=32, help="pictures at the same time (default %(default)s)")
+    parser.add_argument("--shard-size", type=positive, default=10_000, help="rows a shard (default %(default)s)")
+    parser.add_argument("--threads", type=positive, default=32, help="pictures at the same time (default %(default)s)")
     parser.add_argument("--retry-failed", action="store_true", help="try again what failed for a passing reason")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(dataset=name, attempts=1, part=(0, 1))
@@ -70,7 +71,7 @@ def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
 def _add_url_lists(datasets) -> None:
     for name in ("sbu", "cc3m", "cc12m"):
         parser = _add_dataset(datasets, name)
-        parser.add_argument("--attempts", type=int, default=3, help="tries of an address (default %(default)s)")
+        parser.add_argument("--attempts", type=positive, default=3, help="tries of an address (default %(default)s)")
         parser.add_argument(
             "--timeout", type=float, default=30.0, help="seconds a picture may take (default %(default)s)"
         )
@@ -84,7 +85,7 @@ def _add_url_lists(datasets) -> None:
 def _add_annotated(datasets) -> None:
     for name in ("vg", "coco", "f30k"):
         parser = _add_dataset(datasets, name)
-        parser.add_argument("--seed", type=int, default=0, help="of the order of the samples (default %(default)s)")
+        parser.add_argument("--seed", type=seed, default=0, help="of the order of the samples (default %(default)s)")
         parser.set_defaults(run=_run_annotated)
 
 
@@ -143,13 +144,13 @@ def _add_shard_tools(datasets) -> None:
     report.set_defaults(run=_run_report)
     index = datasets.add_parser("index", help="count existing shards into sizes.json, from their headers")
     index.add_argument("folder", metavar="DIR|s3://...", help="a source's folder, or a URL that fsspec opens")
-    index.add_argument("--threads", type=int, default=8, help="shards at the same time (default %(default)s)")
+    index.add_argument("--threads", type=positive, default=8, help="shards at the same time (default %(default)s)")
     index.set_defaults(run=_run_index)
     check = datasets.add_parser("check", help="open every shard and look at every sample; status 2 if one has a fault")
     check.add_argument("folder", type=Path, metavar="DIR", help="a source's folder")
     check.add_argument("--hash", action="store_true", help="also compare with the manifest's hashes")
     check.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
-    check.add_argument("--threads", type=int, default=4, help="shards at the same time (default %(default)s)")
+    check.add_argument("--threads", type=positive, default=4, help="shards at the same time (default %(default)s)")
     check.set_defaults(run=_run_check)
 
 
@@ -161,7 +162,10 @@ def _run_report(arguments: argparse.Namespace) -> None:
 
 def _run_index(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.datasets.index import index_shards
+    from open_clip_zerovl.files import check_writable
 
+    if Path(arguments.folder).is_dir():
+        check_writable(Path(arguments.folder, "sizes.json"))
     index_shards(arguments.folder, threads=arguments.threads)
 
 
@@ -185,10 +189,10 @@ def add_cluster(commands) -> None:
     cluster.add_argument("model", metavar="MODEL", help="as for retrieval")
     cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")
     cluster.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    cluster.add_argument("--clusters", type=int, default=100, metavar="K", help="default %(default)s")
+    cluster.add_argument("--clusters", type=positive, default=100, metavar="K", help="default %(default)s")
     cluster.add_argument(
         "--min-size",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help="dissolve clusters below N samples: the effective batch to come",
@@ -196,12 +200,14 @@ def add_cluster(commands) -> None:
     cluster.add_argument("--features", choices=("image", "text", "both"), default="image", help="default %(default)s")
     cluster.add_argument("--reshard", action="store_true", help="write each cluster as a source (as much disk again)")
     cluster.add_argument(
-        "--preview", type=int, default=25, metavar="N", help="pictures a contact sheet (default %(default)s)"
+        "--preview", type=natural, default=25, metavar="N", help="pictures a contact sheet (default %(default)s)"
     )
-    cluster.add_argument("--passes", type=int, default=10, help="of k-means over the features (default %(default)s)")
-    cluster.add_argument("--batch-size", type=int, default=256, help="default %(default)s")
-    cluster.add_argument("--workers", type=int, default=0, help="loader processes (default %(default)s)")
-    cluster.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    cluster.add_argument(
+        "--passes", type=positive, default=10, help="of k-means over the features (default %(default)s)"
+    )
+    cluster.add_argument("--batch-size", type=positive, default=256, help="default %(default)s")
+    cluster.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
+    cluster.add_argument("--seed", type=seed, default=0, help="default %(default)s")
     cluster.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     cluster.add_argument(
         "--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt"

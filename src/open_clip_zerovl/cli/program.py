@@ -6,6 +6,7 @@ Each command is a thin wrapper around a library function, imported when it is ca
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +14,32 @@ from pathlib import Path
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.plan import add_plan
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.cli.values import natural, positive, seed
+from open_clip_zerovl.errors import sentence_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` also has 1)."""
+    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` and `doctor` also have 1).
+
+    What a person can mend ends in that sentence (see `errors.sentence_of`); what else is raised is a defect and is raised on.
+    """
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
         status = arguments.run(arguments)
-    except UserError as error:
-        print(f"zerovl: error: {error}", file=sys.stderr)
-        return 2
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("zerovl: interrupted; call it again to go on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `zerovl ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        print(f"zerovl: error: {sentence}", file=sys.stderr)
+        return 2
     return status or 0
 
 
@@ -87,8 +99,10 @@ def _add_retrieval(commands) -> None:
         action="store_true",
         help="squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform",
     )
-    retrieval.add_argument("--batch-size", type=int, default=64, help="images at once, a rank (default %(default)s)")
-    retrieval.add_argument("--workers", type=int, default=0, help="loader processes, a rank (default %(default)s)")
+    retrieval.add_argument(
+        "--batch-size", type=positive, default=64, help="images at once, a rank (default %(default)s)"
+    )
+    retrieval.add_argument("--workers", type=natural, default=0, help="loader processes, a rank (default %(default)s)")
     retrieval.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     retrieval.add_argument("--output", type=Path, metavar="FILE.json", help="also write the metrics as JSON")
     retrieval.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the metrics as CSV, a line a set")
@@ -154,14 +168,16 @@ def _add_linear_probe(commands) -> None:
     probe.add_argument(
         "--label", default="cls", metavar="cls|json:FIELD", help="where shards keep the class (default %(default)s)"
     )
-    probe.add_argument("--epochs", type=int, default=90, help="of the paper's way (default %(default)s)")
-    probe.add_argument("--batch-size", type=int, default=16384, help="effective batch of it (default %(default)s)")
+    probe.add_argument("--epochs", type=positive, default=90, help="of the paper's way (default %(default)s)")
+    probe.add_argument("--batch-size", type=positive, default=16384, help="effective batch of it (default %(default)s)")
     probe.add_argument("--lr", type=float, default=6.4, help="of it (default %(default)s)")
     probe.add_argument("--wd", type=float, default=0.0, help="weight decay of it (default %(default)s)")
-    probe.add_argument("--micro-batch", type=int, default=256, help="images in the tower at once (default %(default)s)")
+    probe.add_argument(
+        "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
+    )
     probe.add_argument("--amp", action="store_true", help="run the tower in bf16")
-    probe.add_argument("--workers", type=int, default=0, help="loader processes (default %(default)s)")
-    probe.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    probe.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
+    probe.add_argument("--seed", type=seed, default=0, help="default %(default)s")
     probe.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     probe.set_defaults(run=_run_linear_probe)
 
@@ -208,15 +224,19 @@ def _add_bias(commands) -> None:
         "--data", required=True, metavar="NAME=SHARDS::...", help="named sources as --train-data takes them, held out"
     )
     bias.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
-    bias.add_argument("--samples", type=int, default=500, metavar="N", help="of each source (default %(default)s)")
-    bias.add_argument("--batch-sizes", type=int, nargs="+", metavar="B", help="of log p (default: 16, 64, 256, ...)")
-    bias.add_argument("--map-samples", type=int, default=300, metavar="N", help="of each source (default %(default)s)")
+    bias.add_argument("--samples", type=positive, default=500, metavar="N", help="of each source (default %(default)s)")
+    bias.add_argument(
+        "--batch-sizes", type=positive, nargs="+", metavar="B", help="of log p (default: 16, 64, 256, ...)"
+    )
+    bias.add_argument(
+        "--map-samples", type=positive, default=300, metavar="N", help="of each source (default %(default)s)"
+    )
     bias.add_argument(
         "--concept", metavar="FIELD", help="json field that says what a sample shows, where sources share it"
     )
     bias.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
-    bias.add_argument("--batch-size", type=int, default=64, help="samples encoded at once (default %(default)s)")
-    bias.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    bias.add_argument("--batch-size", type=positive, default=64, help="samples encoded at once (default %(default)s)")
+    bias.add_argument("--seed", type=seed, default=0, help="default %(default)s")
     bias.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     bias.set_defaults(run=_run_bias)
 
@@ -286,7 +306,7 @@ def _add_convert(commands) -> None:
     convert.add_argument("--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer")
     convert.add_argument(
         "--image-size",
-        type=int,
+        type=positive,
         metavar="PX",
         help="of the model's images; for another size than trained the position embedding is interpolated",
     )

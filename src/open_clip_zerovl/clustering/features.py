@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.items import read_batches
@@ -114,7 +114,7 @@ def extract_features(
     """
     if path.is_file():
         return np.load(path, mmap_mode="r")
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = choose_device(device)
     network, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=where)
     dataset = _Samples(source, preprocess if kind != "text" else None)
     part = path.with_name(path.name + ".part")

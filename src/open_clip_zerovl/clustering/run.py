@@ -28,7 +28,7 @@ from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, size
 from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clustering
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.tar.members import local_path
 
 __all__ = ["Clustering", "cluster_source", "load_clustering", "spherical_kmeans", "train_data"]
@@ -97,6 +97,7 @@ def cluster_source(
         raise UserError(
             f"{source.name} holds {source.num_samples} samples, too few for two clusters of {min_size}: lower --min-size."
         )
+    check_writable(out, folder=True)
     source = replace(source, shards=_absolute(source))
     _claim(out, source, model, features)
     table = extract_features(

@@ -13,7 +13,6 @@ shard's folder only), and shards that no `sizes.json` lists are counted from the
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import re
@@ -41,6 +40,7 @@ from open_clip_zerovl.tar.members import (
     open_url,
     stream_samples,
 )
+from open_clip_zerovl.tar.shards import parse_sizes
 
 
 @dataclass(frozen=True)
@@ -299,19 +299,12 @@ def _read_sizes(url: str) -> dict[str, int]:
             text = file.read()
         if remote and not text:
             return {}  # the command or the server has none
-        return {str(shard): int(size) for shard, size in json.loads(text).items()}
+        return parse_sizes(text, url)
     except OSError as error:
         if remote:
             logging.warning(f"{url} cannot be read ({error}).")
             return {}
         raise UserError(f"{url} cannot be read ({error.strerror}); check its permissions") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f'{url} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
-            "to have the shards counted"
-        ) from error
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

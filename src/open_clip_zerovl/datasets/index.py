@@ -27,7 +27,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, plain_run, walk_tar
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, group, image_of
-from open_clip_zerovl.tar.shards import SIZES_FILE
+from open_clip_zerovl.tar.shards import SIZES_FILE, read_sizes
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 #: First and last bytes of a whole picture, by extension (those of `members.IMAGE_EXTENSIONS`).
@@ -183,8 +183,7 @@ def check_shards(
     """
     path = _local(folder)
     manifest = read_manifest(path) or {}
-    sizes_file = path / SIZES_FILE
-    sizes = json.loads(sizes_file.read_text(encoding="utf-8")) if sizes_file.is_file() else None
+    sizes = read_sizes(path)
     expected_hashes = {name: entry["sha256"] for name, entry in manifest.get("shards", {}).items()}
     if hashes and not expected_hashes:
         raise UserError(f"{folder} has no manifest.json with hashes: check it without --hash.")

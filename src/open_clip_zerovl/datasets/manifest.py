@@ -87,7 +87,13 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
 def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     """The manifest of a folder, None where there is none."""
     file = Path(folder) / MANIFEST_FILE
-    return _load(file) if file.is_file() else None
+    manifest = _load(file) if file.is_file() else None
+    shards = (manifest or {}).get("shards", {})
+    if not isinstance(shards, dict) or not all(
+        isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
+    ):
+        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+    return manifest
 
 
 def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -187,7 +193,7 @@ def sole_writer(folder: Path, part: str) -> Iterator[None]:
 def _load(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}): remove it and call the command again.") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} is not what this program writes: remove it and call the command again.")

@@ -42,8 +42,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     for part, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
         if not isinstance(model_cfg.get(part), kind):
             raise UserError(f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config")
-    if not isinstance(config.get("preprocess_cfg", {}), dict):
+    preprocess_cfg = config.get("preprocess_cfg", {})
+    if not isinstance(preprocess_cfg, dict):
         raise UserError(f"{file} has a 'preprocess_cfg' that is no table of settings")
+    for name in ("mean", "std"):
+        values = preprocess_cfg.get(name)
+        if values is not None and not (isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)):
+            raise UserError(f"{file} has a {name} of {values!r} in its 'preprocess_cfg'; it is a list of three numbers")
     return config
 
 

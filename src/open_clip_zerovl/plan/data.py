@@ -5,7 +5,6 @@ Nothing is raised for what is missing: everything that is gets a line, with the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.members import local_path
+from open_clip_zerovl.tar.shards import read_sizes
 
 MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # zerovl data NAME
 
@@ -196,8 +196,7 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
 
 def _listed(folder: Path) -> set[str]:
     """Names of the shards that a folder's sizes.json lists; none without one."""
-    file = folder / "sizes.json"
-    return set(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else set()
+    return set(read_sizes(folder) or ())
 
 
 def _unlisted(shards: Sequence[str]) -> list[str]:

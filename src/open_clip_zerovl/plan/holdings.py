@@ -12,7 +12,7 @@ from pathlib import Path
 from open_clip_zerovl.datasets.manifest import MANIFEST_FILE, RECORDS, read_manifest
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.sets import open_retrieval_set
-from open_clip_zerovl.tar.shards import SIZES_FILE
+from open_clip_zerovl.tar.shards import SIZES_FILE, read_sizes
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,18 @@ def _below(folder: Path, name: str, depth: int) -> Iterable[Holding]:
 
 
 def _holding(folder: Path, name: str) -> Holding | None:
+    try:
+        return _known_holding(folder, name)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{folder} cannot be counted, for a JSON file in it is not as its program writes it ({type(error).__name__}: "
+            f"{error}): remove {MANIFEST_FILE} or the *_stats.json, or leave the folder out"
+        ) from error
+
+
+def _known_holding(folder: Path, name: str) -> Holding | None:
     manifest = read_manifest(folder)
     if manifest is not None and "dataset" in manifest and "pairs" in manifest:
         split = manifest["split"]
@@ -165,8 +177,7 @@ def _holding(folder: Path, name: str) -> Holding | None:
         pairs = sum(table["successes"] for table in tables)
         rows = sum(table["count"] for table in tables)
         return Holding(name, folder, pairs, pairs, len(tables), rows, True, dict(failures))
-    if (folder / SIZES_FILE).is_file():
-        sizes = json.loads((folder / SIZES_FILE).read_text(encoding="utf-8"))
+    if (sizes := read_sizes(folder)) is not None:
         return Holding(name, folder, sum(sizes.values()), sum(sizes.values()), len(sizes))
     if (folder / "dataset_type.txt").is_file() and not any(
         (folder / s / MANIFEST_FILE).is_file() for s in ("test", "val")

@@ -15,14 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import require_matplotlib
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.probe.charts import confusion_picture
 from open_clip_zerovl.probe.features import cached_features, tower_before_projection
 from open_clip_zerovl.probe.lars import LarsSettings, train_lars
@@ -68,14 +67,14 @@ def run_linear_probe(
     require_matplotlib()  # before hours of training
     settings = settings or LarsSettings()
     out = Path(out)
+    check_writable(out, folder=True)
     # The cheap checks come before the model is loaded.
     train_set, test_set = open_probe_set(train, "train", label=label), open_probe_set(test, "test", label=label)
     classes = class_list(train_set, test_set)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded, preprocess, _ = load_model(model, model_name=model_name, text_model=text_model, device=device)
+    where = choose_device(device)
+    loaded, preprocess, _ = load_model(model, model_name=model_name, text_model=text_model, device=where)
     tower = tower_before_projection(loaded.visual).eval()
-    common: dict[str, Any] = {"num_workers": num_workers, "device": device, "amp": amp}
+    common: dict[str, Any] = {"num_workers": num_workers, "device": where, "amp": amp}
     cache: dict[str, Any] = {**common, "folder": out / "features", "micro_batch": settings.micro_batch}
     test_features, test_targets = cached_features(tower, test_set, preprocess, classes, name="test", **cache)
     details: dict[str, Any]

@@ -182,8 +182,8 @@ def _read_clip_benchmark(folder: Path, pictures: Path | None, split: str) -> lis
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / "nshards.txt").is_file())
         raise UserError(f"{folder} has no split '{split}'; it has {', '.join(splits) or 'none'}")
     count = _read_text(count_file).strip()
-    if not count.isdecimal() or int(count) == 0:
-        raise UserError(f"{count_file} must hold the number of shards, got '{count}'")
+    if not count.isdecimal() or len(count) > 9 or int(count) == 0:
+        raise UserError(f"{count_file} must hold the number of shards, got '{count[:40]}'")
     samples = [sample for i in range(int(count)) for sample in _read_shard(folder / split / f"{i}.tar")]
     if not samples:
         raise UserError(f"the shards of {folder / split} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.export import load_model
+from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.data.transforms import paper_eval_transform
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.retrieval.encode import encode_retrieval
 from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
@@ -81,11 +81,13 @@ def run_retrieval(
     """
     check_captions_per_image(captions_per_image)
     # The cheap checks come before the model is loaded: a typo should not cost minutes.
+    for path in (output, csv_output, gallery):
+        if path is not None:
+            check_writable(path)
     sets = {name: open_retrieval_set(path, split) for name, path in parse_retrieval_data(data).items()}
     with _ranks() as ranks:
-        if device == "auto":
-            device = f"cuda:{ranks.local_rank}" if torch.cuda.is_available() else "cpu"
-        loaded, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=device)
+        where = choose_device(device, local_rank=ranks.local_rank)
+        loaded, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=where)
         if paper_transform:
             preprocess = paper_transform_of(loaded)
         results: dict[str, dict[str, float]] = {}
@@ -102,7 +104,7 @@ def run_retrieval(
                     num_workers=num_workers,
                 )
 
-            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=device)
+            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=where)
             if features is None:
                 continue
             ranking = retrieval_ranks(*features)

@@ -17,12 +17,14 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import atomic_file, write_atomically
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of, read_samples
 
 SIZES_FILE = "sizes.json"
+MOST_SAMPLES = 1 << 40  # of a shard: what claims more is rot
 
 
 def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
@@ -114,3 +116,33 @@ def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[S
         raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
     for k in range(int(count_file.read_text())):
         yield from read_samples(folder / f"{k}.tar")
+
+
+def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
+    """Samples by shard name, as a `sizes.json` says.
+
+    Raises:
+        UserError: no JSON, no table, or a size that is no whole number of samples.
+    """
+    try:
+        return {name: _size(size) for name, size in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f'{where} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
+            "to have the shards counted"
+        ) from error
+
+
+def _size(value: Any) -> int:
+    whole = (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and value.is_integer()
+    )
+    if not whole or not 0 <= value < MOST_SAMPLES:
+        raise ValueError(f"{str(value)[:80]} is no number of samples")
+    return int(value)
+
+
+def read_sizes(folder: Path) -> dict[str, int] | None:
+    """`parse_sizes` of a local folder's `sizes.json`, None where there is none."""
+    file = folder / SIZES_FILE
+    return parse_sizes(file.read_bytes(), file) if file.is_file() else None

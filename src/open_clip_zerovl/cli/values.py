@@ -1,0 +1,32 @@
+"""Kinds of values that several commands' flags take, refused by argparse where they are out of range."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _whole(text, 0)
+
+
+def seed(text: str) -> int:
+    """What every generator takes as a seed: 0 to 2^32 - 1."""
+    value = _whole(text, 0)
+    if value >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}")
+    return value
+
+
+def _whole(text: str, least: int) -> int:
+    # More digits than any count has; Python refuses to read thousands of them.
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
+    return int(text)

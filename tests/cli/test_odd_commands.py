@@ -1,0 +1,243 @@
+"""Odd input to every command ends in one sentence and status 2, not in a traceback, and not after work that is then lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.cli import program
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError, sentence_of
+from support.tars import png, write_source, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_retrieval_set, write_run
+
+
+def bomb() -> bytes:
+    """A small PNG that claims 900 million pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 300_000))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with good inputs and many odd ones, see ODD."""
+    home = tmp_path_factory.mktemp("odd")
+    name = register(home / "configs", "odd-clip", NATIVE_VISION, CLIP_TEXT)
+    run = write_run(home / "run", random_model(name), {"model": name})
+    exported = export_local_dir(run, home / "exp")
+    write_retrieval_set(home / "set", [1, 2, 1])
+    write_source(home / "a", 0, 12, 6)
+    write_source(home / "b", 100, 12, 6)
+    (home / "file").write_text("x")
+    (home / "full").symlink_to("/dev/full")
+    for label in ("red", "blue"):
+        for i in range(3):
+            write_file(home / "probe" / label / f"{i}.png", png((9 * i, 50, 200 * (label == "blue"))))
+    shutil.copytree(home / "probe", home / "bombprobe")
+    write_file(home / "bombprobe" / "red" / "0.png", bomb())
+
+    def retrieval_set(folder: str, members: list, shards: str = "1\n") -> None:
+        write_file(home / folder / "dataset_type.txt", b"retrieval\n")
+        write_file(home / folder / "test" / "nshards.txt", shards.encode())
+        write_tar(home / folder / "test" / "0.tar", members)
+
+    retrieval_set("bomb", [("k.png", bomb()), ("k.txt", b"x")])
+    retrieval_set("latin", [("k.png", png((1, 2, 3))), ("k.txt", b"\xe9")])
+    retrieval_set("manyshards", [("k.png", png((1, 2, 3))), ("k.txt", b"x")], "9" * 5000)
+    write_file(home / "notatar" / "00000.tar", b"hello" * 300)
+    write_file(home / "notatar" / "sizes.json", b'{"00000.tar": 3}')
+    for folder, content in SIZES.items():
+        shutil.copytree(home / "a", home / folder)
+        write_file(home / folder / "sizes.json", content)
+    for folder, content in MANIFESTS.items():
+        shutil.copytree(home / "a", home / folder)
+        write_file(home / folder / "manifest.json", content)
+    write_file(home / "karpathy.json", b'{"images": [1, 2]}')
+    write_file(home / "deep.json", b"[" * 100_000)
+    write_file(home / "clusters" / "assignment.npz", b"PK\x05\x06" + bytes(18))
+    for folder, params, results in RUNS:
+        shutil.copytree(home / "run", home / folder)
+        write_file(home / folder / "params.txt", params)
+        write_file(home / folder / "checkpoints" / "results.jsonl", results)
+    for folder, change in EXPORTS.items():
+        shutil.copytree(exported, home / folder)
+        config = json.loads((home / folder / "open_clip_config.json").read_text())
+        change(config)
+        (home / folder / "open_clip_config.json").write_text(json.dumps(config))
+    write_file(home / "cutweights" / "open_clip_model.safetensors", b"abc")
+    (home / "pickled" / "open_clip_model.safetensors").unlink()
+    write_file(home / "pickled" / "open_clip_pytorch_model.bin", pickle.dumps(os.system))
+    return home
+
+
+def write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+SIZES = {
+    "nestedsizes": b'{"00000.tar": [1]}',
+    "listsizes": b"[1, 2]",
+    "negativesizes": b'{"00000.tar": -6}',
+    "endlesssizes": b'{"00000.tar": Infinity}',
+    "hugesizes": b'{"00000.tar": 1e300}',
+    "binarysizes": b"\xff\xfe\0",
+    "deepsizes": b"[" * 100_000,
+}
+MANIFESTS = {"listmanifest": b"[]", "flatmanifest": b'{"shards": {"00000.tar": 3}}', "binarymanifest": b"\xff"}
+GOOD = b"model: odd-clip\n"
+RUNS = [
+    ("binaryparams", b"\xff\xfemodel: x", b""),
+    ("oddparams", GOOD + b"image_mean: 3\n", b""),
+    ("oddsize", GOOD + b"force_image_size: hello\n", b""),
+    ("wordybatch", GOOD + b"batch_size: x\n", b""),
+    ("oddresults", GOOD, b"{\n"),
+]
+EXPORTS = {
+    "wordylayers": lambda config: config["model_cfg"]["vision_cfg"].update(layers="x"),
+    "wordymean": lambda config: config["preprocess_cfg"].update(mean="x"),
+    "negativewidth": lambda config: config["model_cfg"].update(embed_dim=-4),
+    "cutweights": lambda config: None,
+    "pickled": lambda config: None,
+}
+LONG = "x" * 5000
+SCORE = "retrieval exp --data set"
+PROBE = "linear-probe exp --train probe --test probe --way quick --out"
+BIAS = "bias exp --data a=a::b=b"
+CLUSTER = "cluster exp --clusters 2 --data"
+EPOCH = "checkpoints/epoch_1.pt"
+ODD = {
+    # where results go
+    f"{SCORE} --output file/x.json": r"file/x\.json cannot be written",
+    f"{SCORE} --output full": "No space left on device",
+    f"{SCORE} --csv a": r"a cannot be written \(Is a directory\)",
+    f"{SCORE} --gallery file/x.html": r"cannot be written",
+    f"{PROBE} file/x": r"file/x cannot be written",
+    f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
+    f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
+    f"export run/{EPOCH} file/x": r"cannot be written",
+    f"convert run/{EPOCH} file/x": r"cannot be written",
+    f"export run/{EPOCH} file": "is no earlier export",
+    # models
+    "retrieval wordylayers --data set": "cannot load .*wordylayers",
+    "retrieval wordymean --data set": "has a mean of 'x'",
+    "retrieval negativewidth --data set": "cannot load",
+    "retrieval cutweights --data set": "cannot load",
+    "retrieval pickled --data set": "could run code",
+    "retrieval file --data set": "is no checkpoint",
+    "retrieval a/00000.tar --data set": "is no checkpoint|cannot be loaded",
+    "retrieval /dev/zero --data set": "is neither a folder",
+    f"retrieval {LONG} --data set": "File name too long",
+    f"export binaryparams/{EPOCH} out": r"params\.txt cannot be read",
+    f"export oddparams/{EPOCH} out": r"params\.txt of .* holds a value",
+    f"export oddsize/{EPOCH} out": "cannot build|holds a value",
+    f"export wordybatch/{EPOCH} out": r"params\.txt of .* holds a value",
+    f"export oddresults/{EPOCH} out": r"results\.jsonl, line 1 is not JSON",
+    # data
+    "retrieval exp --data bomb": "too large to decode",
+    "retrieval exp --data latin": "is not UTF-8",
+    "retrieval exp --data manyshards": "must hold the number of shards",
+    "retrieval exp --data karpathy.json": "no image of Karpathy's form",
+    "retrieval exp --data deep.json": "cannot be read",
+    f"retrieval exp --data {LONG}": "File name too long",
+    "linear-probe exp --train bombprobe --test probe --way quick --out p1": "image 3 of bombprobe cannot be read",
+    "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
+    "bias exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
+    f"{CLUSTER} a=notatar --out c1": "notatar",
+    f"{CLUSTER} a=clusters --out c2": "cannot be read",
+    **{f"data check {folder}": "is not a table of shard sizes" for folder in SIZES},
+    "data report binarysizes": "is not a table of shard sizes",
+    **{f"data check {folder}": "is not what this program writes|is not valid JSON" for folder in MANIFESTS},
+    "data report flatmanifest": "is not what this program writes",
+    "data index notatar": "is broken",
+    "data cc3m --out d1 --source file": "is no list of captions",
+    "data coco --out d2 --source karpathy.json": "no image of Karpathy's form",
+    "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
+    # numbers
+    f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",
+    f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
+    f"{SCORE} --device foo": "the device 'foo' cannot be used",
+    f"{SCORE} --device meta": "the device 'meta' cannot be used",
+    f"{BIAS} --map-samples 0": "0 is too small",
+    f"{BIAS} --seed {1 << 32}": "too large for a seed",
+    f"{CLUSTER} a=a --out c3 --seed -1": "-1 is too small",
+    f"data index a --threads {'9' * 5000}": "is no whole number",
+}
+
+
+@pytest.mark.parametrize("command", ODD, ids=lambda command: command[:60])
+def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    try:
+        status = main(command.split())
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    said = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert status == 2 and len(said) == 1 and len(said[0]) < 1500
+    assert re.search(ODD[command], said[0]), said[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{SCORE} --output file/x",
+        f"{SCORE} --gallery a",
+        f"{PROBE} file",
+        f"{BIAS} --out file",
+        f"{CLUSTER} a=a --out file/x",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_told_before_the_work(home, command, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    for module in ("retrieval.run", "probe.run", "bias.run", "clustering.features"):
+        monkeypatch.setattr(
+            f"open_clip_zerovl.{module}.load_model", lambda *_, **__: pytest.fail("loaded the model first")
+        )
+    assert main(command.split()) == 2 and "cannot be written" in capsys.readouterr().err
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(program, "_run_bias", None)
+    with pytest.raises(TypeError):
+        main(BIAS.split())
+    assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"
+
+
+def test_a_reader_that_goes_away_is_no_error(home, monkeypatch, capfd):
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.chdir(home)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["data", "report", "a"]) == 141
+    assert "BrokenPipe" not in capfd.readouterr().err
+
+
+def test_memory_and_odd_system_errors_become_sentences():
+    assert "lower the batch size" in sentence_of(MemoryError())
+    with pytest.raises(MemoryError) as caught:
+        np.empty(1 << 60, dtype="u1")
+    assert "Unable to allocate" in sentence_of(caught.value)
+    assert sentence_of(ConnectionResetError(104, "Connection reset by peer")) == (
+        "ConnectionResetError: [Errno 104] Connection reset by peer"
+    )
