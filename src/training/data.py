@@ -77,6 +77,7 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             captions=config.captions,
             table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
+            timeout_seconds=config.loader_timeout,
         )
         if config.sampling == "debiased" and len(sources) == 1:
             logging.warning(

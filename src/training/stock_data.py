@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import warnings
 
@@ -14,7 +13,8 @@ from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import local_path
+from open_clip_zerovl.tar.members import check_quotes, local_path
+from open_clip_zerovl.tar.shards import read_sizes
 
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
 
@@ -84,6 +84,8 @@ def _check_data(flag: str, path: str, args: argparse.Namespace) -> list[str]:
             )
         )
     shards = _shards(path, args)
+    for shard in shards:
+        check_quotes(shard)
     here = {shard: local_path(shard) for shard in shards}
     missing = [shard for shard, file in here.items() if file is not None and not os.path.isfile(file)]
     if missing:
@@ -147,8 +149,7 @@ def _check_sizes(shards: list[str], args: argparse.Namespace) -> None:
     advice = f"count them with `zerovl data index {folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
     if not os.path.exists(sizes_file):
         raise UserError(f"the number of samples of --train-data is not known, {sizes_file} is missing; {advice}")
-    with open(sizes_file, encoding="utf-8") as file:
-        sizes = json.load(file)
+    sizes = read_sizes(folder) or {}
     unknown = [shard for shard in shards if os.path.basename(shard) not in sizes]
     if unknown:
         raise UserError(f"{sizes_file} does not give the number of samples of {unknown[0]}; {advice}")

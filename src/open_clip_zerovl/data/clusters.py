@@ -13,7 +13,6 @@ so that a cluster has pieces of shards like any other source.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import atomic_file
-from open_clip_zerovl.tar.shards import SIZES_FILE
+from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
 
@@ -112,10 +111,10 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
     clusters = []
     for folder in folders:
         try:
-            table = json.loads((folder / SIZES_FILE).read_text(encoding="utf-8"))
+            table = parse_sizes((folder / SIZES_FILE).read_bytes(), folder / SIZES_FILE)
             names = sorted(table)
-            clusters.append(Cluster(tuple(str(folder / name) for name in names), tuple(int(table[n]) for n in names)))
-        except (OSError, ValueError, TypeError) as error:
+            clusters.append(Cluster(tuple(str(folder / name) for name in names), tuple(table[name] for name in names)))
+        except (OSError, UserError) as error:
             raise UserError(
                 f"{folder / SIZES_FILE} cannot be read ({error}): write the clusters again with `zerovl cluster --reshard`."
             ) from error

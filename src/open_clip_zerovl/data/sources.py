@@ -28,6 +28,7 @@ import numpy as np
 
 from open_clip_zerovl.data.clusters import Cluster, find_clustering, open_clusters
 from open_clip_zerovl.data.names import CAPTIONS, NAME
+from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
@@ -37,10 +38,9 @@ from open_clip_zerovl.tar.members import (
     check_openable,
     local_path,
     locate_samples,
-    open_url,
     stream_samples,
 )
-from open_clip_zerovl.tar.shards import parse_sizes
+from open_clip_zerovl.tar.shards import read_sizes
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def parse_sources(
     captions: str | None = None,
     table_format: CsvFormat | None = None,
     on_bad_sample: str = "replace",
+    timeout_seconds: float = 600,
 ) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
 
@@ -102,6 +103,7 @@ def parse_sources(
         table_format: how tables are written, where their header does not say.
         on_bad_sample: "fail" refuses torn shards; "replace" counts what they hold, and takes shards that a `sizes.json`
             lists and that are gone for lost ones, both with a warning.
+        timeout_seconds: that the `sizes.json` of remote shards may take, 0 = for ever.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
@@ -125,7 +127,8 @@ def parse_sources(
         members[name] = list(contents)
     factors = _parse_weights(weights, members)
     return tuple(
-        _source(name, content, factors[name], captions, table_format, strict) for name, content in named.items()
+        _source(name, content, factors[name], captions, table_format, strict, timeout_seconds)
+        for name, content in named.items()
     )
 
 
@@ -134,6 +137,7 @@ class _Content:
     """What a source is made of: shards, of which a cluster may pick samples, or a table."""
 
     shards: tuple[str, ...] = ()
+    sizes_file: str | None = None
     table: str | None = None
     cluster: Cluster | None = None
 
@@ -147,15 +151,22 @@ def _contents(name: str | None, pattern: str, strict: bool) -> tuple[str, dict[s
     if (table := find_table(pattern)) is not None:
         name = name or _folder_name(table)
         return name, {name: _Content(table=table)}
+    pattern, sizes_file = split_sizes_file(pattern)
     shards = _expand(pattern)
     name = name or _folder_name(shards[0])
     for shard in shards:
         check_openable(shard)
-    return name, {name: _Content(shards)}
+    return name, {name: _Content(shards, sizes_file)}
 
 
 def _source(
-    name: str, content: _Content, weight: float, captions: str | None, table_format: CsvFormat | None, strict: bool
+    name: str,
+    content: _Content,
+    weight: float,
+    captions: str | None,
+    table_format: CsvFormat | None,
+    strict: bool,
+    timeout_seconds: float,
 ) -> Source:
     if content.table is not None:
         table = open_table(content.table, table_format, by_image=captions == "one-per-epoch")
@@ -169,7 +180,10 @@ def _source(
                 "cannot count; write the clusters anew with `zerovl cluster --reshard`, or ask for '--captions one-per-epoch'"
             )
         return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
-    return Source(name, content.shards, _sizes(name, content.shards, each_caption, strict), weight, captions=captions)
+    known = {} if each_caption else listed_sizes(content.shards, content.sizes_file, seconds=timeout_seconds)
+    return Source(
+        name, content.shards, _sizes(name, content.shards, known, each_caption, strict), weight, captions=captions
+    )
 
 
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
@@ -213,7 +227,10 @@ def count_tar_captions(path: str | Path) -> int:
 
 def _expand(pattern: str) -> tuple[str, ...]:
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
-        shards = tuple(sorted(str(path) for path in Path(pattern).glob("*.tar")))
+        # What sizes.json lists and is gone belongs to the source too: it is missed, and not forgotten.
+        listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
+        names = {path.name for path in Path(pattern).glob("*.tar")} | listed
+        shards = tuple(str(Path(pattern, name)) for name in sorted(names))
         if not shards:
             raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
         return shards
@@ -230,7 +247,9 @@ def _folder_name(shard: str) -> str:
     return folder
 
 
-def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -> tuple[int, ...]:
+def _sizes(
+    name: str, shards: Sequence[str], known: dict[str, int], each_caption: bool, strict: bool
+) -> tuple[int, ...]:
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and remote:
@@ -238,7 +257,6 @@ def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -
             f"shards of source {name!r} are remote, first {remote[0]}: their captions cannot be counted for '--captions "
             "all'; copy them here, or ask for '--captions one-per-epoch'"
         )
-    known = {} if each_caption else _listed_sizes(shards)
     lost = [shard for shard in missing if strict or shard not in known]
     if lost or len(missing) == len(shards):
         raise UserError(
@@ -255,7 +273,7 @@ def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -
     if unsized:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
-            'put a sizes.json ({"00000.tar": 9873, ...}) beside them'
+            'put a sizes.json ({"00000.tar": 9873, ...}) beside them, or name one: SHARDS@/path/sizes.json'
         )
     if unknown:
         what = "captions of" if each_caption else "samples of"
@@ -271,40 +289,6 @@ def _sizes(name: str, shards: Sequence[str], each_caption: bool, strict: bool) -
     if sum(sizes) == 0:
         raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
     return sizes
-
-
-def _listed_sizes(shards: Sequence[str]) -> dict[str, int]:
-    """The sizes that a sizes.json beside each shard gives."""
-    tables: dict[str, dict[str, int]] = {}
-    known: dict[str, int] = {}
-    for shard in shards:
-        # A pipe's command names its shard somewhere: the sizes.json is what the same command gives for that name.
-        found = re.search(r"[^/\s'\"=]+\.(tar|tgz)\b[^/\s'\"]*", shard) if local_path(shard) is None else None
-        base = found[0] if found else os.path.basename(shard)
-        table = shard[: found.start()] + "sizes.json" + shard[found.end() :] if found else None
-        where = table or os.path.join(os.path.dirname(local_path(shard) or shard), "sizes.json")
-        if where not in tables:
-            tables[where] = _read_sizes(where)
-        if base in tables[where]:
-            known[shard] = tables[where][base]
-    return known
-
-
-def _read_sizes(url: str) -> dict[str, int]:
-    remote = local_path(url) is None
-    if not remote and not os.path.isfile(url):
-        return {}
-    try:
-        with open_url(url) as file:
-            text = file.read()
-        if remote and not text:
-            return {}  # the command or the server has none
-        return parse_sizes(text, url)
-    except OSError as error:
-        if remote:
-            logging.warning(f"{url} cannot be read ({error}).")
-            return {}
-        raise UserError(f"{url} cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

@@ -136,7 +136,13 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
     components = train_data.split("::")
 
     def opened(text: str, weights: str | None = None) -> tuple[Source, ...]:
-        return parse_sources(text, weights, captions=settings.captions, on_bad_sample=settings.on_bad_sample)
+        return parse_sources(
+            text,
+            weights,
+            captions=settings.captions,
+            on_bad_sample=settings.on_bad_sample,
+            timeout_seconds=settings.loader_timeout,
+        )
 
     try:
         sources = opened(train_data, settings.train_data_upsampling_factors)
@@ -181,7 +187,7 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
                 f"{source.name}: no sizes.json lists {len(unlisted)} of its shards, so that each start counts them; "
                 f"run zerovl data index {folders[0]}"
             )
-        troubles = _shard_troubles(settings, source, Path(row.location))
+        troubles = _shard_troubles(settings, source)
     if not troubles:
         reason = _first_sample(source)
         if reason is not None:
@@ -194,11 +200,6 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
         found.opened += (source,)
 
 
-def _listed(folder: Path) -> set[str]:
-    """Names of the shards that a folder's sizes.json lists; none without one."""
-    return set(read_sizes(folder) or ())
-
-
 def _unlisted(shards: Sequence[str]) -> list[str]:
     """Local shards that no sizes.json in their folder lists."""
     tables: dict[Path, set[str]] = {}
@@ -209,25 +210,21 @@ def _unlisted(shards: Sequence[str]) -> list[str]:
             continue
         folder = Path(path).parent
         if folder not in tables:
-            tables[folder] = _listed(folder)
+            tables[folder] = set(read_sizes(folder) or ())
         if Path(path).name not in tables[folder]:
             unlisted.append(shard)
     return unlisted
 
 
-def _shard_troubles(settings: PlanSettings, source: Source, location: Path) -> list[Missing]:
+def _shard_troubles(settings: PlanSettings, source: Source) -> list[Missing]:
     """Shards that are gone, and the first and the last one opened and counted."""
     local = {shard: local_path(shard) for shard in source.shards}
     gone = [shard for shard, path in local.items() if path is not None and not Path(path).is_file()]
     troubles = []
-    expected = len(source.shards)
-    if location.is_dir():  # whose shards are those that are there
-        lost = [str(location / name) for name in sorted(_listed(location)) if not (location / name).is_file()]
-        gone, expected = gone + lost, expected + len(lost)
     if gone:
         troubles.append(
             Missing(
-                f"{source.name}: {len(gone)} of {expected} shards are not there, first {gone[0]}",
+                f"{source.name}: {len(gone)} of {len(source.shards)} shards are not there, first {gone[0]}",
                 f"fetch them again, or count what is there: zerovl data index {Path(local_path(gone[0]) or gone[0]).parent}",
             )
         )

@@ -265,7 +265,6 @@ class SourceFlags:
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
         contradicts=(_STOCK_DATA,),
-        planned=False,
     )
 
 

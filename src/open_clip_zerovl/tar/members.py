@@ -188,12 +188,19 @@ def stream_samples(
         yield from samples
 
 
+def check_quotes(url: str) -> None:
+    """UserError for a single quote in a URL: webdataset puts it between single quotes into a shell's command (curl)."""
+    if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
+        raise UserError(f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27")
+
+
 def check_openable(url: str) -> None:
     """Make sure that something installed opens URLs of this kind.
 
     Raises:
-        UserError: nothing does.
+        UserError: nothing does, or what `check_quotes` refuses.
     """
+    check_quotes(url)
     scheme = url.split(":", 1)[0] if REMOTE.match(url) else "file"
     if scheme != "file" and scheme not in _pipe_schemes(scheme):
         _fsspec(url)

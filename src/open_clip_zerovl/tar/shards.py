@@ -134,6 +134,8 @@ def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
 
 
 def _size(value: Any) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        return _size(int(value))  # as open_clip takes it
     whole = (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and value.is_integer()
     )
@@ -142,7 +144,7 @@ def _size(value: Any) -> int:
     return int(value)
 
 
-def read_sizes(folder: Path) -> dict[str, int] | None:
+def read_sizes(folder: str | Path) -> dict[str, int] | None:
     """`parse_sizes` of a local folder's `sizes.json`, None where there is none."""
-    file = folder / SIZES_FILE
+    file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None

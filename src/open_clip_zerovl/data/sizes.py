@@ -1,0 +1,130 @@
+"""The sizes of shards, looked up in the `sizes.json` of each shard's own folder. Looking up runs no command.
+
+/d/sbu/00000.tar                               /d/sbu/sizes.json
+https://host/sbu/00000.tar?key=1               https://host/sbu/sizes.json?key=1
+s3://bucket/sbu/00000.tar                      s3://bucket/sbu/sizes.json
+pipe:cat /d/sbu/00000.tar | tee copy.tar       /d/sbu/sizes.json, read as the file that it is
+pipe:fetch sbu/00000.tar@/d/sbu/sizes.json     the file that is named after the at sign
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import REMOTE, StalledShard, local_path, open_url
+from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes, read_sizes
+
+_NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
+_TAR = re.compile(
+    r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$"
+)  # the end of a path or URL that names a tar
+_LARGEST_BYTES = 1 << 26
+
+
+def split_sizes_file(pattern: str) -> tuple[str, str | None]:
+    """Remote shards and the file of their sizes, where `SHARDS@FILE.json` names one; elsewhere an at sign is of the name."""
+    match = _NAMED_FILE.fullmatch(pattern)
+    if match is None or local_path(pattern) is not None:
+        return pattern, None
+    return match["shards"], match["file"]
+
+
+def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: float = 0) -> dict[str, int]:
+    """Samples by shard, for the shards that a `sizes.json` lists.
+
+    Args:
+        file: one that lists all of the shards, by the file name that each one's path, URL or command holds.
+        seconds: that a remote one may take, 0 = for ever.
+
+    Raises:
+        UserError: an unreadable file, wrong numbers, or a remote one that takes longer.
+    """
+    tables: dict[str, dict[str, int]] = {}
+    known: dict[str, int] = {}
+    for shard in shards:
+        name, place = _name_and_place(shard)
+        place = file if file is not None else place
+        if place is None:
+            continue
+        if place not in tables:
+            tables[place] = _read(place, required=place == file, seconds=seconds)
+        if name in tables[place]:
+            known[shard] = tables[place][name]
+    return known
+
+
+def _name_and_place(shard: str) -> tuple[str, str | None]:
+    """File name of a shard, and the path or URL of the `sizes.json` beside it; None where no place can be told."""
+    if shard.startswith("pipe:"):
+        words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
+        if len(words) != 1:
+            return shard, None
+        name, place = _name_and_place(words[0])
+        # What a command reads by a relative path, or under another scheme, need not be reachable from here.
+        reachable = place is not None and (os.path.isabs(place) or bool(re.match(r"https?://", place)))
+        return name, place if reachable else None
+    path = local_path(shard)
+    if path is not None:
+        return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
+    found = _TAR.search(shard)
+    if found is None:
+        return os.path.basename(shard), os.path.join(os.path.dirname(shard), SIZES_FILE)
+    return found["name"], shard[: found.start()] + SIZES_FILE + (found["query"] or "")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # quotes that do not match
+        return []
+
+
+def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
+    path = local_path(place)
+    if path is not None:
+        if required and not os.path.isfile(path):
+            raise UserError(f"{path}, which is to give the sizes of shards, does not exist; correct its path")
+        if os.path.basename(path) == SIZES_FILE:
+            return read_sizes(os.path.dirname(path) or ".") or {}
+        return parse_sizes(Path(path).read_bytes(), path)
+    try:
+        content = _fetch(place, seconds)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        logging.warning(f"{place} cannot be read ({error}).")
+        return {}
+    return parse_sizes(content, place) if content else {}  # nothing comes where the server has none
+
+
+def _fetch(url: str, seconds: float) -> bytes:
+    """The content behind a URL, in a thread that may be left behind: not every opener has a time-out."""
+    assert REMOTE.match(url) and not url.startswith("pipe:")  # no command is run here
+    found: list[bytes] = []
+    failed: list[Exception] = []
+
+    def read() -> None:
+        try:
+            with open_url(url, seconds) as file:
+                found.append(file.read(_LARGEST_BYTES))
+        except Exception as error:  # handed to the waiting thread
+            failed.append(error)
+
+    thread = threading.Thread(target=read, daemon=True, name="sizes")
+    thread.start()
+    thread.join(seconds or None)
+    if thread.is_alive() or any(isinstance(error, StalledShard) for error in failed):
+        raise UserError(
+            f"{url} has not come within {seconds:g} s; check the host, name a local copy (SHARDS@/path/{SIZES_FILE}), or raise "
+            "--loader-timeout"
+        )
+    if failed:
+        raise failed[0]
+    return found[0]

@@ -1,0 +1,122 @@
+"""Where sizes of shards come from: one validator of numbers, no command that was not asked for, no wait without an end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+from open_clip_zerovl.data.sizes import listed_sizes
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.datasets.index import check_shards
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.plan.holdings import holdings
+from open_clip_zerovl.tar.members import check_quotes
+from open_clip_zerovl.tar.shards import parse_sizes, read_sizes
+from support.tars import write_source
+
+WRONG = {
+    "a list": "[1]",
+    "no JSON": "{",
+    "no text": b"\xff\xfe\x00",
+    "negative": '{"0.tar": -1}',
+    "infinite": '{"0.tar": Infinity}',
+    "more than a float holds": '{"0.tar": 1e999}',
+    "not a number": '{"0.tar": NaN}',
+    "huge": '{"0.tar": 100000000000000000000}',
+    "too many digits": '{"0.tar": ' + "9" * 5000 + "}",
+    "a fraction": '{"0.tar": 1.5}',
+    "a word": '{"0.tar": "many"}',
+    "true": '{"0.tar": true}',
+    "nested": '{"0.tar": {"0.tar": 3}}',
+    "nested deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_numbers_are_one_sentence_wherever_sizes_are_read(tmp_path, kind):
+    write_source(tmp_path, 0, 4, 4)
+    (tmp_path / "00000.tar").rename(tmp_path / "0.tar")
+    text = WRONG[kind]
+    (tmp_path / "sizes.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for read in (
+        lambda: parse_sources(f"a={tmp_path}"),
+        lambda: parse_sources(f"a={tmp_path}/0.tar"),
+        lambda: check_shards(tmp_path, progress=False),
+        lambda: holdings([tmp_path]),
+    ):
+        with pytest.raises(UserError, match=r"sizes\.json is not a table of shard sizes like") as raised:
+            read()
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_numbers_that_open_clip_takes_are_taken(tmp_path):
+    assert parse_sizes('{"0.tar": 3, "1.tar": 4.0, "2.tar": "5", "3.tar": 0}', "here") == {
+        "0.tar": 3, "1.tar": 4, "2.tar": 5, "3.tar": 0,
+    }  # fmt: skip
+    assert read_sizes(tmp_path) is None
+
+
+def test_no_command_is_run_for_the_sizes(tmp_path):
+    """The same command with sizes.json in place of the shard's name was run: it overwrote a cached shard."""
+    write_source(tmp_path / "d", 0, 7, 4)
+    marker = tmp_path / "ran"
+    pattern = f"pipe:cat {tmp_path}/d/{{00000..00001}}.tar | tee {marker}"
+    (source,) = parse_sources(f"a={pattern}")
+    assert source.sizes == (4, 3) and not marker.exists()
+    # Two tars in one command, a relative path, an unknown place: there is no telling, and nothing is run to find out.
+    for command in (
+        f"cat {tmp_path}/d/00000.tar > copy.tar; touch {marker}",
+        f"touch {marker}; cat d/00000.tar",
+        "cat '",
+    ):
+        assert listed_sizes([f"pipe:{command}"]) == {} and not marker.exists()
+    with pytest.raises(UserError, match=r"1 remote shards of source 'a' have no size.*SHARDS@/path/sizes\.json"):
+        parse_sources("a=pipe:cat d/00000.tar")
+    (named,) = parse_sources(f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json")
+    assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
+    with pytest.raises(UserError, match=r"other\.json, which is to give the sizes of shards, does not exist"):
+        parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
+
+
+def test_a_host_that_never_answers_ends_in_a_sentence():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        begin = time.monotonic()
+        with pytest.raises(UserError, match=r"sizes\.json has not come within 1 s; .* raise --loader-timeout"):
+            parse_sources(f"a=http://127.0.0.1:{server.getsockname()[1]}/d/00000.tar", timeout_seconds=1)
+        assert time.monotonic() - begin < 20
+
+
+def test_the_sizes_of_a_url_lie_beside_it(monkeypatch):
+    asked = []
+
+    def fetch(url, seconds):
+        asked.append(url)
+        return json.dumps({"00000.tar": 5}).encode()
+
+    monkeypatch.setattr("open_clip_zerovl.data.sizes._fetch", fetch)
+    shards = ["https://host/d/00000.tar?token=a/b", "s3://bucket/d/00000.tar", "pipe:curl -s https://host/e/00000.tar"]
+    assert list(listed_sizes([*shards, "pipe:aws s3 cp s3://bucket/d/00000.tar -"]).values()) == [5, 5, 5]
+    assert asked == ["https://host/d/sizes.json?token=a/b", "s3://bucket/d/sizes.json", "https://host/e/sizes.json"]
+
+
+def test_a_folder_misses_the_shards_that_its_sizes_list(tmp_path, caplog):
+    """They were dropped without a word, with `--on-bad-sample fail` too."""
+    write_source(tmp_path, 0, 12, 4)
+    (tmp_path / "00001.tar").unlink()
+    with pytest.raises(UserError, match=r"1 of 3 shards of source 'a' do not exist, first .*00001\.tar"):
+        parse_sources(f"a={tmp_path}", on_bad_sample="fail")
+    (source,) = parse_sources(f"a={tmp_path}")
+    assert source.sizes == (4, 4, 4) and "others stand in for their 4 samples" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["https://host/a'; touch x; '/0.tar", "s3://bucket/it's/0.tar"])
+def test_a_quote_in_a_url_reaches_no_shell(url):
+    with pytest.raises(UserError, match="has a single quote in its URL"):
+        check_quotes(url)
+    with pytest.raises(UserError, match="has a single quote in its URL"):
+        parse_sources(f"a={url}")
