@@ -23,7 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GPUS, micro_batch_for
+from open_clip_zerovl.plan.gpus import (
+    CPU_MICRO_BATCH,
+    GIB,
+    GPUS,
+    GRAPHS,
+    MIB,
+    fastest_batch,
+    graphs_room,
+    micro_batch_for,
+)
 from scripts.paper.launch import PREEMPTED_STATUS, Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
@@ -78,7 +87,7 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
         SystemExit: a run without DGA on GPUs that do not hold its batch.
     """
     target = int(settings.get("effective-batch") or recipe.effective_batch)
-    fits = micro_batch_for(hardware.memory_gib) if hardware.gpus else CPU_MICRO_BATCH
+    fits = micro_batch_that_fits(recipe, hardware, settings, target) if hardware.gpus else CPU_MICRO_BATCH
     micro_batch = int(settings.get("batch-size") or min(fits, max(1, target // hardware.ranks)))
     steps = max(1, round(target / (micro_batch * hardware.ranks)))
     if steps > 1 and not recipe.dga:
@@ -93,6 +102,22 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
             file=sys.stderr,
         )
     return micro_batch, steps
+
+
+def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings, target: int) -> int:
+    """The micro-batch that, with its DGA steps and the graphs that `--dga-retain auto` keeps, takes the least time.
+
+    For models whose graphs were not counted it is the paper's, in proportion to the memory.
+    """
+    flags = {**BASE, **recipe.flags, **settings}
+    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze")))
+    if known is None:
+        return micro_batch_for(hardware.memory_gib)
+    sample_mib, fixed_gib = known
+    retain = flags.get("dga-retain")
+    most = max(1, int(retain)) if retain and retain.isdecimal() else 0 if retain == "auto" else 1
+    room = graphs_room(hardware.memory_gib)
+    return fastest_batch(target, hardware.ranks, room, sample_mib * MIB, fixed_gib * GIB, most=most).micro_batch
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:

@@ -34,6 +34,7 @@ BASE: Flags = {
     "workers": "8",
     "save-every-steps": "250",
     "loss-chunk": "1024",
+    "dga-retain": "auto",
 }
 METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
 # "Identical to pre-training's" but for rate, length and batch (5.2); the floor keeps pre-training's tenth of the rate.

@@ -20,7 +20,16 @@ from open_clip_zerovl.plan import estimate as plan_estimate
 from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan.data import check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
-from open_clip_zerovl.plan.gpus import GPUS, micro_batch_for, parse_hardware
+from open_clip_zerovl.plan.gpus import (
+    GIB,
+    GPUS,
+    GRAPHS,
+    MIB,
+    fastest_batch,
+    graphs_room,
+    micro_batch_for,
+    parse_hardware,
+)
 from open_clip_zerovl.plan.make import kept_checkpoints, make_plan
 from open_clip_zerovl.plan.measure import extrapolate, kinds_of_steps, largest_that_fits, step_with_data
 from open_clip_zerovl.plan.model import build
@@ -210,6 +219,56 @@ def test_hardware_table():
 )
 def test_micro_batch_for_a_gpus_memory(memory_gib, size):
     assert micro_batch_for(memory_gib) == size
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory_gib", "expected"),
+    [
+        (8, 32, (128, 16, 3)),  # V100: 1.271, where one graph kept costs 1.313
+        (1, 141, (512, 32, 3)),  # H200: 128 x 128 with 15 kept is 0.6 % faster by the count alone
+        (8, 141, (128, 16, 15)),  # 1.021; 512 x 4 with three kept 1.083
+        (8, 80, (512, 4, 2)),
+        (1, 8, (32, 512, 1)),  # 128 do not fit
+        (1, 2, (1, 16384, 0)),  # nothing does
+    ],
+)
+def test_micro_batch_steps_and_graphs_are_chosen_together(ranks, memory_gib, expected):
+    sample_mib, fixed_gib = GRAPHS["zerovl-ViT-B-16-BERT-base", "0.25", None]
+    room = graphs_room(memory_gib)
+    batch = fastest_batch(16384, ranks, room, sample_mib * MIB, fixed_gib * GIB)
+    assert (batch.micro_batch, batch.dga_steps, batch.retained) == expected
+    if batch.retained:
+        assert batch.retained * batch.micro_batch * sample_mib * MIB + fixed_gib * GIB <= room
+
+
+def test_one_graph_asked_for_takes_the_largest_micro_batch_of_about_the_least_time():
+    batch = fastest_batch(16384, 8, 70 * GIB, 60 * MIB, 3 * GIB, most=1)
+    every = [1 + (k - 1) / (3 * k) for k in (16, 8, 4)]  # 128, 256, 512; 1,024 would leave no room for a mistake
+    assert batch.dga_steps == 4 and batch.relative_time == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize(("wanted", "ranks", "expected"), [(1024, 3, (128, 3)), (1024, 8, (128, 1)), (96, 1, (96, 1))])
+def test_the_batch_wanted_comes_before_speed(wanted, ranks, expected):
+    batch = fastest_batch(wanted, ranks, 30 * GIB, 75 * MIB, 3 * GIB)
+    assert (batch.micro_batch, batch.dga_steps) == expected
+
+
+@pytest.mark.slow  # builds the paper's towers
+def test_the_launchers_bytes_are_those_counted():
+    for (name, token_drop, frozen), (sample_mib, fixed_gib) in GRAPHS.items():
+        if "B-16-288" in name:
+            continue  # half a minute more for the same code
+        drop = None if token_drop is None else float(token_drop)
+        settings = settings_of(name, token_drop=drop, freeze=() if frozen is None else (frozen,))
+        costs = count_costs(build(settings, CPU, "amp_bf16"))
+        assert costs.sample_bytes / MIB == pytest.approx(sample_mib, rel=0.02)
+        assert (costs.state_bytes + costs.fixed_bytes) / GIB == pytest.approx(fixed_gib, rel=0.02)
+
+
+def test_a_plan_for_an_effective_batch_keeps_the_graphs_that_fit():
+    assert parse_plan(["--model", "x", "--effective-batch", "64"])["dga_retain"] == "auto"
+    assert parse_plan(["--model", "x", "--effective-batch", "64", "--dga-retain", "1"])["dga_retain"] == 1
+    assert parse_plan(["--model", "x"])["dga_retain"] == 1
 
 
 def test_paper_utilisation_is_a_share_of_the_v100s_peak():

@@ -12,8 +12,6 @@ from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.flags import AllFlags, flags_of
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Hardware:

@@ -22,7 +22,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.memory import PeakBytes
-from open_clip_zerovl.plan.gpus import GPUS, Gpu
+from open_clip_zerovl.plan.gpus import GPUS, Batch, Gpu, fastest_batch
 from open_clip_zerovl.plan.model import PlannedModel
 
 # Table 5: 680 GPU hours for 16 DGA steps. FLOPs of a sample: counted by `count_costs` (tests/plan/test_plan.py counts them
@@ -70,6 +70,15 @@ class Costs:
         one = self.peak_bytes(batching, 1, loss_chunk)
         more = (AUTO_SHARE * memory_bytes - one) // (batching.micro_batch * self.sample_bytes)
         return min(most_graphs(batching.dga_steps, batching.world_size), 1 + max(0, int(more)))
+
+    def fastest(
+        self, effective_batch: int, ranks: int, memory_bytes: float, loss_chunk: int | None, retain: int | str
+    ) -> Batch:
+        """B, K and R for the least time within `memory_bytes` of a rank."""
+        whole = Batching(1, max(1, effective_batch // ranks), ranks)
+        fixed = self.peak_bytes(whole, 1, loss_chunk) - self.sample_bytes
+        most = max(1, retain) if isinstance(retain, int) else 0
+        return fastest_batch(effective_batch, ranks, memory_bytes, self.sample_bytes, fixed, most=most)
 
 
 def loss_products(rows: int, total: int, chunk: int | None) -> int:

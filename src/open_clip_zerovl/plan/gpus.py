@@ -47,6 +47,82 @@ CPU_MICRO_BATCH = 16  # of a CPU, where nothing says another
 USABLE_SHARE = 0.92  # of a GPU's memory: the rest is CUDA's context and fragmentation
 
 
+GIB, MIB = 2**30, 2**20
+GRAPHS_SHARE = 0.9  # of what is usable: what `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
+SMALLEST_MICRO_BATCH = 128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
+NEARLY_FASTEST = 1.01  # of two micro-batches that cost the same to 1 % the larger one: larger matrices are never slower
+NEAR_BATCH = 1 / 8  # how far from the effective batch wanted a micro-batch that does not divide it may lead
+
+# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower) -> MiB a sample
+# that a graph takes, and GiB of weights, optimizer, gradients and half-precision copies beside it.
+GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
+    ("zerovl-ViT-B-16-BERT-base", None, None): (74.9, 3.24),
+    ("zerovl-ViT-B-16-BERT-base", "0.25", None): (59.8, 3.24),
+    ("zerovl-ViT-B-32-BERT-base", None, None): (28.3, 3.27),
+    ("zerovl-ViT-B-32-BERT-base", None, "text"): (16.2, 1.89),
+    ("zerovl-ViT-B-16-288-BERT-base", None, None): (105.2, 3.24),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's part of a step: `micro_batch` B, `dga_steps` K, `retained` R graphs that fit."""
+
+    micro_batch: int
+    dga_steps: int
+    retained: int
+
+    @property
+    def relative_time(self) -> float:
+        """Of plain training's, a forward being a third of a step: 1 + (K-R)/(3K)."""
+        return 1 + (self.dga_steps - self.retained) / (3 * self.dga_steps)
+
+
+def fastest_batch(
+    effective_batch: int, ranks: int, memory_bytes: float, sample_bytes: float, fixed_bytes: float, *, most: int = 0
+) -> Batch:
+    """B, K and R together for the least time within a GPU's memory.
+
+    R graphs of B samples fit, so that K-R micro-batches are forwarded twice. Small micro-batches fill the memory without a
+    rest and, over ranks, leave less for the one replay that DDP needs; large ones use the GPU better. Eight ranks, N = 16,384:
+
+        256 x 8, 7 kept: 1.042        128 x 16, 15 kept: 1.021        128 x 16, 1 kept: 1.313
+
+    Args:
+        memory_bytes: what graphs and all else may fill.
+        sample_bytes: of a graph, a sample.
+        fixed_bytes: weights, optimizer, gradients, the loss.
+        most: graphs at most; 0: as many as fit.
+
+    Returns:
+        A micro-batch of a power of two, or a rank's whole share; the smallest one where nothing fits.
+    """
+    share = max(1, effective_batch // ranks)
+    sizes = sorted({2**power for power in range(share.bit_length()) if 2**power <= share} | {share})
+    found = []
+    for size in sizes:
+        fitting = int((memory_bytes - fixed_bytes) // (size * sample_bytes))
+        steps = max(1, round(effective_batch / (size * ranks)))
+        graphs = min(fitting, steps - (ranks > 1 and steps > 1), most or steps)
+        if fitting >= (1 if size <= SMALLEST_MICRO_BATCH else 2):  # a graph larger than counted then costs no run
+            found.append(Batch(size, steps, graphs))
+    if not found:
+        return Batch(1, share, 0)
+
+    def missed(batch: Batch) -> float:
+        return abs(batch.micro_batch * batch.dga_steps * ranks - effective_batch) / effective_batch
+
+    near = [batch for batch in found if missed(batch) <= NEAR_BATCH] or [min(found, key=missed)]
+    large = [batch for batch in near if batch.micro_batch >= SMALLEST_MICRO_BATCH] or near[-1:]
+    least = min(batch.relative_time for batch in large)
+    return [batch for batch in large if batch.relative_time <= NEARLY_FASTEST * least][-1]
+
+
+def graphs_room(memory_gib: float) -> float:
+    """Bytes of a GPU's memory that `--dga-retain auto` fills, all else of a step included."""
+    return GRAPHS_SHARE * USABLE_SHARE * memory_gib * GIB
+
+
 def micro_batch_for(memory_gib: float) -> int:
     """The micro-batch of ViT-B/16 + BERT-base for a GPU: the paper's 128 on 32 GiB in proportion, a power of two.
 

@@ -19,10 +19,10 @@ from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.memory import available_bytes
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.plan.answer import GIB, Hardware, Plan
+from open_clip_zerovl.plan.answer import Hardware, Plan
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
-from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, USABLE_SHARE, micro_batch_for, parse_hardware
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, micro_batch_for, parse_hardware
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
@@ -160,7 +160,10 @@ def _estimated(settings: PlanSettings, hardware: Hardware, planned: PlannedModel
     gpu, _ = parse_hardware(settings.assume)
     say("counting FLOPs and bytes of a step")
     costs = count_costs(planned)
-    batching = choose_batching(settings, hardware.ranks, micro_batch_for(gpu.memory_gib))
+    micro_batch = micro_batch_for(gpu.memory_gib)
+    if settings.effective_batch is not None:
+        micro_batch = _fastest(settings, hardware.ranks, costs, graphs_room(gpu.memory_gib))
+    batching = choose_batching(settings, hardware.ranks, micro_batch)
     plan = _new_plan(settings, hardware, planned, data, batching)
     memory = USABLE_SHARE * gpu.memory_gib * GIB
     plan.retained = _graphs(settings, batching, costs, memory)
@@ -172,6 +175,13 @@ def _estimated(settings: PlanSettings, hardware: Hardware, planned: PlannedModel
     if plan.peak_bytes > memory:
         plan.missing.append(_too_large(plan, plan.peak_bytes, memory))
     return plan
+
+
+def _fastest(settings: PlanSettings, ranks: int, costs: Costs, memory_bytes: float) -> int:
+    """The micro-batch of the effective batch asked for that, with its K and R, takes the least time."""
+    assert settings.effective_batch is not None
+    chunk, retain = settings.loss_chunk, settings.dga_retain
+    return costs.fastest(settings.effective_batch, ranks, memory_bytes, chunk, retain).micro_batch
 
 
 def _sample_flops(costs: Costs, plan: Plan) -> float:
@@ -198,7 +208,8 @@ def _too_large(plan: Plan, needed: float, memory: float) -> Missing:
 
 def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, say: Say) -> Plan:
     say(f"looking for a micro-batch that fits ({hardware.name})")
-    costs = count_costs(planned, with_memory=hardware.kind == "cpu")
+    chosen = settings.effective_batch is not None and settings.batch_size is None
+    costs = count_costs(planned, with_memory=hardware.kind == "cpu" or chosen)
     room = AUTO_SHARE * hardware.free_gib * GIB
     most = max(1, (settings.effective_batch or 64) // hardware.ranks)
 
@@ -209,8 +220,13 @@ def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel,
         return costs.peak_bytes(batching, 1, settings.loss_chunk) < room
 
     if settings.batch_size is None:
-        start = micro_batch_for(hardware.memory_gib) if hardware.kind == "cuda" else CPU_MICRO_BATCH
-        largest = largest_that_fits(fit, start, most if hardware.kind == "cuda" else min(most, CPU_MICRO_BATCH))
+        if hardware.kind == "cpu":
+            start, most = CPU_MICRO_BATCH, min(most, CPU_MICRO_BATCH)
+        elif chosen:
+            start = most = _fastest(settings, hardware.ranks, costs, min(room, graphs_room(hardware.memory_gib)))
+        else:
+            start = micro_batch_for(hardware.memory_gib)
+        largest = largest_that_fits(fit, start, most)
         batching = choose_batching(settings, hardware.ranks, max(1, largest))
         too_large = largest == 0
     else:

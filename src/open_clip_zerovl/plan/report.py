@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from open_clip_zerovl.plan.answer import GIB, Plan
+from open_clip_zerovl.plan.answer import Plan
 from open_clip_zerovl.plan.data import Missing
 from open_clip_zerovl.plan.estimate import UTILISATION
+from open_clip_zerovl.plan.gpus import GIB
 from open_clip_zerovl.plan.measure import LOSS_ROWS_ON_CPU
 
 WIDTH, LABEL = 96, 10
@@ -144,6 +145,9 @@ def _batch(plan: Plan) -> list[str]:
         text += (
             f"; {plan.retained} graph{'s' * (plan.retained != 1)} kept, {batching.dga_steps - plan.retained} replayed"
         )
+    if plan.settings.effective_batch is not None and plan.settings.batch_size is None:
+        text += f": --batch-size {batching.micro_batch} --dga-steps {batching.dga_steps}"
+        text += f" --dga-retain {plan.settings.dga_retain}" if batching.dga_steps > 1 else ""
     return [text]
 
 
@@ -184,7 +188,7 @@ def _memory(plan: Plan) -> list[str]:
     size = _size(plan.peak_bytes)
     if plan.estimate:
         text = f"ESTIMATE {size} of {hardware.memory_gib:g} GiB a GPU, counted in tensors"
-        roomy = plan.peak_bytes < 0.4 * hardware.memory_gib * GIB
+        roomy = plan.peak_bytes < 0.4 * hardware.memory_gib * GIB and plan.settings.dga_retain != "auto"
         if roomy and plan.settings.batch_size is None and plan.batching.dga_steps > 1:
             text += "; there is room for --dga-retain auto or a larger --batch-size"
         return [text]
@@ -226,7 +230,9 @@ def _run(plan: Plan) -> list[str]:
         return []
     word = "ESTIMATE " if plan.estimate else ""
     text = f"{plan.epoch_steps:,} steps an epoch x {plan.settings.epochs} = {plan.steps:,} steps; {word}"
-    text += f"{plan.samples_per_second:,.4g} samples/s, {_hours(plan.hours)}"
+    rate = plan.samples_per_second
+    text += f"{rate:,.0f} samples/s" if rate >= 1000 else f"{rate:.4g} samples/s"
+    text += f", {_hours(plan.hours)}"
     if plan.hardware.kind != "cpu":
         text += f", {plan.hours * plan.hardware.ranks:,.3g} GPU hours"
     return [text + "; evaluation and checkpoints come on top"]

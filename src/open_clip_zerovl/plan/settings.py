@@ -17,7 +17,7 @@ class PlanFlags:
     """Of the plan alone"""
 
     effective_batch: int | None = flag(
-        None, "choose --batch-size and --dga-steps for it", metavar="N", range=at_least(1)
+        None, "choose batch size, DGA steps and graphs kept", metavar="N", range=at_least(1)
     )
     assume: str | None = flag(
         None, "estimate for hardware that is not here: v100, a100-80, h200, ...", metavar="GPU[:COUNT]"
