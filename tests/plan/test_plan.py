@@ -488,7 +488,7 @@ def test_assumed_hardware_is_labelled_and_takes_the_papers_counts(model, capsys)
     assert main(["plan", "--assume", "v100:8", *line]) == 0
     out = capsys.readouterr().out
     assert "ESTIMATE for 8x V100 32 GB" in out and "860,000" in out
-    assert "micro-batch 128 x 16 DGA steps x 8 ranks = effective batch 16,384" in out
+    assert "micro-batch 2048 x 1 DGA steps x 8 ranks = effective batch 16,384" in out  # so small a model fits whole
     assert "52 + 30" not in out and "82 steps an epoch x 20 = 1,640 steps" in out
     assert "zerovl data sbu --out /nowhere/sbu" in out
     assert max(map(len, out.splitlines())) <= WIDTH
@@ -496,7 +496,7 @@ def test_assumed_hardware_is_labelled_and_takes_the_papers_counts(model, capsys)
     assert main(["plan", "--assume", "h200", "--json", *line]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["estimate"] and plan["batching"] == {
-        "micro_batch": 512, "dga_steps": 32, "ranks": 1, "effective_batch": 16384,
+        "micro_batch": 16384, "dga_steps": 1, "ranks": 1, "effective_batch": 16384,
     }  # fmt: skip
     assert plan["gpu_hours"] == pytest.approx(plan["steps"] * plan["step_seconds"] / 3600)
     assert plan["step_seconds"] > 0 and plan["missing"] == []
