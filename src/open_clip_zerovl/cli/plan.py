@@ -60,8 +60,8 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))
     values["passed_over"] = tuple(f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over)
-    if "effective_batch" in values and not any(word.partition("=")[0] == "--dga-retain" for word in words):
-        values["dga_retain"] = "auto"  # B, K and R are chosen together
+    if "effective_batch" in values:
+        values.setdefault("dga_retain", "auto")  # B, K and R are chosen together
     patch_dropout = values.pop("force_patch_dropout", None)
     values.setdefault("token_drop", patch_dropout)
     return values
