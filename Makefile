@@ -43,7 +43,8 @@ gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (25 minutes; WHE
 
 # The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR [ASSUME=v100:8]
 RECIPE = $(BIN)/python -m scripts.paper.recipes
-GIVEN  = $(if $(DATA),--data $(DATA)) $(if $(DRY_RUN),--dry-run) $(ARGS)
+quoted = '$(subst ','\'',$(1))'
+GIVEN  = $(if $(DATA),--data $(call quoted,$(DATA))) $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 train-%: $(STAMP)
 	$(strip $(RECIPE) train-$* $(GIVEN))
@@ -52,7 +53,7 @@ finetune-%: $(STAMP)
 	$(strip $(RECIPE) finetune-$* $(GIVEN))
 
 plan-%: $(STAMP)
-	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(ASSUME)) $(GIVEN))
+	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(call quoted,$(ASSUME))) $(GIVEN))
 
 recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
 	$(RECIPE) --list

@@ -20,7 +20,7 @@ setup(
     install_requires=[
         # 3.3 is the release whose training seams training/seams.py knows; 4.x renames them.
         "open_clip_torch>=3.3,<3.4",
-        "torch>=2.4",
+        "torch>=2.6",  # from here on torch.load runs no code unless asked to,
         "torchvision",
         "timm>=1.0.17",
         "transformers>=4.45",

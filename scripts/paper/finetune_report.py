@@ -1,10 +1,11 @@
 """What a fine-tuning changed: retrieval on its test set by the checkpoint it started from and by its last one.
 
-    python -m scripts.paper.finetune_report logs/finetune-coco [--recipe finetune-coco] [--transform checkpoint]
+    python -m scripts.paper.finetune_report logs/finetune-coco [--recipe finetune-coco] [--transform paper|checkpoint]
 
 Prints one table and writes it into the run's folder as finetune.json and finetune.md. The run's params.txt says what it
-started from (`--init-from`) and where its set lies (`--retrieval-data`); a recipe's name adds the paper's row of Table 10.
-Images are squashed to 256 and cropped at 224 as the paper's are (A.9), and the first five captions of each are kept.
+started from (`--init-from`) and where its set lies (`--retrieval-data`). Images pass each checkpoint's own transform, as in
+the run's log and in `zerovl retrieval`. A recipe's name adds the paper's row of Table 10, and takes the paper's transform (A.9:
+squash to 256, crop 224) to compare with it. The first five captions of each image are kept, and the table says what was taken.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Comparison:
         )
 
 
-def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = True, device: str = "auto") -> Comparison:
+def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = False, device: str = "auto") -> Comparison:
     """Score the checkpoint that a run started from and its last one.
 
     Raises:
@@ -126,14 +127,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--recipe", choices=[name for name in RECIPES if RECIPES[name].finetuned_on])
-    parser.add_argument("--transform", choices=("paper", "checkpoint"), default="paper")
+    parser.add_argument(
+        "--transform", choices=("paper", "checkpoint"), help="default: paper with --recipe, else the checkpoint's own"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     options = parser.parse_args()
     recipe = find_recipe(options.recipe) if options.recipe else None
+    transform = options.transform or ("paper" if recipe else "checkpoint")
     try:
-        comparison = compare(
-            options.run, recipe=recipe, paper_transform=options.transform == "paper", device=options.device
-        )
+        comparison = compare(options.run, recipe=recipe, paper_transform=transform == "paper", device=options.device)
         files = write(options.run, comparison)
     except UserError as error:
         print(f"finetune_report: error: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -131,7 +132,7 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
 
 
 def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
-    """The first thing that the recipe cannot start without, in a sentence; None if all is there."""
+    """What the recipe cannot start without and is not here, in a sentence; None if all is there."""
     for need in recipe.needs:
         if not settings.get(need):
             return f"give --set {need}=... ({recipe.paper})"
@@ -139,12 +140,39 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
         return None
     folders = [data / source for source in recipe.sources]
     folders += [data / recipe.finetuned_on / "test"] if recipe.finetuned_on and "retrieval-data" not in settings else []
-    for folder in folders:
-        if not folder.is_dir():
-            return (
-                f"{folder} is not there; docs/data.md tells how it is made (--data or DATA= says where the data lies)"
-            )
-    return None
+    absent = [str(folder) for folder in folders if not folder.is_dir()]
+    empty = [str(folder) for folder in folders if folder.is_dir() and not holds_data(folder)]
+    said = [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
+    said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
+    if not said:
+        return None
+    return f"{'; '.join(said)}; docs/data.md tells how it is made (--data or DATA= says where the data lies)"
+
+
+def holds_data(folder: Path) -> bool:
+    """Whether a folder has shards, a table, or class folders in it."""
+    return any(entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir())
+
+
+def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
+    """A sentence where a node's loader processes outnumber its CPU cores, else None."""
+    workers = int(flags.get("workers") or 0)
+    loaders = hardware.ranks_per_node * workers
+    if loaders <= cpus:
+        return None
+    return (
+        f"{hardware.ranks_per_node} ranks x {workers} workers are {loaders} loader processes on {cpus} CPU cores of a node: "
+        f"--set workers={max(1, cpus // hardware.ranks_per_node)}, or on SLURM --sbatch=--cpus-per-task={loaders}"
+    )
+
+
+def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
+    """CPU cores that a node gives: on SLURM what is asked for (train.sbatch asks for 16), else those here."""
+    if not slurm:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    texts = [*options.sbatch, (ROOT / "scripts" / "paper" / "train.sbatch").read_text(encoding="utf-8")]
+    asked = (re.search(r"(?:--cpus-per-task|-c)[= ]?(\d+)", text) for text in texts)
+    return next(int(found[1]) for found in asked if found)
 
 
 def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> Settings:
@@ -260,7 +288,7 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
-    """Whether the run goes to SLURM.
+    """Whether the run goes to SLURM. A dry run on several nodes shows what would be submitted, with or without sbatch here.
 
     Raises:
         SystemExit: a node's GPUs that nothing tells; several nodes without SLURM.
@@ -271,6 +299,8 @@ def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
                 "recipes.py: this machine has no GPUs to tell what a SLURM node has: give --gpus 8 --gpu-memory 32 or the "
                 "like (--gpus 0 trains on CPUs, --no-slurm here)"
             )
+        return True
+    if hardware.nodes > 1 and options.dry_run and not options.no_slurm:
         return True
     if hardware.nodes > 1:
         raise SystemExit(f"recipes.py: --nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm")
@@ -332,13 +362,22 @@ def main() -> int:
         return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
     flags = training_flags(recipe, name, data, hardware, settings)
     if options.plan:
+        if missing and not (options.assume or hardware.gpus or dry_run):
+            # Steps of a ViT-B on a CPU would be taken for minutes, and say nothing of a run that cannot be started.
+            raise SystemExit(
+                f"recipes.py: {name}: {missing}. This machine has no GPU to measure either: plan for one with "
+                "ASSUME=v100:8 (--assume), or where the data and the GPUs are"
+            )
         return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
     if settings:  # the table's own flags are tested; torch comes with the check
         check_flags(arguments)
-    if submits(options, hardware):
+    slurm = submits(options, hardware)
+    if sentence := crowded(hardware, flags, cores_of_a_node(options, slurm)):
+        print(f"recipes.py: {sentence}", file=sys.stderr)
+    if slurm:
         return run_line(name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run)
     return train(name, arguments, hardware, dry_run=dry_run)
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from open_clip_zerovl.bias.page import bias_page
 from open_clip_zerovl.bias.report import BiasReport
-from open_clip_zerovl.bias.run import embed_samples, measure_bias, name_models
+from open_clip_zerovl.bias.run import embed_samples, embedding_map, measure_bias, name_models
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import program as cli
@@ -258,3 +258,14 @@ def test_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture
     check_self_contained((tmp_path / "out" / "bias.html").read_text(encoding="utf-8"), 4 + 12)
     assert cli.main(["bias", str(checkpoint), "--data", f"a={tmp_path / 'a'}"]) == 2
     assert "names one source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-8])
+def test_a_collapsed_model_gets_a_map_of_one_point(noise, caplog):
+    features = torch.full((20, 8), 8**-0.5) + noise * torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+    assert (embedding_map(features) == 0).all() and "has collapsed" in caplog.text  # t-SNE ends the process here
+
+
+def test_embeddings_that_are_no_numbers_are_refused():
+    with pytest.raises(UserError, match="has diverged"):
+        embedding_map(torch.full((20, 8), float("nan")))

@@ -6,6 +6,8 @@ finds, calls and checks it as it does the real one.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import os
@@ -13,6 +15,7 @@ import random
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,8 @@ def registry(tmp_path, monkeypatch) -> Registry:
     registry = Registry(tmp_path)
     monkeypatch.setenv("PATH", f"{registry.bin}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(fetch, "sleep", lambda seconds: None)
+    for key, package in PACKAGES.items():  # the made-up tarballs have other hashes
+        monkeypatch.setitem(PACKAGES, key, replace(package, sha512=""))
     return registry
 
 
@@ -417,7 +422,8 @@ def test_foreign_folders_and_bad_settings_are_refused(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ fetching
 
-PACKAGE = PACKAGES["twemoji"]
+PINNED = dict(PACKAGES)
+PACKAGE = replace(PACKAGES["twemoji"], sha512="")
 
 
 def test_broken_and_failed_downloads_are_tried_again(registry, tmp_path):
@@ -448,6 +454,15 @@ def test_a_tarball_cut_off_on_disk_or_of_another_version_is_not_taken(registry, 
     path.unlink()
     with pytest.raises(UserError, match=f"the tarball holds {PACKAGE.name}@0.0.1"):
         fetch_npm_package(PACKAGE, path.parent)
+
+
+def test_a_tarball_of_another_content_than_the_pinned_one_is_not_taken(registry, tmp_path):
+    assert all(len(base64.b64decode(package.sha512)) == 64 for package in PINNED.values())
+    with pytest.raises(UserError, match="SHA-512 is .*, not the pinned one"):
+        fetch_npm_package(PINNED["twemoji"], tmp_path / "packages", attempts=1)
+    assert list((tmp_path / "packages").iterdir()) == []
+    own = base64.b64encode(hashlib.sha512(registry.tarballs["twemoji"].read_bytes()).digest()).decode()
+    assert fetch_npm_package(replace(PACKAGE, sha512=own), tmp_path / "packages").is_file()
 
 
 def test_pauses_between_attempts_grow(registry, tmp_path, monkeypatch):

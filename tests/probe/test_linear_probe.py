@@ -28,7 +28,7 @@ from open_clip_zerovl.probe import features as probe_features
 from open_clip_zerovl.probe.charts import confusion_picture
 from open_clip_zerovl.probe.features import cached_features, tower_before_projection
 from open_clip_zerovl.probe.lars import LarsSettings, lars, learning_rate, linear_head, train_lars
-from open_clip_zerovl.probe.logistic import fit_logistic
+from open_clip_zerovl.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
 from open_clip_zerovl.probe.run import run_linear_probe
 from open_clip_zerovl.probe.scores import classification_metrics, head_scores, most_confused
 from open_clip_zerovl.probe.sets import ProbeSet, class_list, open_probe_set
@@ -251,6 +251,29 @@ def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
     np.testing.assert_allclose(scores.exp(), own.predict_proba(features[300:].double().numpy()), atol=1e-6)
     assert fit.converged and 0.6 < classification_metrics(scores, torch.tensor(targets[300:]))[0]["top1"] < 1
     assert fit.split_accuracy[fit.chosen_c] == max(fit.split_accuracy.values())
+
+
+def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
+    targets = np.repeat([0, 1, 2], [50, 20, 5])
+    for seed in range(5):
+        held, rest = stratified_fifth(targets, seed)
+        assert np.bincount(targets[held]).tolist() == [10, 4, 1]
+        assert sorted([*held, *rest]) == list(range(75))
+    held, rest = stratified_fifth(np.arange(20) // 2, 0)  # ten classes of two: each keeps one
+    assert len(held) == 4 and set(targets[rest].tolist()) >= {0} and len(np.unique((np.arange(20) // 2)[rest])) == 10
+    with pytest.raises(UserError, match="leave none to choose C"):
+        stratified_fifth(np.arange(8), 0)
+
+
+def test_of_equally_good_cs_the_middle_is_taken_and_a_tie_of_all_is_told(caplog):
+    assert middle_of_best({1e-5: 0.5, 1e-3: 0.7, 1e-2: 0.7, 1e-1: 0.7, 10.0: 0.6}) == 1e-2
+    assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
+    # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
+    targets = torch.arange(40) % 2
+    features = torch.stack([10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1)
+    fit = fit_logistic(features, targets)
+    assert set(fit.split_accuracy.values()) == {1.0} and "is a guess" in caplog.text
+    assert 1e-3 < fit.chosen_c < 10
 
 
 def test_metrics_and_confusions_of_a_small_table():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,8 @@ import torch
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.models.build import with_text_model
+from scripts.paper import finetune_report
+from scripts.paper import recipes as paper_recipes
 from scripts.paper.finetune_report import Comparison
 from scripts.paper.launch import (
     Node,
@@ -27,10 +30,7 @@ from scripts.paper.launch import (
     command_line,
     run_folder,
 )
-from scripts.paper.recipes import (
-    Hardware,
-    batching_of,
-)
+from scripts.paper.recipes import Hardware, batching_of, cores_of_a_node, crowded, missing_for
 from scripts.paper.table import (
     RECIPES,
     described,
@@ -130,9 +130,80 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     assert (given(line, "--batch-size"), given(line, "--dga-steps")) == ("128", "16")
     assert given(line, "--train-data").split("::")[0] == f"sbu={tmp_path}/sbu"
     assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == ["0.485", "0.456", "0.406"]
-    assert f"missing: {tmp_path}/sbu is not there; docs/data.md" in done.stderr
+    absent = ", ".join(f"{tmp_path}/{source}" for source in ("sbu", "vg", "cc3m", "cc12m"))
+    assert f"missing: {absent} are not there; docs/data.md" in done.stderr
     started = recipes("train-14m", "--no-slurm", "--data", tmp_path)
-    assert started.returncode == 1 and "sbu is not there" in started.stderr and not started.stdout
+    assert started.returncode == 1 and f"{absent} are not there" in started.stderr and not started.stdout
+
+
+def test_empty_source_folders_are_told(tmp_path):
+    for source in ("sbu", "vg", "cc3m", "cc12m"):
+        (tmp_path / source).mkdir()
+        (tmp_path / source / "00000.tar").touch()
+    assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
+    (tmp_path / "vg" / "00000.tar").unlink()
+    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/data.md")
+
+
+def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paper_recipes, "find_gpus", lambda: (0, 0.0))
+    monkeypatch.setattr(paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU"))
+    monkeypatch.setattr(sys, "argv", ["recipes.py", "14m", "--plan", "--data", str(tmp_path)])
+    with pytest.raises(
+        SystemExit, match=r"cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8"
+    ):
+        paper_recipes.main()
+
+
+def test_more_loader_processes_than_cores_are_told():
+    eight = Hardware(8, 32)
+    assert crowded(eight, {"workers": "2"}, 16) is None
+    assert crowded(eight, {"workers": "8"}, 16) == (
+        "8 ranks x 8 workers are 64 loader processes on 16 CPU cores of a node: --set workers=2, or on SLURM "
+        "--sbatch=--cpus-per-task=64"
+    )
+    asked = argparse.Namespace(sbatch=["--partition=gpu", "--cpus-per-task=96"])
+    assert cores_of_a_node(asked, slurm=True) == 96
+    assert cores_of_a_node(argparse.Namespace(sbatch=[]), slurm=True) == 16  # train.sbatch's own
+
+
+def test_a_dry_run_on_several_nodes_needs_no_sbatch(tmp_path):
+    done = recipes("14m", "--dry-run", "--nodes", "2", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
+    assert done.returncode == 0 and shlex.split(done.stdout.splitlines()[1])[:2] == ["sbatch", "--nodes=2"]
+    assert "are 64 loader processes on 16 CPU cores" in done.stderr
+    here = recipes("14m", "--dry-run", "--nodes", "2", "--no-slurm", "--gpus", "8", "--data", tmp_path)
+    assert here.returncode == 1 and "--nodes 2 needs SLURM" in here.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "paper", "caption"),
+    [
+        ([], False, "transform: the checkpoint's own"),
+        (["--transform", "paper"], True, "transform: squash 256"),
+        (["--recipe", "finetune-coco"], True, "transform: squash 256"),
+        (["--recipe", "finetune-coco", "--transform", "checkpoint"], False, "transform: the checkpoint's own"),
+    ],
+)
+def test_a_finetunings_table_takes_the_checkpoints_own_transform(
+    tmp_path, monkeypatch, capsys, arguments, paper, caption
+):
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"epoch": 1}, tmp_path / "checkpoints" / "epoch_1.pt")
+    (tmp_path / "params.txt").write_text("init_from: before.pt\nretrieval_data: coco=/coco\n")
+    asked = []
+
+    def scored(model, data, *, paper_transform, device):
+        asked.append(paper_transform)
+        return {"coco": {"images": 5, "captions": 25, "rsum": 400.0}}
+
+    monkeypatch.setattr(finetune_report, "run_retrieval", scored)
+    monkeypatch.setattr(sys, "argv", ["finetune_report", str(tmp_path), *arguments])
+    assert finetune_report.main() == 0
+    assert (
+        asked == [paper, paper]
+        and caption in capsys.readouterr().out
+        and caption in (tmp_path / "finetune.md").read_text()
+    )
 
 
 def test_settings_set_replace_and_leave_out_flags(tmp_path):
@@ -207,12 +278,16 @@ def test_the_make_targets_call_the_launcher():
         assert done.returncode == 0, done.stderr
         return done.stdout.strip().splitlines()[-1]
 
-    assert command("train-14m", "DATA=/d", "DRY_RUN=1").endswith("scripts.paper.recipes train-14m --data /d --dry-run")
+    assert command("train-14m", "DATA=/d", "DRY_RUN=1").endswith(
+        "scripts.paper.recipes train-14m --data '/d' --dry-run"
+    )
     assert command("train-finetune-coco", "ARGS=--nodes 2").endswith(
         "scripts.paper.recipes train-finetune-coco --nodes 2"
     )
+    spaced = shlex.split(command("train-14m", "DATA=/my data; touch it's"))
+    assert spaced[-2:] == ["--data", "/my data; touch it's"]
     assert command("finetune-coco-288").endswith("scripts.paper.recipes finetune-coco-288")
-    assert command("plan-14m", "ASSUME=v100:8").endswith("scripts.paper.recipes train-14m --plan --assume v100:8")
+    assert command("plan-14m", "ASSUME=v100:8").endswith("scripts.paper.recipes train-14m --plan --assume 'v100:8'")
 
 
 def test_nodes_meet_at_the_first_and_one_process_needs_no_torchrun():

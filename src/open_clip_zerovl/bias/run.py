@@ -29,6 +29,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
 
+ALIKE = 1e-6  # standard deviation of an entry of L2-normalised features below which they are rounding errors
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
 
 log = logging.getLogger(__name__)
@@ -91,8 +92,10 @@ def measure_model(
 def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
     """t-SNE (scikit-learn, started from PCA, perplexity 30 or less) of L2-normalised features (M, D) -> (M, 2).
 
+    Features that are all alike, those of a collapsed model, give one point, with a warning.
+
     Raises:
-        UserError: scikit-learn is missing, or fewer than 5 samples.
+        UserError: scikit-learn is missing, fewer than 5 samples, or features that are not finite.
     """
     try:
         from sklearn.manifold import TSNE
@@ -100,6 +103,11 @@ def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
         raise UserError("the embedding map needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
     if len(features) < 5:
         raise UserError(f"a map of {len(features)} samples shows nothing; take at least 5")
+    if not torch.isfinite(features).all():
+        raise UserError("the model gives embeddings that are not finite numbers; its training has diverged")
+    if features.std(dim=0).max() < ALIKE:  # PCA divides by the spread, and t-SNE crashes on what comes of it
+        log.warning("All embeddings are alike, the model has collapsed: the map shows one point.")
+        return np.zeros((len(features), 2))
     tsne = TSNE(init="pca", perplexity=min(30.0, (len(features) - 1) / 3), random_state=seed)
     return tsne.fit_transform(features.numpy().astype(np.float64))
 

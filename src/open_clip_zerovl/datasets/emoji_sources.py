@@ -23,17 +23,50 @@ from typing import Any
 
 from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
 
-#: Every package the demo's data is made of. 48 MB in all; changing a version changes the data's fingerprint.
+#: Every package the demo's data is made of. 48 MB in all; changing a version changes the data's fingerprint. The hashes are
+#: npm's `dist.integrity`.
 PACKAGES = {
-    "noto": NpmPackage("@iconify-json/noto", "1.2.9"),
-    "noto-flags": NpmPackage("@svgmoji/noto", "3.2.0"),
-    "twemoji": NpmPackage("@iconify-json/twemoji", "1.2.5"),
-    "openmoji": NpmPackage("openmoji", "17.0.0"),
-    "fluent": NpmPackage("@iconify-json/fluent-emoji-flat", "1.2.6"),
-    "names": NpmPackage("emoji-datasource", "16.0.0"),
+    "noto": NpmPackage(
+        "@iconify-json/noto",
+        "1.2.9",
+        "DQiuXENbun41ch+XPSV55H9FaWKpHTyz46YIKtSaKYD4fIDDzL1tR6H4np/T38jfrTAeI3rcKF0mqHYeZVAuaw==",
+    ),
+    "noto-flags": NpmPackage(
+        "@svgmoji/noto",
+        "3.2.0",
+        "JgtNciB06hMDI1Pb1N2IgLh44XRMZUUNwBANzjY5jXTPqOCu1A1VA35ENvUsRhEUZOm8I+hbdAEHkwMVqxLeIQ==",
+    ),
+    "twemoji": NpmPackage(
+        "@iconify-json/twemoji",
+        "1.2.5",
+        "uKpuIEV0v6K5BW3Mjdyl+XKFVAbbcPxAgifKvEMtZoUZB5+YiY5zaMm2uNNCxyXzAWU9yNLlj41WU6/mvgALsw==",
+    ),
+    "openmoji": NpmPackage(
+        "openmoji",
+        "17.0.0",
+        "EBnYrNGdcdw+OSXmENeNE1yBNRu6tOraTmoOyUbJkTmvT/+XETp8RZLSJFzD3lrPc5N9CzsyPnRTk0Vp4UaI9w==",
+    ),
+    "fluent": NpmPackage(
+        "@iconify-json/fluent-emoji-flat",
+        "1.2.6",
+        "RY47RgPb47fYUiyrA64sIOL0+UU02s29sXpNBbIQRBUlPlfNFTKUmZDERGuxDs/7yNGWqQYvuaSYM1M4fRXlUw==",
+    ),
+    "names": NpmPackage(
+        "emoji-datasource",
+        "16.0.0",
+        "/qHKqK5Nr3+8zhgO6kHmF43Fm5C8HNn0AaFRIpgw8HF3+uF0Vfc8jgLI1ZQS5ba1vBzksS8NBCjHejwLb2D/Sg==",
+    ),
     # Not a later release: in CLDR 48 the keyword list of every country flag is just "flag".
-    "keywords": NpmPackage("cldr-annotations-modern", "45.0.0"),
-    "keywords-derived": NpmPackage("cldr-annotations-derived-modern", "45.0.0"),
+    "keywords": NpmPackage(
+        "cldr-annotations-modern",
+        "45.0.0",
+        "y4YISGdwygWbXiYwWakzd4s0zY+83CceOPEZ+8bzCaPqCgX826Q2TSY3VqLPFE3830KbimgXpSousm2cep0mVw==",
+    ),
+    "keywords-derived": NpmPackage(
+        "cldr-annotations-derived-modern",
+        "45.0.0",
+        "IIgaQV6f9wx09TKfpx/o9A0qWcryoEPR3VkPwj+8Mwthkxtx0uQtYffBNTo7gDhBC1ADwKhOZbyi5eac6I56Tw==",
+    ),
 }
 
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")

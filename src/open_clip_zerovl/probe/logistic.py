@@ -46,9 +46,10 @@ class LogisticFit:
 
 
 def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID) -> LogisticFit:
-    """L-BFGS logistic regression (scikit-learn); C by the accuracy on a random fifth, then fitted again on everything.
+    """L-BFGS logistic regression (scikit-learn); C by the accuracy on a fifth of each class, then fitted again on everything.
 
-    After the grid, half-decades beside its best C are tried too; of equals the smallest C (the strongest penalty) wins.
+    After the grid, half-decades beside its best C are tried too. Of equally good ones the middle C is taken: the ends of the
+    grid, no fit and no penalty, are the worst guesses. Where all are equally good, a warning says that nothing was chosen.
     Features are standardised, so that one grid serves any tower.
 
     Args:
@@ -56,7 +57,7 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         targets: (N,) class indices 0..C-1, each there at least once.
 
     Raises:
-        UserError: scikit-learn is missing, or fewer than 5 images.
+        UserError: scikit-learn is missing, fewer than 5 images, or one class only.
     """
     try:
         from sklearn.exceptions import ConvergenceWarning
@@ -69,12 +70,9 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
     mean, scale = x.mean(axis=0), x.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)  # a feature that never changes says nothing, and must not become NaN
     x = (x - mean) / scale
-    order = np.random.default_rng(seed).permutation(len(x))
-    held, rest = order[: len(x) // 5], order[len(x) // 5 :]
-    if len(np.unique(y[rest])) < 2:
-        raise UserError(
-            "the training images that are left beside the fifth for C show one class only; give more images"
-        )
+    if len(np.unique(y)) < 2:
+        raise UserError("the training images show one class only; a probe needs at least two to tell apart")
+    held, rest = stratified_fifth(y, seed)
 
     def fit(rows: np.ndarray, c: float) -> tuple[Any, bool]:
         classifier = LogisticRegression(C=c, max_iter=1000)
@@ -89,8 +87,40 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         for factor in tqdm(candidates, desc="choosing C", leave=False):
             c = factor if math.isnan(best) or candidates is grid else best * factor
             accuracy[c] = float((fit(rest, c)[0].predict(x[held]) == y[held]).mean())
-        best = max(sorted(accuracy), key=lambda c: accuracy[c])
+        best = middle_of_best(accuracy)
+    if len(set(accuracy.values())) == 1:
+        log.warning(
+            "Every C gives %.1f %% on the fifth of the training images that chooses it (%d images), so that C = %g is a guess; "
+            "give more images.", 100 * accuracy[best], len(held), best,
+        )  # fmt: skip
     classifier, converged = fit(np.arange(len(x)), best)
     if not converged:
         log.warning("L-BFGS did not converge in 1000 steps at C = %g; the accuracy may be a little low.", best)
     return LogisticFit(mean, scale, classifier, best, accuracy, converged)
+
+
+def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a random fifth of each class, and the others: (N,) class indices -> rows held out, rows left.
+
+    Each class keeps a row at least. Small classes share the fifth: of five classes with one to four images each, about a fifth
+    of all images is held out, from some of them.
+    """
+    rng = np.random.default_rng(seed)
+    held: list[np.ndarray] = []
+    seen = 0
+    for label in np.unique(targets):
+        rows = rng.permutation(np.flatnonzero(targets == label))
+        share = (seen + len(rows)) // 5 - seen // 5
+        held.append(rows[: min(share, len(rows) - 1)])
+        seen += len(rows)
+    out = np.concatenate(held)
+    if not len(out):  # a fifth of five classes with one image each
+        raise UserError(f"{len(targets)} training images leave none to choose C with; give several of each class")
+    return out, np.setdiff1d(np.arange(len(targets)), out)
+
+
+def middle_of_best(accuracy: dict[float, float]) -> float:
+    """The middle of the Cs with the best accuracy; of an even number of them the smaller, which penalises more."""
+    best = max(accuracy.values())
+    tied = sorted(c for c, value in accuracy.items() if value == best)
+    return tied[(len(tied) - 1) // 2]
