@@ -353,6 +353,23 @@ def test_a_constant_temperature():
     assert "logit_scale" not in found and error(found, wanted) <= EXACT
 
 
+def test_a_compiled_model_is_traced_twice_in_the_first_step_and_never_again():
+    """Once without and once with gradient, whatever K and R; a micro-batch of another size once more."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(len(inputs))
+        return module.forward
+
+    step = DecoupledGradientAccumulation(torch.compile(bert_clip(torch.float32), backend=backend), ContrastiveLoss())
+    traced = []
+    for sizes in ([4, 4, 4], [4, 4, 4], [4, 4, 4, 4], [4, 4, 3]):
+        step.backward(batches(sizes, torch.float32, seed=len(traced)))
+        traced.append(len(graphs))
+    assert traced == [2, 2, 2, 3]
+
+
 @pytest.mark.slow  # the code generator needs a C++ compiler and a minute
 def test_compiled_with_dropout():
     """The compiled graphs with and without gradient draw the same masks; the reference is compiled too."""
