@@ -235,6 +235,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for source in ("coco/train", "coco/test"):
         (tmp_path / source).mkdir(parents=True)
+        (tmp_path / source / "0.tar").touch()
     command = [*RECIPES_PROGRAM, "train-finetune-coco", "--data", tmp_path, "--gpus", "8", "--gpu-memory", "32"]
     command += ["--nodes", "2", "--sbatch=--partition=gpu", *settings("init-from=a.pt")]
     blind = subprocess.run([*command[:6], *command[10:]], env=environment, capture_output=True, text=True)
