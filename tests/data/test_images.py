@@ -30,6 +30,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import seeded
+from open_clip_zerovl.tar.pictures import FORMATS
 from support.tars import noise_jpeg, write_source
 
 STOCK = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
@@ -169,3 +170,30 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     finally:
         tracemalloc.stop()
     assert len(peaks) == 4 and max(peaks[1:]) < peaks[0] + picture * 20, peaks
+
+
+def eps(px: int = 8) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (px, px), (1, 2, 3)).save(buffer, "EPS")
+    return buffer.getvalue()
+
+
+def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
+    """Pillow takes a `.jpg` that holds EPS for EPS, and starts Ghostscript for it."""
+    started = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: started.append(args))
+    for data in (eps(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"):
+        with pytest.raises(BadImage, match="it is none of JPEG, PNG") as raised:
+            decode_image(data)
+        assert raised.value.fault.reason == "undecodable image"
+    assert not started and not {"EPS", "DDS", "WMF", "PSD", "HDF5"} & set(FORMATS)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM"])
+def test_formats_of_the_web_are_opened(form):
+    buffer = io.BytesIO()
+    try:
+        Image.new("RGB", (24, 24), (200, 100, 50)).save(buffer, form)
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow does not write {form}")
+    assert np.abs(np.asarray(decode_image(buffer.getvalue())).astype(int) - (200, 100, 50)).max() < 12

@@ -10,17 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets import manifest, pairs
 from open_clip_zerovl.datasets.cc import prepare_cc
 from open_clip_zerovl.datasets.download import Downloader, Limits, fetch_file
 from open_clip_zerovl.datasets.index import check_shards
+from open_clip_zerovl.datasets.inputs import PictureStore, open_member
 from open_clip_zerovl.datasets.manifest import read_manifest, sha256_of
 from open_clip_zerovl.datasets.pairs import Work
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
@@ -252,6 +256,80 @@ def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("AVIF: decoding failed"), NotImplementedError("DDS"), AssertionError(), KeyError("x")]
+)
+def test_whatever_a_decoder_raises_costs_one_picture(tmp_path, monkeypatch, error):
+    """One undecodable AVIF or DDS ended `zerovl data sbu`, and again at every call."""
+    rows = [pairs.Row(str(i), "a caption", str(i)) for i in range(3)]
+    load = ImageFile.ImageFile.load
+
+    def rotten(image):
+        if image.size == (99, 98):
+            raise error
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", rotten)
+    contents = [photo(0, 40, 40), photo(1, 99, 98), photo(2, 40, 40)]
+    work = Work(threads=1, progress=False)
+    made = pairs.prepare_pairs(
+        tmp_path,
+        rows,
+        lambda where: contents[int(where)],
+        dataset="sbu",
+        made_from={},
+        encoding=Encoding(32),
+        work=work,
+    )
+    assert made["pairs"] == 2 and made["failures"] == {"broken picture": 1}
+
+
+def test_pictures_of_other_formats_are_not_opened(monkeypatch):
+    """EPS from the web started Ghostscript."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started"))
+    for form in ("EPS", "DDS", "TGA"):
+        content = io.BytesIO()
+        Image.new("RGB", (32, 32), (9, 9, 9)).save(content, form)
+        with pytest.raises(Failure, match="not a picture"):
+            encode_picture(content.getvalue(), Encoding())
+
+
+def test_sixteen_bit_greys_are_scaled_as_in_training():
+    """They were stored as white."""
+    content = io.BytesIO()
+    Image.fromarray(np.full((32, 32), 0x4000, np.uint16)).save(content, "PNG")
+    extension, stored = encode_picture(content.getvalue(), Encoding())
+    assert extension == "jpg" and opened(stored).getpixel((5, 5)) == (64, 64, 64)
+    assert decode_image(content.getvalue()).getpixel((5, 5)) == (64, 64, 64)
+
+
+@pytest.mark.parametrize("kind", ["corrupt deflate data", "encrypted", "unknown compression"])
+def test_a_rotten_entry_of_a_zip_is_one_missing_picture(tmp_path, kind):
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jpg", photo(0, 40, 40))
+        archive.writestr("good.jpg", photo(1, 40, 40))
+    content = bytearray(path.read_bytes())
+    local, central = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
+    if kind == "encrypted":
+        content[local + 6] |= 1
+        content[central + 8] |= 1
+    elif kind == "unknown compression":
+        content[local + 8] = content[central + 10] = 99
+    else:
+        content[local + 35 : local + 60] = b"\xff" * 25
+    path.write_bytes(content)
+    store = PictureStore([path])
+    try:
+        with pytest.raises(Failure, match="picture cannot be read"):
+            store("a.jpg")
+        assert store("good.jpg") == photo(1, 40, 40)
+    finally:
+        store.close()
+    with pytest.raises(UserError, match=r"images\.zip is broken or encrypted"), open_member(path, "a.jpg") as stream:
+        stream.read()
 
 
 def opened(content: bytes) -> Image.Image:

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +25,7 @@ from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTens
 
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.pictures import BadPicture, decoded, rgb
 
 MIN_SIDE_PX = 2  # a side of one pixel is what counting pixels and placeholders of the web have
 _SCALES = (8, 4, 2)  # that libjpeg decodes at, besides 1
@@ -86,8 +85,7 @@ def crop_of(transform: Any) -> Crop | None:
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
     """The RGB image of encoded bytes.
 
-    CMYK, grey and palette images are converted and transparency is dropped, as open_clip does; 16-bit samples are scaled to
-    8 bits (PIL would clip them to white), and of an animation the first frame is taken.
+    Of the formats and with the conversions of `tar.pictures`; of an animation the first frame is taken.
 
     Args:
         crop: what the image is decoded for; lets JPEGs be decoded at a reduced size.
@@ -95,37 +93,22 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
     Raises:
         BadImage: the bytes cannot be decoded, or the image has a side of one pixel.
     """
-    try:
-        image = Image.open(io.BytesIO(data))
+
+    def use(image: Image.Image) -> Image.Image:
         width, height = image.size
         if min(width, height) < MIN_SIDE_PX:
-            raise BadImage(Fault("one-pixel image", f"has an image of {width} x {height} pixels"))
+            raise BadPicture("one-pixel image", f"has an image of {width} x {height} pixels")
         if crop is not None and image.format == "JPEG":
             scale = crop.reduction(width, height)
             if scale > 1:
                 image.draft(None, (width // scale, height // scale))
         image.load()
-        return _rgb(image)
-    except BadImage:
-        raise
-    except Image.DecompressionBombError as error:
-        raise BadImage(Fault("oversized image", f"has an image that is too large to decode ({error})")) from error
-    except Exception as error:  # decoders raise anything on rotten bytes (KeyError, struct.error, MemoryError ...)
-        words = re.sub(r"<_io[^>]*>", "its bytes", f"{type(error).__name__}: {error}")
-        raise BadImage(Fault("undecodable image", f"has an image that cannot be decoded ({words})")) from error
+        return rgb(image)
 
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith(("I", "F")):
-        values = np.asarray(image)
-        if image.mode.startswith("F"):
-            raise ValueError("floating-point pixels have no defined white")
-        return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        return image.convert("RGBA").convert("RGB")
-    return image.convert("RGB")
+    try:
+        return decoded(data, use)
+    except BadPicture as error:
+        raise BadImage(Fault(error.reason, error.detail)) from error
 
 
 class ToBytes:

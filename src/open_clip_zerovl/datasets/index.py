@@ -7,7 +7,6 @@ byte once, in order, as a disk likes it best, and looks at the samples as they c
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, plain_run, walk_tar
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, group, image_of
+from open_clip_zerovl.tar.pictures import BadPicture, decoded
 from open_clip_zerovl.tar.shards import SIZES_FILE, read_sizes
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -348,8 +348,7 @@ def _fault(window: _Window, member: Member, decode: bool) -> str:
         return "picture is cut off"
     if decode:
         try:
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            return f"picture cannot be decoded ({type(error).__name__})"
+            decoded(bytes(content), Image.Image.load)
+        except BadPicture as error:
+            return f"picture cannot be decoded ({type(error.__cause__).__name__})"
     return ""

@@ -8,9 +8,11 @@ and say so here instead.
 from __future__ import annotations
 
 import gzip
+import lzma
 import os
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,6 +52,19 @@ BY_HAND = {
 }
 
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+
+
+#: What reading a broken archive raises: corrupt deflate data, entries that are encrypted or packed in a way that
+#: Python does not know (RuntimeError).
+_BROKEN_ARCHIVE = (
+    EOFError,
+    RuntimeError,
+    gzip.BadGzipFile,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 
 def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:
@@ -117,8 +132,8 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
                 yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
             else:
                 yield stack.enter_context(open(path, "rb"))
-        except (zipfile.BadZipFile, tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
-            raise UserError(f"{path} is broken ({error}): fetch it again.") from error
+        except _BROKEN_ARCHIVE as error:
+            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
 
 
 class PictureStore:
@@ -153,7 +168,7 @@ class PictureStore:
                 return place.read_bytes()
             archive, name = place
             return archive.read(name)
-        except (OSError, zipfile.BadZipFile, EOFError) as error:
+        except (OSError, *_BROKEN_ARCHIVE) as error:
             raise Failure("picture cannot be read", transient=True) from error
 
     def close(self) -> None:

@@ -7,31 +7,16 @@ stored looks as the page showed it.
 from __future__ import annotations
 
 import io
-import struct
 import warnings
-import zlib
 from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
+from open_clip_zerovl.tar.pictures import BadPicture, decoded, rgb
+
 #: Formats whose bytes may be stored as they came, and the extension that webdataset and CLIP_benchmark look for.
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
-
-
-# What Pillow raises for broken files: mostly OSError, SyntaxError for PNG chunks, EOFError for frames, and from its readers in
-# Python whatever parsing runs into; a size that lies may ask for more memory than there is.
-_BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-)
+_REASONS = {"undecodable image": "broken picture", "oversized image": "picture too large"}
 
 
 class Failure(Exception):
@@ -66,26 +51,27 @@ def encode_picture(content: bytes, encoding: Encoding) -> tuple[str, bytes]:
     Raises:
         Failure: not an image, a broken or truncated one, too small, or too many pixels.
     """
+
+    def use(image: Image.Image) -> tuple[str, bytes]:
+        width, height = image.size
+        if min(width, height) < encoding.min_side_px:
+            raise BadPicture("picture too small", "")
+        if width * height > encoding.max_pixels:
+            raise BadPicture("picture too large", "")
+        if encoding.shorter_side_px is None and image.format in _EXTENSIONS:
+            image.load()  # to the end: a truncated picture must not pass
+            return _EXTENSIONS[image.format], content
+        return "jpg", _shrunk_jpeg(image, encoding)
+
     try:
         with warnings.catch_warnings():
             # Pillow's warnings of a possible bomb and of odd EXIF: the limit here is `max_pixels`.
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(content)) as image:
-                width, height = image.size
-                if min(width, height) < encoding.min_side_px:
-                    raise Failure("picture too small")
-                if width * height > encoding.max_pixels:
-                    raise Failure("picture too large")
-                if encoding.shorter_side_px is None and image.format in _EXTENSIONS:
-                    image.load()  # to the end: a truncated picture must not pass
-                    return _EXTENSIONS[image.format], content
-                return "jpg", _shrunk_jpeg(image, encoding)
-    except Image.UnidentifiedImageError as error:
-        raise Failure("not a picture") from error
-    except Image.DecompressionBombError as error:
-        raise Failure("picture too large") from error
-    except _BROKEN as error:
-        raise Failure("broken picture") from error
+            return decoded(content, use)
+    except BadPicture as error:
+        if isinstance(error.__cause__, Image.UnidentifiedImageError):
+            raise Failure("not a picture") from error
+        raise Failure(_REASONS.get(error.reason, error.reason)) from error
 
 
 def _shrunk_jpeg(image: Image.Image, encoding: Encoding) -> bytes:
@@ -101,7 +87,7 @@ def _shrunk_jpeg(image: Image.Image, encoding: Encoding) -> bytes:
         upright = upright.convert("RGBA")
         background = Image.new("RGBA", upright.size, "white")
         upright = Image.alpha_composite(background, upright)
-    picture = upright.convert("RGB")
+    picture = rgb(upright)
     if side is not None and min(picture.size) > side:
         scale = side / min(picture.size)
         size = (max(side, round(picture.size[0] * scale)), max(side, round(picture.size[1] * scale)))

@@ -211,7 +211,8 @@ def _load_state(
     state = torch.load(file, weights_only=True, map_location="cpu")
     if state.get("fingerprint") != fingerprint:
         raise UserError(
-            f"{file} belongs to a probe of another model, data set, settings or release; give another --out, or remove it"
+            f"{file} belongs to a probe of another model, data set or other settings, or of another release; give another "
+            "--out, or remove it"
         )
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])

@@ -56,8 +56,7 @@ class ProbeSet:
         """UserError, with the set and the index, for an image that cannot be read."""
         try:
             return self.read(index).convert("RGB")
-        # torchvision's datasets decode their own pictures, and PIL raises any of these on broken ones.
-        except (BadImage, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except (BadImage, OSError) as error:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
@@ -151,36 +150,38 @@ def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
         ) from error
 
 
-def _from_torchvision(what: str, dataset: Any, targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
-    return ProbeSet(what, [classes[target] for target in targets], lambda index: dataset[index][0])
+def _from_torchvision(what: str, files: Sequence[Any], targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
+    """Of the files that torchvision lists; it would open pictures of any format."""
+    return ProbeSet(what, [classes[target] for target in targets], lambda index: _decode_file(files[index]))
 
 
 def _food101(what: str, root: Path, role: str) -> ProbeSet:
     dataset = tvd.Food101(str(root), split=role, download=False)
-    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+    return _from_torchvision(what, dataset._image_files, dataset._labels, dataset.classes)
 
 
 def _pets(what: str, root: Path, role: str) -> ProbeSet:
     dataset = tvd.OxfordIIITPet(str(root), split="trainval" if role == "train" else "test", download=False)
-    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+    return _from_torchvision(what, dataset._images, dataset._labels, dataset.classes)
 
 
 def _aircraft(what: str, root: Path, role: str) -> ProbeSet:
     dataset = tvd.FGVCAircraft(str(root), split="trainval" if role == "train" else "test", download=False)
-    return _from_torchvision(what, dataset, dataset._labels, dataset.classes)
+    return _from_torchvision(what, dataset._image_files, dataset._labels, dataset.classes)
 
 
 def _places365(what: str, root: Path, role: str) -> ProbeSet:
     # The 256 px edition, with its validation split: the test split has no labels.
     split = "train-standard" if role == "train" else "val"
     dataset = tvd.Places365(str(root), split=split, small=True, download=False)
-    return _from_torchvision(what, dataset, dataset.targets, dataset.classes)
+    return _from_torchvision(what, [file for file, _ in dataset.imgs], dataset.targets, dataset.classes)
 
 
 def _inat2021(what: str, root: Path, role: str) -> ProbeSet:
     version = "2021_train" if role == "train" else "2021_valid"
     dataset = tvd.INaturalist(str(root), version=version, download=False)
-    return _from_torchvision(what, dataset, [category for category, _ in dataset.index], dataset.all_categories)
+    files = [Path(dataset.root, dataset.all_categories[category], name) for category, name in dataset.index]
+    return _from_torchvision(what, files, [category for category, _ in dataset.index], dataset.all_categories)
 
 
 def _inat17(what: str, root: Path, role: str) -> ProbeSet:

@@ -1,0 +1,74 @@
+"""Encoded pictures opened the same way everywhere: one list of formats, one sentence for what cannot be decoded, one RGB.
+
+Pillow takes a picture for what its bytes say, whatever its name: a `.jpg` may be EPS, for which Pillow starts Ghostscript. Only
+FORMATS are opened, all of them decoded in this process.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image
+
+#: Pillow's names of what is opened; MPO (photos of phones) comes as JPEG.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+
+Result = TypeVar("Result")
+
+
+class BadPicture(Exception):
+    """A picture that cannot be shown: a reason in a few words to count by, and a verb phrase for messages."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
+    """What `use` makes of an opened picture, of which only the header has been read.
+
+    Raises:
+        BadPicture: no picture of FORMATS, one that is too large, or whatever goes wrong in `use`.
+    """
+    try:
+        with Image.open(io.BytesIO(data), formats=_known()) as image:
+            return use(image)
+    except BadPicture:
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise BadPicture(
+            "undecodable image", f"has an image that cannot be decoded (it is none of {', '.join(FORMATS)})"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise BadPicture("oversized image", f"has an image that is too large to decode ({error})") from error
+    except Exception as error:  # decoders raise anything on rotten bytes (KeyError, struct.error, MemoryError ...)
+        words = re.sub(r"<_io[^>]*>", "its bytes", f"{type(error).__name__}: {error}")
+        raise BadPicture("undecodable image", f"has an image that cannot be decoded ({words})") from error
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """The picture in RGB: transparency dropped, 16-bit samples scaled to 8 bits (Pillow would clip them to white).
+
+    Raises:
+        ValueError: floating-point pixels, which have no defined white.
+    """
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith(("I", "F")):
+        if image.mode.startswith("F"):
+            raise ValueError("floating-point pixels have no defined white")
+        values = np.asarray(image)
+        return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA").convert("RGB")
+    return image.convert("RGB")
+
+
+def _known() -> Any:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]  # Pillow may be built without AVIF or JPEG 2000
