@@ -70,8 +70,9 @@ class Purpose(enum.Enum):
     """What random numbers are drawn for, with the rest of the key. A word once used is never given to another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
+    DEAL = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
     PIECES = "pieces"  # epoch, source: the order of pieces of shards
-    ORDER = "order"  # epoch, source, reader: the shuffle window
+    ORDER = "order"  # epoch, source, reader, block: the shuffle window
     SUBSTITUTES = "substitutes"  # source, position: which pieces stand in for a lost one
     CAPTION = "caption"  # source, sample: which of several captions is shown first
     IMAGE = "image"  # source, position: augmentation of the picture

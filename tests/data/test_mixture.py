@@ -13,7 +13,7 @@ from torchvision import transforms
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Sampling
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import follow, local_order
+from open_clip_zerovl.data.shares import LocalOrder, follow
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, seeded, stream_seed
@@ -135,16 +135,18 @@ def test_persistent_workers_follow_the_epoch(train_data):
 
 
 def test_local_order_is_a_permutation_within_its_window():
-    rng = np.random.default_rng(0)
+    def order_of(count, window):
+        return LocalOrder(count, window, lambda block: np.random.default_rng([0, block]))
+
     for count, window in ((1, 5), (100, 100), (5000, 100)):
-        order = local_order(count, window, rng)
+        order = np.concatenate([*order_of(count, window).chunks()])
         assert sorted(order) == list(range(count))
         if count > window:
             assert abs(order - np.arange(count)).max() <= window  # bounded look-back and look-ahead
             assert abs(np.corrcoef(order[:-1] % window, order[1:] % window)[0, 1]) < 0.05  # neighbours are torn apart
     ahead: list[int] = []
-    order = local_order(2000, 50, rng)
-    assert list(follow(order, (ahead.append(i) or i for i in range(2000)))) == order.tolist()
+    order = np.concatenate([*order_of(2000, 50).chunks()])
+    assert list(follow(order_of(2000, 50).chunks(), (ahead.append(i) or i for i in range(2000)))) == order.tolist()
 
 
 def test_fewer_shards_than_readers(tmp_path):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from open_clip_zerovl.data.dealing import Deal, Shuffled, deal, draw_without_replacement, hypergeometric
 from open_clip_zerovl.data.schedule import (
     MIXED,
     STRATEGIES,
     Batching,
     cut,
     epoch_pieces,
-    micro_batch_counts,
-    owed,
     source_schedule,
 )
+from open_clip_zerovl.data.shares import LocalOrder
 from open_clip_zerovl.errors import UserError
 
 batchings = st.builds(
@@ -26,6 +28,17 @@ batchings = st.builds(
     world_size=st.integers(1, 4),
     workers=st.integers(1, 5),
 )
+
+
+def counts_of(dealt: Deal) -> np.ndarray:
+    """(T*K, W, S) samples of each source in every micro-batch, put together from all readers' own."""
+    workers, ranks = dealt.batching.workers, dealt.batching.world_size
+    counts = np.full((dealt.micro_batches, ranks, len(dealt.schedule.taken)), -1)
+    for rank in range(ranks):
+        for worker in range(workers):
+            rows = list(dealt.counts(rank, worker))
+            counts[worker::workers, rank] = np.reshape(rows, (-1, counts.shape[2]))
+    return counts
 
 
 def shards_of(rng: np.random.Generator, total: int) -> list[int]:
@@ -41,12 +54,17 @@ def shards_of(rng: np.random.Generator, total: int) -> list[int]:
     strategy=st.sampled_from(STRATEGIES),
     seed=st.integers(0, 2**31),
     epoch=st.integers(0, 5),
+    leaf=st.sampled_from([1, 16, 100_000]),
+    share=st.floats(0, 1),
 )
-def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strategy, seed, epoch):
+def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strategy, seed, epoch, leaf, share):
     n = batching.effective_batch
     sizes = [n + more for more in extra]
     schedule = source_schedule(sizes, n, strategy=strategy, seed=seed, epoch=epoch)
-    counts = micro_batch_counts(schedule, batching)
+    dealt = deal(schedule, batching)
+    if strategy == "random":
+        dealt = Shuffled(schedule, batching, leaf_samples=leaf)
+    counts = counts_of(dealt)
     assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
     assert (counts.sum(axis=2) == batching.micro_batch).all()
     assert (counts.sum(axis=(0, 1)) == schedule.taken).all()
@@ -58,15 +76,31 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
         assert sum(sizes) - schedule.taken.sum() < n
         assert (schedule.taken <= sizes).all()
         assert (schedule.source_of_step == MIXED).all()
-    quotas = owed(counts, batching.workers)
+    readers = [(rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)]
+    step = int(share * schedule.steps)
+    quotas, before = [], np.zeros(len(sizes), dtype=int)
+    for rank, worker in readers:
+        assert (dealt.before(rank, worker) == before).all()
+        mine = counts[worker :: batching.workers, rank]
+        assert (dealt.owed(rank, worker) == mine.sum(axis=0)).all()
+        done = counts[worker : step * batching.dga_steps : batching.workers, rank]
+        assert (dealt.owed(rank, worker, step) == done.sum(axis=0)).all()
+        assert np.array_equal(
+            [*dealt.counts(rank, worker, step)], [*mine[len(done) :]]
+        )  # any step, without those before
+        assert dealt.of_reader(worker) == len(mine)
+        quotas.append(mine.sum(axis=0))
+        before = before + quotas[-1]
     rng = np.random.default_rng(seed)
     for source, size in enumerate(sizes):
         shards = shards_of(rng, size)
         pieces = epoch_pieces(shards, schedule, source)
-        readers = quotas[:, :, source].ravel().tolist()
+        assert pieces.samples == schedule.taken[source]
         seen: list[int] = []
-        for reader, quota in enumerate(readers):
-            mine = cut(pieces, readers, reader)
+        low = 0
+        for quota in (int(quota[source]) for quota in quotas):
+            mine = cut(pieces, low, quota)
+            low += quota
             assert sum(map(len, mine)) == quota
             for piece in mine:
                 offset = sum(shards[: piece.shard])
@@ -116,7 +150,7 @@ def test_random_sampling_mixes_sources_in_proportion():
     """Composition of a batch as without replacement: mean in proportion, variance hypergeometric (negative control)."""
     batching = Batching(64)
     schedule = source_schedule([64_000, 32_000], 64, strategy="random", seed=0, epoch=0)
-    first = micro_batch_counts(schedule, batching)[:, 0, 0]
+    first = counts_of(deal(schedule, batching))[:, 0, 0]
     assert abs(first.mean() - 64 * 2 / 3) < 1e-9
     assert abs(first.var() - 64 * 2 / 9) < 2.0
     assert source_schedule([64_000, 32_000], 64, strategy="debiased", seed=0, epoch=0).source_of_step.max() == 1
@@ -127,18 +161,96 @@ def test_at_the_size_of_a_cluster():
     batching = Batching(2, 16, 1024, 8)
     sizes = [860_000, 500_000, 2_810_000, 10_060_000]
     schedule = source_schedule(sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3)
-    quotas = owed(micro_batch_counts(schedule, batching), batching.workers)
-    assert (quotas == quotas[:1]).all()  # every rank owes the same
-    assert (quotas.sum(axis=(0, 1)) == schedule.taken).all()
-    emitted = quotas.sum(axis=2)
-    assert (emitted.max(axis=1) - emitted.min(axis=1) <= batching.micro_batch).all()
+    dealt = deal(schedule, batching)
+    of_rank = [dealt.owed(0, worker) for worker in range(8)]
+    assert all((dealt.owed(rank, worker) == of_rank[worker]).all() for rank in (1, 500, 1023) for worker in range(8))
+    assert (1024 * sum(of_rank) == schedule.taken).all()
+    assert (dealt.before(1023, 7) + of_rank[7] == schedule.taken).all()
+    emitted = np.sum(of_rank, axis=1)
+    assert emitted.max() - emitted.min() <= batching.micro_batch
     shards = [10_000] * 1006
-    readers = quotas[:, :, 3].ravel().tolist()
     pieces = epoch_pieces(shards, schedule, 3)
-    for reader in (0, 1, 4095, 8191):
-        mine = cut(pieces, readers, reader)
-        assert sum(map(len, mine)) == readers[reader]
+    for rank, worker in ((0, 0), (0, 1), (511, 7), (1023, 7)):
+        owed = int(dealt.owed(rank, worker)[3])
+        mine = cut(pieces, int(dealt.before(rank, worker)[3]), owed)
+        assert sum(map(len, mine)) == owed
         assert len(mine) <= 2  # a boundary shard is read by its neighbours, nothing else twice
+
+
+def test_random_batches_are_distributed_as_a_shuffled_deck():
+    """Joint counts of two micro-batches, of different readers and of one, as without replacement; against a real deck."""
+    sizes, rounds, batching = [12, 8, 4], 4000, Batching(4, workers=2)
+    rng = np.random.default_rng(0)
+
+    def table(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        return np.bincount(first * 5 + second, minlength=25).astype(float)
+
+    decks = np.stack([rng.permutation(np.repeat(np.arange(3), sizes)).reshape(6, 4) for _ in range(rounds)])
+    expected = (decks == 0).sum(axis=2)
+    drawn = np.empty((rounds, 6), dtype=int)
+    for seed in range(rounds):
+        schedule = source_schedule(sizes, 4, strategy="random", seed=seed, epoch=0)
+        drawn[seed] = counts_of(Shuffled(schedule, batching, leaf_samples=4))[:, 0, 0]
+    for one, other in ((0, 2), (0, 1), (4, 5)):  # numbers 0, 2 and 4 are one reader's
+        theirs, ours = table(expected[:, one], expected[:, other]), table(drawn[:, one], drawn[:, other])
+        cells = theirs + ours > 10
+        assert cells.sum() >= 10
+        statistic = ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum()
+        assert statistic < cells.sum() + 5 * np.sqrt(2 * cells.sum())  # chi square: mean = cells, variance = 2 cells
+        independent = table(expected[:, one], rng.permutation(expected[:, other]))  # negative control
+        assert ((theirs - independent)[cells] ** 2 / (theirs + independent)[cells]).sum() > 2 * statistic
+
+
+def test_hypergeometric_draws_beyond_numpy(monkeypatch):
+    """Inversion has numpy's distribution where both draw, and the right mean and variance at 12.8 billion things."""
+    rng = np.random.default_rng(1)
+    theirs = np.bincount(rng.hypergeometric(30, 50, 20, size=20_000), minlength=21).astype(float)
+    good, bad, draws = 4_000_000_000, 8_800_000_000, 6_400_000_000
+    values = np.array([hypergeometric(rng, good, bad, draws) for _ in range(200)], dtype=float)
+    total = good + bad
+    deviation = np.sqrt(draws * (good / total) * (bad / total) * ((total - draws) / (total - 1)))
+    scaled = (values - draws * (good / total)) / deviation
+    assert abs(scaled.mean()) < 4 / np.sqrt(200) and 0.75 < scaled.var() < 1.3
+    assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
+    monkeypatch.setattr("open_clip_zerovl.data.dealing._EXACT_BELOW", 0)
+    ours = np.bincount([hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21).astype(float)
+    cells = theirs + ours > 10
+    assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(2 * cells.sum())
+    assert [hypergeometric(rng, *case) for case in ((5, 0, 3), (0, 5, 3), (5, 5, 10), (5, 5, 0))] == [3, 0, 5, 0]
+
+
+def test_a_billion_pairs_take_no_array_of_them():
+    """`--sampling random` at 12.8 billion pairs, 1,024 ranks x 8 workers: the middle of an epoch in megabytes."""
+    sizes = [800_000_000, 4_000_000_000, 8_000_000_000]
+    batching = Batching(64, 1, 1024, 8)
+    schedule = source_schedule(sizes, batching.effective_batch, strategy="random", seed=0, epoch=1)
+    dealt = deal(schedule, batching)
+    step = schedule.steps // 2
+    tracemalloc.start()
+    row = next(dealt.counts(511, 3, step))
+    before, owed, done = dealt.before(511, 3), dealt.owed(511, 3), dealt.owed(511, 3, step)
+    pieces = epoch_pieces([50_000] * 160_000, schedule, 2)
+    mine = cut(pieces, int(before[2]), int(owed[2]))
+    order = LocalOrder(mine.samples, 3000, lambda block: np.random.default_rng([1, block]))
+    next(order.chunks(int(done[2])))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert row.sum() == 64 and abs(done.sum() / owed.sum() - 0.5) < 1e-3 and owed.sum() == 64 * dealt.of_reader(3)
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize("count, window", [(40, 60), (9_000, 50), (20_000, 6_000), (4_096, 4_095), (1, 1), (0, 5)])
+def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
+    order = LocalOrder(count, window, lambda block: np.random.default_rng([7, block]))
+    whole = np.concatenate([*order.chunks(), np.zeros(0, dtype=int)])
+    assert sorted(whole.tolist()) == list(range(count)) and len(order) == count
+    if count > window:
+        assert np.abs(whole - np.arange(count)).max() <= window
+    for begin in {0, 1, count // 3, count // 2, count - 1} & set(range(count)):
+        assert np.array_equal(np.concatenate([*order.chunks(begin)]), whole[begin:])
+        lowest = order.lowest(begin)
+        assert lowest == whole[begin:].min()
+        assert order.passed(begin, lowest) == {item for item in whole[:begin].tolist() if item >= lowest}
 
 
 def test_epoch_length_can_be_set():
@@ -159,9 +271,11 @@ def test_impossible_schedules_are_refused(arguments, words):
         source_schedule(seed=0, epoch=0, **arguments)
 
 
-def test_cut_refuses_quotas_that_do_not_add_up():
-    with pytest.raises(ValueError, match="add up"):
-        cut(epoch_pieces([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0), [4, 4], 0)
+def test_cut_refuses_what_does_not_add_up():
+    pieces = epoch_pieces([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0)
+    for low, length in ((4, 8), (-1, 4), (2, -1)):
+        with pytest.raises(ValueError, match="add up"):
+            cut(pieces, low, length)
 
 
 def test_sequential_takes_one_source_after_the_other():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
+from open_clip_zerovl.data.dealing import deal
 from open_clip_zerovl.data.health import Report
 from open_clip_zerovl.data.images import collate_images, crop_of, decode_image
 from open_clip_zerovl.data.names import POLICIES
@@ -31,11 +33,9 @@ from open_clip_zerovl.data.schedule import (
     Schedule,
     cut,
     epoch_pieces,
-    micro_batch_counts,
-    owed,
     source_schedule,
 )
-from open_clip_zerovl.data.shares import Share, local_order
+from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
@@ -176,21 +176,19 @@ class Mixture(IterableDataset):
         """
         workers = self.batching.workers
         schedule = self.schedule(epoch)
-        counts = micro_batch_counts(schedule, self.batching)  # (T*K, W, S)
-        first = step * self.batching.dga_steps
-        reader = (first + slot) % workers
-        done = counts[reader:first:workers, self.rank].sum(axis=0, dtype=np.int64)  # (S,) delivered before the jump
-        quotas = owed(counts, workers)
+        dealt = deal(schedule, self.batching)
+        reader = (step * self.batching.dga_steps + slot) % workers
+        before, mine = dealt.before(self.rank, reader), dealt.owed(self.rank, reader)  # (S,) each
+        done = dealt.owed(self.rank, reader, step)  # (S,) delivered before the jump
         notes: list[str] = []
         shares = [
-            self._share(schedule, index, quotas[:, :, index].ravel().tolist(), reader, int(done[index]), slot, notes)
+            self._share(schedule, index, int(before[index]), int(mine[index]), reader, int(done[index]), slot, notes)
             for index in range(len(self.sources))
         ]
-        mine = range(first + slot, len(counts), workers)
-        for micro_batch in mine:
-            row = counts[micro_batch, self.rank]
+        left = dealt.of_reader(reader) - dealt.of_reader(reader, step * self.batching.dga_steps)
+        for number, row in enumerate(dealt.counts(self.rank, reader, step), start=1):
             batch = self._batch([shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))])
-            if micro_batch == mine[-1]:
+            if number == left:
                 for share in shares:
                     share.finish()
             batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
@@ -198,15 +196,24 @@ class Mixture(IterableDataset):
             yield batch
 
     def _share(
-        self, schedule: Schedule, index: int, quotas: Sequence[int], worker: int, done: int, slot: int, notes: list[str]
+        self,
+        schedule: Schedule,
+        index: int,
+        before: int,
+        owed: int,
+        worker: int,
+        done: int,
+        slot: int,
+        notes: list[str],
     ) -> Share:
+        """What a reader delivers of a source: `owed` samples after the first `before` of the epoch, `done` of them already."""
         source, epoch = self.sources[index], schedule.epoch
         reader = self.rank * self.batching.workers + worker
         pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
-        mine = cut(pieces, quotas, reader)
+        mine = cut(pieces, before, owed)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
-        rng = stream(self.seed, Purpose.ORDER, epoch, index, reader)
-        order = local_order(sum(map(len, mine)), max(window, self.batching.micro_batch), rng)
+        draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, reader)
+        order = LocalOrder(owed, max(window, self.batching.micro_batch), draws)
         reading = Reading(
             source,
             index,

@@ -14,7 +14,7 @@ Three layers:
                  exact proportion to their size (draw="exact"), or each step draws its source anew (draw="iid", as the
                  paper's released code does);
    - sequential: as debiased, one source after the other (A.4).
-2. `owed`: what each (rank, worker) must deliver, counted from the schedule.
+2. `dealing`: what each micro-batch holds, and so what each (rank, worker) must deliver.
 3. `cut`: which stretch of a source's shards each (rank, worker) reads to deliver it.
 
 An epoch takes the next `taken[s]` samples of source s's endless cycle over its shards, starting at `begin[s]`, which is what
@@ -25,8 +25,9 @@ first of the next epoch; weight w is w passes, a fraction is a share that rotate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -163,38 +164,6 @@ def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np
     return draw(epoch), begin
 
 
-def micro_batch_counts(schedule: Schedule, batching: Batching) -> np.ndarray:
-    """How many samples of each source every micro-batch holds.
-
-    Returns:
-        (T*K, W, S) integers that sum to B over S; index t*K + k is micro-batch k of step t.
-    """
-    steps, sources = schedule.steps, len(schedule.taken)
-    shape = (steps * batching.dga_steps, batching.world_size, sources)
-    if schedule.strategy != "random":
-        counts = np.zeros((steps, sources), dtype=np.int32)
-        counts[np.arange(steps), schedule.source_of_step] = batching.micro_batch
-        return np.broadcast_to(np.repeat(counts, batching.dga_steps, axis=0)[:, None], shape)
-    # One shuffled deck of source labels, dealt into micro-batches: exactly drawing without replacement.
-    rng = stream(schedule.seed, Purpose.SCHEDULE, schedule.epoch)
-    deck = np.repeat(np.arange(sources, dtype=np.uint8 if sources <= 256 else np.uint16), schedule.taken)
-    rng.shuffle(deck)
-    dealt = deck.reshape(-1, batching.micro_batch)
-    counts = np.stack([(dealt == source).sum(axis=1, dtype=np.int32) for source in range(sources)], axis=1)
-    return counts.reshape(shape)
-
-
-def owed(counts: np.ndarray, workers: int) -> np.ndarray:
-    """Samples that each (rank, worker) delivers in the epoch, from `micro_batch_counts`.
-
-    A torch DataLoader takes batch i from worker i % V, so micro-batch j of a rank belongs to worker j % V.
-
-    Returns:
-        (W, V, S) integers.
-    """
-    return np.stack([counts[worker::workers].sum(axis=0, dtype=np.int64) for worker in range(workers)], axis=1)
-
-
 @dataclass(frozen=True)
 class Piece:
     """Samples [start, stop) of a shard, whose first sample is number `position` in the source's endless cycle."""
@@ -208,7 +177,37 @@ class Piece:
         return self.stop - self.start
 
 
-def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> list[Piece]:
+class Pieces(Sequence[Piece]):
+    """Pieces of a source's shards, kept as numbers: a quarter of a million shards are 8 MiB.
+
+    Attributes:
+        rows: (pieces, 4) shard, start, stop, position, as in `Piece`.
+        ends: (pieces + 1,) samples before each piece, and of all.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+        self.ends = np.concatenate([[0], np.cumsum(rows[:, 2] - rows[:, 1])])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pieces: ...
+    def __getitem__(self, index: int | slice) -> Piece | Pieces:
+        if isinstance(index, slice):
+            return Pieces(self.rows[index])
+        return Piece(*self.rows[index].tolist())
+
+    @property
+    def samples(self) -> int:
+        """Of all pieces together."""
+        return int(self.ends[-1])
+
+
+def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> Pieces:
     """The pieces of shards that make up one source's epoch, shuffled pass by pass.
 
     Args:
@@ -216,69 +215,60 @@ def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
         source: index of the source in the schedule.
         resampled: draw shards with replacement instead (`--dataset-resampled`), each as likely as it is large.
     """
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+    starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     total = int(starts[-1])
     rng = stream(schedule.seed, Purpose.PIECES, schedule.epoch, source)
     begin = int(schedule.begin[source])
     end = begin + int(schedule.taken[source])
     if resampled:
-        return _resampled_pieces(starts, end - begin, rng, schedule.epoch)
-    pieces: list[Piece] = []
+        return Pieces(_resampled_pieces(starts, end - begin, rng, schedule.epoch))
+    laps = [np.zeros((0, 4), dtype=np.int64)]
     for lap in range(begin // total, -(-end // total)):
         low, high = max(begin - lap * total, 0), min(end - lap * total, total)
-        first, last = np.searchsorted(starts, low, side="right") - 1, np.searchsorted(starts, high, side="left")
-        in_lap = []
-        for shard in range(int(first), int(last)):
-            start, stop = max(low, int(starts[shard])), min(high, int(starts[shard + 1]))
-            if stop > start:
-                offset = int(starts[shard])
-                in_lap.append(Piece(shard, start - offset, stop - offset, lap * total + start))
-        pieces.extend(in_lap[index] for index in rng.permutation(len(in_lap)))
-    return pieces
+        start, stop = np.maximum(starts[:-1], low), np.minimum(starts[1:], high)
+        shard = np.flatnonzero(stop > start)
+        start, stop, offset = start[shard], stop[shard], starts[shard]
+        in_lap = np.stack([shard, start - offset, stop - offset, lap * total + start], axis=1)
+        laps.append(in_lap[rng.permutation(len(in_lap))])
+    return Pieces(np.concatenate(laps))
 
 
-def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> list[Piece]:
+def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> np.ndarray:
     total, missing = int(starts[-1]), taken
-    pieces: list[Piece] = []
+    rows: list[tuple[int, int, int, int]] = []
     while missing > 0:
         shard = int(np.searchsorted(starts, rng.integers(total), side="right")) - 1
         size = int(starts[shard + 1] - starts[shard])
         length = min(size, missing)
         start = int(rng.integers(size - length + 1))
         # A lap of its own for every draw: the position stays the sample's (modulo total) and no augmentation repeats.
-        lap = (epoch << 24) + len(pieces)
-        pieces.append(Piece(shard, start, start + length, lap * total + int(starts[shard]) + start))
+        lap = (epoch << 24) + len(rows)
+        rows.append((shard, start, start + length, lap * total + int(starts[shard]) + start))
         missing -= length
-    return pieces
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def cut(pieces: Sequence[Piece], quotas: Sequence[int], reader: int) -> list[Piece]:
-    """The pieces that one reader gets when the sequence is cut at the readers' quotas.
+def cut(pieces: Pieces, low: int, length: int) -> Pieces:
+    """Samples low .. low + length - 1 of the sequence of pieces, as pieces.
 
-    Readers get consecutive stretches: whole shards but for the first and the last, and a shard on a boundary is read by
-    both neighbours, each taking its own part. All readers' cuts together are the sequence, nothing twice.
-
-    Args:
-        quotas: samples that each reader is owed, in the readers' order; their sum is the length of all pieces.
-        reader: index into `quotas`.
+    Readers get consecutive stretches (`dealing.Deal.before` and `owed`): whole shards but for the first and the last, and a
+    shard on a boundary is read by both neighbours, each taking its own part. All readers' cuts together are the sequence,
+    nothing twice.
 
     Raises:
-        ValueError: the quotas do not add up to the pieces.
+        ValueError: the stretch does not lie within the pieces.
     """
-    if sum(quotas) != sum(map(len, pieces)):
-        raise ValueError(f"quotas add up to {sum(quotas)} samples, the pieces to {sum(map(len, pieces))}")
-    low = sum(quotas[:reader])
-    return list(_between(pieces, low, low + quotas[reader]))
-
-
-def _between(pieces: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
-    begin = 0
-    for piece in pieces:
-        end = begin + len(piece)
-        if begin < high and end > low:
-            skip, drop = max(low - begin, 0), max(end - high, 0)
-            yield Piece(piece.shard, piece.start + skip, piece.stop - drop, piece.position + skip)
-        begin = end
+    high = low + length
+    if low < 0 or length < 0 or high > pieces.samples:
+        raise ValueError(f"samples {low} to {high} do not add up with the pieces, which hold {pieces.samples}")
+    first = int(np.searchsorted(pieces.ends, low, side="right")) - 1
+    last = int(np.searchsorted(pieces.ends, high, side="left"))
+    if length == 0:
+        return pieces[:0]
+    rows = pieces.rows[first:last].copy()
+    rows[-1, 2] -= pieces.ends[last] - high
+    rows[0, [1, 3]] += low - pieces.ends[first]
+    return Pieces(rows)
 
 
 def _apportion(share: np.ndarray, total: int) -> np.ndarray:

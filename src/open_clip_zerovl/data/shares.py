@@ -1,6 +1,6 @@
 """One reader's share of a source in an epoch: shuffled within a window, every bad sample replaced, entered at any place.
 
-    pieces --PieceReader--> stream of n raw samples --local_order, follow--> n places --Share.take--> n good samples
+    pieces --PieceReader--> stream of n raw samples --LocalOrder, follow--> n places --Share.take--> n good samples
 
 Place p shows item `order[p]` of the stream. Where that cannot be shown, the nearest good one of the places p+1, p-1, p+2, p-2
 ... stands in for it, up to MARGIN_SAMPLES away; the order is shuffled, so that a run of rotten samples in a shard has good
@@ -9,8 +9,10 @@ neighbours. A share that is entered at place p reads from place p - MARGIN_SAMPL
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -24,43 +26,104 @@ from open_clip_zerovl.data.schedule import Piece
 from open_clip_zerovl.errors import UserError
 
 MARGIN_SAMPLES = 64  # how far a stand-in may be; encoded samples of so many places are kept
-_CHUNK = 4096
+_CHUNK = 4096  # items whose keys come from one stream
 
 Item = TypeVar("Item")
 Image = TypeVar("Image")
 
 
-def local_order(count: int, window: int, rng: np.random.Generator) -> np.ndarray:
+@dataclass(frozen=True)
+class LocalOrder:
     """A shuffled order of `count` items that a reader of a stream can follow with `window` of them in memory.
 
     Item i comes at most `window` places from where it lies, so that a reader that starts in the middle has to look back no
-    further; where all items fit into the window it is a plain random permutation.
+    further; where all items fit into the window it is a plain random permutation. Item i has the key i + u(i) * window with
+    u uniform in 0..1, and items come in the order of their keys. Keys are drawn a block of items at a time and sorted an
+    interval at a time, so that nothing is as long as the share and any place is reached without those before.
 
-    Returns:
-        (count,) the item to take at each place.
+    Args:
+        stream: block -> generator of the draws of its items.
     """
-    if count <= window:
-        return rng.permutation(count)
-    return np.argsort(np.arange(count) + rng.random(count) * window, kind="stable")
+
+    count: int
+    window: int
+    stream: Callable[[int], np.random.Generator]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def chunks(self, begin: int = 0) -> Iterator[np.ndarray]:
+        """The items from place `begin` on, in order, in arrays."""
+        if self.count <= self.window:
+            yield self.stream(0).permutation(self.count)[begin:]
+            return
+        interval = begin // self._interval  # a key is never smaller than its item: no fewer places lie before
+        before = self._below(interval * self._interval)
+        while before < self.count:
+            items = self._of_interval(interval)
+            if begin < before + len(items):
+                yield items[max(0, begin - before) :]
+            before += len(items)
+            interval += 1
+
+    def passed(self, begin: int, first: int) -> set[int]:
+        """The items from `first` on that come before place `begin`."""
+        places = max(0, begin - 2 * self._interval)  # further back, items lie before `first`
+        passed: set[int] = set()
+        for items in self.chunks(places):
+            passed.update(item for item in items[: begin - places].tolist() if item >= first)
+            places += len(items)
+            if places >= begin:
+                break
+        return passed
+
+    def lowest(self, begin: int) -> int:
+        """The lowest item that comes at place `begin` or later."""
+        return min(int(items.min()) for items in itertools.islice(self.chunks(begin), 2) if len(items))
+
+    @property
+    def _interval(self) -> int:
+        return max(self.window, _CHUNK)
+
+    def _keys(self, low: int, high: int) -> np.ndarray:
+        """(high - low,) keys of items low .. high - 1."""
+        low, high = max(0, low), min(self.count, high)
+        if low >= high:
+            return np.zeros(0)
+        first, last = low // _CHUNK, -(-high // _CHUNK)
+        drawn = np.concatenate([self.stream(block).random(_CHUNK) for block in range(first, last)])
+        return np.arange(low, high) + drawn[low - first * _CHUNK : high - first * _CHUNK] * self.window
+
+    def _below(self, key: int) -> int:
+        """How many items have a smaller key."""
+        surely = max(0, min(key - self.window, self.count))
+        return surely + int((self._keys(surely, key) < key).sum())
+
+    def _of_interval(self, number: int) -> np.ndarray:
+        """The items with keys in [number, number + 1) intervals, in the order of their keys."""
+        low, high = number * self._interval, (number + 1) * self._interval
+        first = max(0, low - self.window)
+        keys = self._keys(first, high)
+        inside = np.flatnonzero((keys >= low) & (keys < high))
+        return first + inside[np.argsort(keys[inside], kind="stable")]
 
 
-def follow(order: np.ndarray, stream: Iterator[Item], arrived: int = 0) -> Iterator[Item]:
+def follow(
+    order: Iterable[np.ndarray], stream: Iterator[Item], arrived: int = 0, passed: AbstractSet[int] = frozenset()
+) -> Iterator[Item]:
     """The items of a stream in another order, reading no further ahead than the order asks for.
 
     Args:
-        order: numbers of items, each at most once; what it leaves out is dropped as it comes.
+        order: numbers of items, each at most once, in arrays.
         arrived: number of the stream's first item, where the stream was entered in the middle.
+        passed: items that the order has no more use for; they are dropped as they come.
     """
-    first = arrived
-    end = int(order.max()) + 1 if len(order) else arrived
-    asked = np.zeros(max(0, end - first), dtype=bool)
-    asked[order - first] = True
     waiting: dict[int, Item] = {}
-    for begin in range(0, len(order), _CHUNK):
-        for wanted in order[begin : begin + _CHUNK].tolist():
+    for items in order:
+        for wanted in items.tolist():
             while arrived <= wanted:
                 item = next(stream)
-                if asked[arrived - first]:
+                if arrived not in passed:
                     waiting[arrived] = item
                 arrived += 1
             yield waiting.pop(wanted)
@@ -73,12 +136,12 @@ class Share:
 
     Args:
         pieces: reads the stream.
-        order: (n,) `local_order` of the stream.
+        order: of the n items of the stream.
         begin: the first place that `take` delivers.
     """
 
     pieces: PieceReader
-    order: np.ndarray
+    order: LocalOrder
     begin: int = 0
     _raw: Iterator[RawSample] = field(init=False, repr=False)
     _past: deque[RawSample] = field(init=False, repr=False)
@@ -93,9 +156,9 @@ class Share:
         if self.begin >= len(self.order):
             return
         margin = max(0, self.begin - MARGIN_SAMPLES)
-        asked = self.order[margin:]
-        first = int(asked.min())
-        places = follow(asked, self.pieces.samples(first), first)
+        first = self.order.lowest(margin)
+        passed = self.order.passed(margin, first)
+        places = follow(self.order.chunks(margin), self.pieces.samples(first), first, passed)
         for _ in range(self.begin - margin):
             self._past.append(next(places))
         yield from places

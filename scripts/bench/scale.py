@@ -1,0 +1,165 @@
+"""What one reader needs before its first sample, from 14 million to 12.8 billion pairs.
+
+    python scripts/bench/scale.py [--pairs 14e6,100e6,1.28e9,12.8e9] [--ranks 1024] [--workers 8] [--json scale.json]
+
+For each strategy a fresh process does what a loader worker does at the start of an epoch and after a jump into its middle: the
+schedule, what this reader owes and has delivered, its stretch of each source's shards, the order of its first samples, and the
+first micro-batch's counts. Seconds and the growth of the peak of resident memory leave Python's imports out. Four sources hold
+6, 4, 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
+
+Printed besides: sizes.json of all shards, the index of one shard of its size (`tar/index`), and, on paper, what a rank
+receives in a step: features and log-sum-exps (gathered) and gradients (all-reduced).
+
+Takes about two minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SHARES = (0.06, 0.04, 0.20, 0.70)
+STRATEGIES = ("random", "debiased", "sequential")
+MICRO_BATCH, WIDTH, PARAMETERS = 64, 512, 195_500_000
+
+
+def shard_sizes(pairs: int) -> list[list[int]]:
+    """Samples in each shard of each source."""
+    per_shard = 50_000 if pairs >= 1_000_000_000 else 10_000
+    return [[per_shard] * max(1, round(pairs * share / per_shard)) for share in SHARES]
+
+
+def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
+    """Seconds and MiB of one reader from nothing to its first samples, in this process."""
+    from open_clip_zerovl.data.dealing import deal
+    from open_clip_zerovl.data.schedule import Batching, cut, epoch_pieces, source_schedule
+    from open_clip_zerovl.data.shares import LocalOrder
+    from open_clip_zerovl.randomness import Purpose, stream
+
+    sizes = shard_sizes(pairs)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin, cpu = time.perf_counter(), time.process_time()
+    batching = Batching(MICRO_BATCH, 1, ranks, workers)
+    totals = [sum(of_shards) for of_shards in sizes]
+    schedule = source_schedule(totals, batching.effective_batch, strategy=strategy, seed=0, epoch=1)
+    step = schedule.steps // 2 if jump else 0
+    rank, worker = ranks // 2, workers // 2
+    dealt = deal(schedule, batching)
+    before, owed, done = dealt.before(rank, worker), dealt.owed(rank, worker), dealt.owed(rank, worker, step)
+    for index, of_shards in enumerate(sizes):
+        stretch = cut(epoch_pieces(of_shards, schedule, index), int(before[index]), int(owed[index]))
+        order = LocalOrder(stretch.samples, 1250, partial(stream, 0, Purpose.ORDER, 1, index, rank * workers + worker))
+        first = int(done[index])
+        if first < len(order):
+            lowest = order.lowest(first)
+            order.passed(first, lowest)
+            next(order.chunks(first))
+    next(dealt.counts(rank, worker, step))
+    return {
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - cpu,
+        "mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024,
+        "steps": schedule.steps,
+    }
+
+
+def in_a_process(*arguments: str) -> dict[str, Any]:
+    """`start` in a process of its own, whose peak of memory is its own."""
+    command = [sys.executable, __file__, "--one", *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def sizes_json_bytes(pairs: int) -> int:
+    """Of a sizes.json of all shards."""
+    return sum(
+        len(json.dumps({f"{number:05d}.tar": size for number, size in enumerate(sizes)}))
+        for sizes in shard_sizes(pairs)
+    )
+
+
+def index_bytes_per_sample() -> float:
+    """Of a shard's index on disk: made of a small shard, whose fixed part is taken off by a second one."""
+    import io
+    import tarfile
+    import tempfile
+
+    from open_clip_zerovl.tar import index as tar_index
+
+    def written(samples: int, folder: Path) -> int:
+        path = folder / f"{samples}.tar"
+        with tarfile.open(path, "w") as tar:
+            for number in range(samples):
+                for suffix in ("jpg", "txt"):
+                    member = tarfile.TarInfo(f"{number:09d}.{suffix}")
+                    member.size = 3
+                    tar.addfile(member, io.BytesIO(b"abc"))
+        tar_index.open_index(str(path))
+        return (folder / tar_index.FOLDER / f"{path.name}.npz").stat().st_size
+
+    with tempfile.TemporaryDirectory() as folder:
+        return (written(2000, Path(folder)) - written(1000, Path(folder))) / 1000
+
+
+def communication(ranks: int) -> list[str]:
+    """One row: what a rank receives in a step, on paper."""
+    batch = MICRO_BATCH * ranks
+    features = 2 * (ranks - 1) / ranks * batch * WIDTH * 4
+    sums = 2 * (ranks - 1) / ranks * batch * 4
+    gradients = 2 * (ranks - 1) / ranks * PARAMETERS * 4  # a ring's all-reduce
+    return [f"{ranks:,}", f"{batch:,}", *(f"{value / 2**20:,.2f}" for value in (features, sums, gradients))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", default="14e6,100e6,1.28e9,12.8e9", help="in all sources together")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--workers", type=int, default=8, help="loader processes of a rank")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--one", nargs=3, metavar=("PAIRS", "STRATEGY", "JUMP"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        pairs, strategy, jump = args.one
+        print(json.dumps(start(int(pairs), strategy, args.ranks, args.workers, jump == "jump")))
+        return
+    rows = []
+    print(
+        "| pairs | shards | strategy | steps | start: s (CPU), MiB | middle: s (CPU), MiB | "
+        "sizes.json, MiB | index a shard, MiB |"
+    )
+    print("|--:|--:|---|--:|--:|--:|--:|--:|")
+    per_sample = index_bytes_per_sample()
+    options = ("--ranks", str(args.ranks), "--workers", str(args.workers))
+    for pairs in (int(float(word)) for word in args.pairs.split(",")):
+        sizes = shard_sizes(pairs)
+        for strategy in STRATEGIES:
+            row: dict[str, Any] = {"pairs": pairs, "shards": sum(map(len, sizes)), "strategy": strategy}
+            for place in ("start", "jump"):
+                row[place] = in_a_process(str(pairs), strategy, place, *options)
+            row["sizes_json_bytes"], row["index_bytes"] = sizes_json_bytes(pairs), per_sample * sizes[0][0]
+            rows.append(row)
+            cells = [
+                f"{row[place]['seconds']:.2f} ({row[place]['cpu_seconds']:.2f}), {row[place]['mib']:.0f}"
+                for place in ("start", "jump")
+            ]
+            print(
+                f"| {pairs:,} | {row['shards']:,} | {strategy} | {row['start']['steps']:,} | {cells[0]} | {cells[1]} | "
+                f"{row['sizes_json_bytes'] / 2**20:.1f} | {row['index_bytes'] / 2**20:.2f} |",
+                flush=True,
+            )
+    print(f"\n| ranks | effective batch ({MICRO_BATCH} a rank) | features, MiB | log-sum-exps, MiB | gradients, MiB |")
+    print("|--:|--:|--:|--:|--:|")
+    for ranks in (8, 64, 1024):
+        print(f"| {' | '.join(communication(ranks))} |")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
