@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.clustering import run as package
 from open_clip_zerovl.clustering.folders import train_data, write_clusters
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, spherical_kmeans
-from open_clip_zerovl.clustering.run import cluster_source
+from open_clip_zerovl.clustering.run import ClusterSettings, FeatureEncoder
 from open_clip_zerovl.data.clusters import load_clustering
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_shards
@@ -25,6 +26,16 @@ from open_clip_zerovl.tar.members import read_samples
 from support.programs import COMMON, launch
 from support.tars import write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_run
+
+SETTINGS = {field.name for field in fields(ClusterSettings)}
+
+
+def cluster(data: str, model: str, out: Path, *, progress: bool = False, **values):
+    """`cluster_source` with the values of its two records side by side."""
+    settings = ClusterSettings(**{name: value for name, value in values.items() if name in SETTINGS})
+    encoder = FeatureEncoder(model, **{name: value for name, value in values.items() if name not in SETTINGS})
+    return package.cluster_source(data, encoder, out, settings, progress=progress)
+
 
 COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
 
@@ -63,7 +74,7 @@ def source(tmp_path_factory) -> str:
 def clustered(model, source, tmp_path_factory):
     out = tmp_path_factory.mktemp("clusters")
     arguments = dict(clusters=3, reshard=True, shard_size=10, preview=4, batch_size=8, device="cpu", progress=False)
-    return out, cluster_source(source, model, out, **arguments), arguments
+    return out, cluster(source, model, out, **arguments), arguments
 
 
 def test_clusters_become_sources_without_a_sample_lost_or_doubled(clustered):
@@ -103,22 +114,22 @@ def test_the_assignment_report_and_previews_are_written(clustered):
 def test_a_second_call_reads_the_features_it_has(clustered, model, source, monkeypatch):
     out, result, arguments = clustered
     monkeypatch.setattr("open_clip_zerovl.clustering.features.load_model", None)  # must not be called
-    again = cluster_source(source, model, out, **{**arguments, "reshard": False})
+    again = cluster(source, model, out, **{**arguments, "reshard": False})
     assert np.array_equal(again.labels, result.labels)
     with pytest.raises(UserError, match="holds the clusters of cc"):
-        cluster_source(source, "another model", out, **arguments)
+        cluster(source, "another model", out, **arguments)
 
 
 def test_features_do_not_depend_on_batches_or_workers(clustered, model, source, tmp_path):
     out, _, arguments = clustered
     other = dict(arguments, reshard=False, preview=0, batch_size=45, workers=2)
-    cluster_source(source, model, tmp_path, **other)
+    cluster(source, model, tmp_path, **other)
     first, second = np.load(out / "features-image.npy"), np.load(tmp_path / "features-image.npy")
     # float16 storage of unit vectors: 2^-11 relative; batches of other sizes round differently in float32
     assert first.shape == (45, 24) and np.abs(first.astype(np.float32) - second).max() < 1e-3
     assert np.allclose(np.linalg.norm(first.astype(np.float32), axis=1), 1, atol=2e-3)
     for kind in ("text", "both"):
-        cluster_source(source, model, tmp_path, **dict(other, features=kind, workers=0))
+        cluster(source, model, tmp_path, **dict(other, features=kind, workers=0))
         assert np.load(tmp_path / f"features-{kind}.npy").shape == (45, 24 if kind == "text" else 48)
 
 
@@ -177,19 +188,19 @@ def test_size_report_tells_even_from_uneven():
 
 def test_refusals(model, source, tmp_path):
     with pytest.raises(UserError, match="45 samples, fewer than 100 clusters"):
-        cluster_source(source, model, tmp_path / "a", progress=False)
+        cluster(source, model, tmp_path / "a", progress=False)
     with pytest.raises(UserError, match="names 2 sources"):
-        cluster_source(f"{source}::b={source[3:]}", model, tmp_path / "a", progress=False)
+        cluster(f"{source}::b={source[3:]}", model, tmp_path / "a", progress=False)
     with pytest.raises(UserError, match="features is 'pixels'"):
-        cluster_source(source, model, tmp_path / "a", features="pixels", progress=False)
+        cluster(source, model, tmp_path / "a", features="pixels", progress=False)
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         load_clustering(tmp_path)
     with pytest.raises(UserError, match="shards of cc are remote, first pipe:cat .* Copy them here"):
-        cluster_source(f"cc=pipe:cat {source[3:]}/00000.tar", model, tmp_path / "a", clusters=2, progress=False)
+        cluster(f"cc=pipe:cat {source[3:]}/00000.tar", model, tmp_path / "a", clusters=2, progress=False)
     shards = write_source(tmp_path / "s", 0, 12, 12)
     write_tar(tmp_path / "s/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
     with pytest.raises(UserError, match="the picture of sample 'k' cannot be read"):
-        cluster_source(f"s={shards}", model, tmp_path / "b", clusters=2, device="cpu", progress=False)
+        cluster(f"s={shards}", model, tmp_path / "b", clusters=2, device="cpu", progress=False)
 
 
 def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):

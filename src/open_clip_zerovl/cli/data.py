@@ -217,22 +217,23 @@ def add_cluster(commands) -> None:
 
 
 def _run_cluster(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.clustering.run import cluster_source
+    from open_clip_zerovl.clustering.run import ClusterSettings, FeatureEncoder, cluster_source
 
-    cluster_source(
-        arguments.data,
+    encoder = FeatureEncoder(
         arguments.model,
-        arguments.out,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+        device=arguments.device,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
+    )
+    settings = ClusterSettings(
         clusters=arguments.clusters,
         min_size=arguments.min_size,
         features=arguments.features,
-        reshard=arguments.reshard,
-        preview=arguments.preview,
         passes=arguments.passes,
-        batch_size=arguments.batch_size,
-        workers=arguments.workers,
-        device=arguments.device,
         seed=arguments.seed,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
+        preview=arguments.preview,
+        reshard=arguments.reshard,
     )
+    cluster_source(arguments.data, encoder, arguments.out, settings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,34 @@ def _collate(items: Sequence[tuple[int, torch.Tensor, str]]) -> tuple[torch.Tens
     return torch.tensor(positions), torch.stack(pictures), list(captions)
 
 
+@dataclass(frozen=True)
+class FeatureEncoder:
+    """The model that makes features of a source, and how samples are brought to it.
+
+    Attributes:
+        model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
+        model_name, text_model: of a checkpoint that lies away from its run's `params.txt`.
+        device: `auto` takes CUDA where there is one.
+        batch_size: samples at once.
+        workers: loader processes.
+    """
+
+    model: str
+    model_name: str | None = None
+    text_model: str | None = None
+    device: str = "auto"
+    batch_size: int = 256
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.workers < 0:
+            raise UserError(
+                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
+            )
+
+
 def extract_features(
-    source: Source,
-    model: str,
-    path: Path,
-    *,
-    kind: str = "image",
-    batch_size: int = 256,
-    workers: int = 0,
-    device: str = "auto",
-    model_name: str | None = None,
-    text_model: str | None = None,
-    progress: bool = True,
+    source: Source, encoder: FeatureEncoder, path: Path, *, kind: str = "image", progress: bool = True
 ) -> NDArray[np.float16]:
     """Features of every sample of a source, (n, D) in float16 and of unit length, in a file that is mapped, not loaded.
 
@@ -114,14 +131,18 @@ def extract_features(
     """
     if path.is_file():
         return np.load(path, mmap_mode="r")
-    where = choose_device(device)
-    network, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=where)
+    where = choose_device(encoder.device)
+    network, preprocess, tokenizer = load_model(
+        encoder.model, model_name=encoder.model_name, text_model=encoder.text_model, device=where
+    )
     dataset = _Samples(source, preprocess if kind != "text" else None)
     part = path.with_name(path.name + ".part")
     table: np.memmap | None = None
     done = 0
     bar = tqdm(total=source.num_samples, desc="features", unit="sample", disable=not progress)
-    for positions, pictures, captions in read_batches(dataset, _collate, batch_size=batch_size, num_workers=workers):
+    for positions, pictures, captions in read_batches(
+        dataset, _collate, batch_size=encoder.batch_size, num_workers=encoder.workers
+    ):
         values = _encode(network, kind, pictures.to(where), tokenizer, captions, where)  # (b, D)
         if table is None:
             table = np.lib.format.open_memmap(

@@ -19,10 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from open_clip_zerovl.clustering.features import extract_features
+from open_clip_zerovl.clustering.features import FeatureEncoder, extract_features
 from open_clip_zerovl.clustering.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
 from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clustering
@@ -31,99 +31,109 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.tar.members import local_path
 
-__all__ = ["Clustering", "cluster_source", "load_clustering", "spherical_kmeans", "train_data"]
+__all__ = [
+    "ClusterSettings",
+    "Clustering",
+    "FeatureEncoder",
+    "cluster_source",
+    "load_clustering",
+    "spherical_kmeans",
+    "train_data",
+]
 
 FEATURES = ("image", "text", "both")
 
 
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How a source is divided, and what is written.
+
+    Attributes:
+        clusters: K.
+        min_size: samples a cluster must hold, as many as the effective batch to come; smaller ones are dissolved, which
+            leaves fewer than K.
+        features: "image", "text", or "both" (side by side).
+        passes: of mini-batch k-means over the features.
+        seed: of k-means.
+        preview: pictures a contact sheet shows; 0 draws none.
+        reshard: also write the clusters anew, for speed where a disk reads best in order.
+        shard_size: samples a new shard, at most.
+    """
+
+    clusters: int = 100
+    min_size: int = 1
+    features: str = "image"
+    passes: int = 10
+    seed: int = 0
+    preview: int = 25
+    reshard: bool = False
+    shard_size: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.features not in FEATURES:
+            raise UserError(f"features is {self.features!r}: take one of {', '.join(FEATURES)}.")
+        if min(self.clusters - 1, self.min_size, self.passes, self.shard_size) < 1 or self.preview < 0:
+            raise UserError(
+                "clusters must be 2 or more; min_size, passes and shard_size 1 or more; preview 0 or more: got "
+                f"{self.clusters}, {self.min_size}, {self.passes}, {self.shard_size}, {self.preview}."
+            )
+
+
 def cluster_source(
     data: str,
-    model: str,
+    encoder: FeatureEncoder,
     out: str | Path,
+    settings: ClusterSettings | None = None,
     *,
-    clusters: int = 100,
-    min_size: int = 1,
-    features: str = "image",
-    reshard: bool = False,
-    preview: int = 25,
-    passes: int = 10,
-    shard_size: int = 10_000,
-    batch_size: int = 256,
-    workers: int = 0,
-    device: str = "auto",
-    seed: int = 0,
-    model_name: str | None = None,
-    text_model: str | None = None,
     progress: bool = True,
 ) -> Clustering:
     """Cluster one source and write the assignment, a report, previews and, when asked to, a source a cluster.
 
     Args:
         data: one source in `--train-data` syntax (`cc12m=/d/cc12m`).
-        model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
+        encoder: the model that makes the features.
         out: a folder for the results.
-        clusters: K.
-        min_size: samples a cluster must hold, as many as the effective batch to come; smaller ones are dissolved, which
-            leaves fewer than K.
-        features: "image", "text", or "both" (side by side).
-        reshard: also write the clusters anew, for speed where a disk reads best in order.
-        preview: pictures a contact sheet shows; 0 draws none.
-        passes: of mini-batch k-means over the features.
-        shard_size: samples a new shard, at most.
 
     Raises:
-        UserError: several sources, remote shards, fewer samples than clusters, a setting out of range, a picture that cannot
-            be read, or an `out` that was made from other data or another model.
+        UserError: several sources, remote shards, fewer samples than clusters, a picture that cannot be read, or an `out`
+            that was made from other data or another model.
     """
+    settings = settings or ClusterSettings()
     out = Path(out).expanduser()
-    if features not in FEATURES:
-        raise UserError(f"features is {features!r}: take one of {', '.join(FEATURES)}.")
-    if min(clusters - 1, min_size, passes, shard_size, batch_size) < 1 or min(preview, workers) < 0:
-        raise UserError(
-            "clusters must be 2 or more; min_size, passes, shard_size and batch_size 1 or more; preview and workers 0 or more: "
-            f"got {clusters}, {min_size}, {passes}, {shard_size}, {batch_size}, {preview}, {workers}."
-        )
     sources = parse_sources(data, on_bad_sample="fail")
     if len(sources) != 1:
         raise UserError(f"{data!r} names {len(sources)} sources: cluster one at a time.")
     (source,) = sources
     if source.table is not None:
         raise UserError(f"{source.name} is a table of pairs: clustering reads webdataset shards.")
-    if source.num_samples < clusters:
+    if source.num_samples < settings.clusters:
         raise UserError(
-            f"{source.name} holds {source.num_samples} samples, fewer than {clusters} clusters: lower --clusters."
+            f"{source.name} holds {source.num_samples} samples, fewer than {settings.clusters} clusters: lower --clusters."
         )
-    if source.num_samples < 2 * min_size:
+    if source.num_samples < 2 * settings.min_size:
         raise UserError(
-            f"{source.name} holds {source.num_samples} samples, too few for two clusters of {min_size}: lower --min-size."
+            f"{source.name} holds {source.num_samples} samples, too few for two clusters of {settings.min_size}: lower "
+            "--min-size."
         )
     check_writable(out, folder=True)
     source = replace(source, shards=_absolute(source))
-    _claim(out, source, model, features)
-    table = extract_features(
-        source,
-        model,
-        out / f"features-{features}.npy",
-        kind=features,
-        batch_size=batch_size,
-        workers=workers,
-        device=device,
-        model_name=model_name,
-        text_model=text_model,
-        progress=progress,
-    )
-    labels, distances, centroids = spherical_kmeans(table, clusters, passes=passes, seed=seed)
-    labels, distances, centroids = dissolve_small(table, labels, distances, centroids, min_size)
-    if progress and len(centroids) < clusters:
-        print(f"{clusters - len(centroids)} clusters below {min_size:,} samples were given to their neighbours.")
+    _claim(out, source, encoder.model, settings.features)
+    file = out / f"features-{settings.features}.npy"
+    table = extract_features(source, encoder, file, kind=settings.features, progress=progress)
+    found = spherical_kmeans(table, settings.clusters, passes=settings.passes, seed=settings.seed)
+    labels, distances, centroids = dissolve_small(table, *found, settings.min_size)
+    if progress and len(centroids) < settings.clusters:
+        print(
+            f"{settings.clusters - len(centroids)} clusters below {settings.min_size:,} samples were given to their neighbours."
+        )
     shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
     clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids, shard_bytes)
     save_clustering(clustering, out)
     write_atomically(out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n")
-    if preview:
-        write_previews(clustering, out / "preview", pictures=preview, progress=progress)
-    if reshard:
-        write_clusters(clustering, out, shard_size=shard_size, progress=progress)
+    if settings.preview:
+        write_previews(clustering, out / "preview", pictures=settings.preview, progress=progress)
+    if settings.reshard:
+        write_clusters(clustering, out, shard_size=settings.shard_size, progress=progress)
     if progress:
         print(size_text(clustering))
         print(f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'")
