@@ -6,7 +6,6 @@ import logging
 import re
 from collections import namedtuple
 
-import open_clip
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +29,17 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.precision import ieee_products, product_precision
 from support import ROOT
 from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph
+from support.two_towers import (
+    Metric,
+    TextText,
+    adapter_in_a_hook,
+    adapter_in_encode_image,
+    lora_on,
+    noisy,
+    seeded,
+    shared_projection,
+    token_batches,
+)
 
 EXACT = TOLERANCE[torch.float64]
 SEED = 5
@@ -47,80 +57,7 @@ def reference(model, loss, micro_batches, **options):
     return one_graph(model, loss, micro_batches, **options)
 
 
-class TextText(nn.Module):
-    """One text tower for both sides; each side a tensor of tokens, or what `tokens` finds in it."""
-
-    def __init__(self, tokens=lambda side: side, *, pair=True):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.drop = nn.Dropout(0.2)
-        self.out = nn.Linear(12, 8)
-        self.tokens, self.pair = tokens, pair
-        if not pair:
-            self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def encode(self, side):
-        return normalize(self.out(self.drop(self.embedding(self.tokens(side)))).mean(1), dim=-1)
-
-    def forward(self, left, right):
-        features = self.encode(left), self.encode(right)
-        if self.pair:
-            return features
-        return {"image_features": features[0], "text_features": features[1], "logit_scale": self.scale.exp()}
-
-
-def token_batches(sizes, wrap=lambda tokens: tokens):
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda size: torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator)  # noqa: E731
-    return [(wrap(draw(size)), wrap(draw(size))) for size in sizes]
-
-
-def seeded(make):
-    torch.manual_seed(0)
-    return make().double().train()
-
-
 # --------------------------------------------------------------------------------------- towers that only look frozen
-
-
-class WithAdapter(open_clip.CustomTextCLIP):
-    """An adapter at the top level, behind an overridden `encode_image`."""
-
-    def encode_image(self, image, normalize: bool = False):
-        features = self.adapter(super().encode_image(image))
-        return nn.functional.normalize(features, dim=-1) if normalize else features
-
-
-def adapter_in_encode_image():
-    model = bert_clip()
-    model.__class__ = WithAdapter
-    model.visual.requires_grad_(False)
-    model.adapter = nn.Linear(16, 16).double()
-    return model
-
-
-def adapter_in_a_hook():
-    model = bert_clip()
-    model.visual.requires_grad_(False)
-    model.adapter = nn.Linear(16, 16).double()
-    model.visual.register_forward_hook(lambda module, inputs, output: model.adapter(output))
-    return model
-
-
-class Projection(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, features):
-        return features @ self.weight
-
-
-def shared_projection():
-    model = bert_clip()
-    model.text.requires_grad_(False)
-    model.text.proj = Projection(model.visual.proj)
-    return model
 
 
 @pytest.mark.parametrize("make", [adapter_in_encode_image, adapter_in_a_hook, shared_projection])
@@ -136,20 +73,6 @@ def test_a_tower_that_only_looks_frozen_learns(make, retain):
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
-
-
-class Metric(ContrastiveLoss):
-    """InfoNCE on features that the loss itself projects, with a temperature of its own."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.matrix = nn.Parameter(torch.eye(16, dtype=torch.float64) + 0.1)
-        self.log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        self.unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-    def forward(self, image_features, text_features, logit_scale, output_dict=False):
-        sides = (normalize(side @ self.matrix, dim=-1) for side in (image_features, text_features))
-        return super().forward(*sides, logit_scale * self.log_scale.exp(), output_dict=output_dict)
 
 
 @pytest.mark.parametrize("call", [lambda loss: loss, functools.partial, lambda loss: loss.forward])
@@ -183,10 +106,6 @@ def test_what_a_loss_learns_and_does_not_hold_is_refused():
 
 def test_random_numbers_of_the_loss_are_drawn_once():
     """The next step goes on behind them, as after one graph."""
-
-    def noisy(image_features, text_features, logit_scale, output_dict):
-        sides = (normalize(nn.functional.dropout(side, 0.3), dim=-1) for side in (image_features, text_features))
-        return ClipLoss()(*sides, logit_scale, output_dict=output_dict)
 
     model, micro_batches = bert_clip(), batches([3, 2, 2])
     _, wanted = reference(model, noisy, micro_batches)
@@ -572,31 +491,9 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         accumulated(seeded(make), ContrastiveLoss(), [(texts["input_ids"], images) for images, texts in micro_batches])
 
 
-class LoRA(nn.Module):
-    """What peft puts in place of a linear layer: the frozen layer, and a dropout and two thin matrices beside it."""
-
-    def __init__(self, layer, rank=2):
-        super().__init__()
-        self.base_layer = layer
-        self.dropout = nn.Dropout(0.1)
-        self.down = nn.Parameter(0.1 * torch.randn(rank, layer.in_features, dtype=layer.weight.dtype))
-        self.up = nn.Parameter(0.1 * torch.randn(layer.out_features, rank, dtype=layer.weight.dtype))
-
-    def forward(self, inputs):
-        return self.base_layer(inputs) + self.dropout(inputs) @ self.down.T @ self.up.T
-
-
 @pytest.mark.parametrize("towers", [["text"], ["text", "image"]])
 def test_lora_on_frozen_towers(towers):
-    model, micro_batches = bert_clip(), batches([3, 2, 2])
-    model.requires_grad_(False)
-    model.logit_scale.requires_grad_(True)
-    torch.manual_seed(0)
-    for layer in model.text.transformer.encoder.layer:
-        layer.attention.self.query = LoRA(layer.attention.self.query)
-    if "image" in towers:
-        for block in model.visual.transformer.resblocks:
-            block.mlp.c_fc = LoRA(block.mlp.c_fc)
+    model, micro_batches = lora_on(towers), batches([3, 2, 2])
     _, wanted = reference(model, ClipLoss(), micro_batches)
     for retain in (0, 1):
         _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)

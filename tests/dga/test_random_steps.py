@@ -1,0 +1,119 @@
+"""Random models x losses x K x R x sizes x freezing, each against one graph in fp64: the standing guard of exactness."""
+
+import functools
+import os
+
+import open_clip
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_clip.loss import ClipLoss, SigLipLoss
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph, vit
+from support.two_towers import (
+    Metric,
+    TextText,
+    adapter_in_a_hook,
+    adapter_in_encode_image,
+    lora_on,
+    noisy,
+    seeded,
+    shared_projection,
+    token_batches,
+)
+
+
+def stock_clip():
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    return open_clip.CLIP(16, vit(), text, output_dict=True)
+
+
+MODELS = {
+    "ViT and BERT": (bert_clip, batches),
+    "with a bias": (functools.partial(bert_clip, bias=True), batches),
+    "open_clip.CLIP": (lambda: seeded(stock_clip), batches),
+    "one tower, two texts": (lambda: seeded(lambda: TextText(pair=False)), token_batches),
+    "adapter in encode_image": (adapter_in_encode_image, batches),
+    "adapter in a hook": (adapter_in_a_hook, batches),
+    "shared projection": (shared_projection, batches),
+    "LoRA": (lambda: lora_on(["text", "image"]), batches),
+}
+LOSSES = {
+    "ours": ContrastiveLoss,
+    "ours in chunks": lambda: ContrastiveLoss(chunk_size=3),
+    "ours with mixup": lambda: ContrastiveLoss(chunk_size=2),
+    "ClipLoss": ClipLoss,
+    "one that drops features": lambda: noisy,
+    "one that learns": Metric,
+    "SigLIP": SigLipLoss,
+}
+FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
+
+
+@st.composite
+def cases(draw):
+    model = draw(st.sampled_from(sorted(MODELS)))
+    losses = ["SigLIP", "ours", "ClipLoss"] if model == "with a bias" else sorted(LOSSES.keys() - {"SigLIP"})
+    if model == "one tower, two texts":
+        losses.remove("one that learns")  # its matrix has another width
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    return {
+        "model": model,
+        "loss": draw(st.sampled_from(losses)),
+        "sizes": sizes,
+        "retain": draw(st.integers(0, len(sizes))),
+        "frozen": draw(st.sampled_from(FROZEN)),
+        "training": draw(st.booleans()),
+        "steps": draw(st.integers(1, 2)),
+        "scale": draw(st.sampled_from([1.0, 1.0, 2.0**10])),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+def worst_error(case):
+    make, make_batches = MODELS[case["model"]]
+    model, loss = make(), LOSSES[case["loss"]]()
+    frozen = dict(model.named_modules()).get(case["frozen"]) or dict(model.named_parameters()).get(case["frozen"])
+    if frozen is not None:
+        frozen.requires_grad_(False)
+    model.train(case["training"])
+    inputs = {}
+    if case["loss"] == "ours with mixup":
+        inputs = {"mixup_lambda": 0.7, "partner": reversed_partner(case["sizes"])}
+    scaler = torch.amp.GradScaler("cpu", init_scale=case["scale"])
+    step = DecoupledGradientAccumulation(model, loss, retain=case["retain"], check="always", scaler=scaler)
+    worst = 0.0
+    for number in range(case["steps"]):
+        micro_batches = make_batches(case["sizes"])
+        own = list(loss.parameters()) if isinstance(loss, torch.nn.Module) else []
+        torch.manual_seed(case["seed"] + number)
+        _, wanted = one_graph(model, loss, micro_batches, **inputs)
+        wanted |= {f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None}
+        ended = torch.get_rng_state()
+        for parameter in own:
+            parameter.grad = None
+        torch.manual_seed(case["seed"] + number)
+        step.backward(micro_batches, **inputs)
+        assert torch.equal(torch.get_rng_state(), ended), "random numbers were not as if forwarded once"
+        found = gradients(model) | {f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None}
+        worst = max(worst, error({name: grad / case["scale"] for name, grad in found.items()}, wanted))
+    return worst
+
+
+QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+
+
+@settings(max_examples=25, **QUIET)
+@given(cases())
+def test_random_steps_are_exact(case):
+    assert worst_error(case) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.slow  # some hundred steps; EXAMPLES=5000 for as many as one likes
+@settings(max_examples=int(os.environ.get("EXAMPLES", "400")), **QUIET)
+@given(cases())
+def test_many_random_steps_are_exact(case):
+    assert worst_error(case) <= TOLERANCE[torch.float64]
