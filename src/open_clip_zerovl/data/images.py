@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,10 +150,19 @@ def normalize(
     images: torch.Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """uint8 images (B, C, H, W) to what Normalize makes of them, on their device, contiguous, in `dtype`."""
-    scale = torch.tensor([1 / (255 * value) for value in std], device=images.device).view(-1, 1, 1)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=images.device).view(-1, 1, 1)
+    scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)
     pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
     return torch.addcmul(shift, pixels, scale).to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Made once for each device: copying numbers to a GPU makes the host wait for it."""
+    scale = torch.tensor([1 / (255 * value) for value in std], device=device).view(-1, 1, 1)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(-1, 1, 1)
+    return scale, shift
 
 
 def collate_images(images: Sequence[torch.Tensor]) -> torch.Tensor:

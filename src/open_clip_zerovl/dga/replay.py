@@ -203,10 +203,11 @@ class ReplayCheck:
         seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        anywhere = torch.tensor([bool(bad), bool(seen)], dtype=torch.long, device=device)
+        any_bad, any_seen = bool(bad), bool(seen)
         if world_size > 1:
+            anywhere = torch.tensor([any_bad, any_seen], dtype=torch.long, device=device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        any_bad, any_seen = anywhere.tolist()
+            any_bad, any_seen = (bool(number) for number in anywhere.tolist())
         self._seen = []
         if any_bad and not bad:
             raise ReplayError("Another rank's replayed features differ from its cached ones; its message says where.")

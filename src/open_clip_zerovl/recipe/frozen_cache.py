@@ -226,7 +226,9 @@ class FrozenCache:
             with torch.no_grad():
                 features = self._forward(inputs)
             self.put(origin, features)
-        return features.to(inputs.device, self._dtype).to(torch.float32)
+        if inputs.device.type == "cuda" and features.device.type == "cpu":
+            features = features.pin_memory()  # from other memory a copy waits
+        return features.to(inputs.device, self._dtype, non_blocking=True).to(torch.float32)
 
 
 @contextmanager

@@ -218,7 +218,7 @@ class _TextMixing:
         parameter = next(self.tower.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.tensor(weight, dtype=dtype, device=device)
+        return torch.full((), weight, dtype=dtype, device=device)  # a kernel, where a copy would wait
 
     def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
         if self.weight is None:

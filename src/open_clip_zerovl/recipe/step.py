@@ -17,8 +17,9 @@ import torch
 from open_clip import get_input_dtype
 from torch import Tensor, nn
 
-from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import optimizer_step
 
@@ -101,6 +102,7 @@ class RecipeStep:
         check: str = "first",
         replay_rng: bool = True,
     ) -> None:
+        without_host_waits(unwrapped(model)[0])
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
         self.autocast = autocast_of(precision, next(model.parameters()).device)

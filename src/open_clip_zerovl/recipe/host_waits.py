@@ -1,0 +1,62 @@
+"""What in other libraries' towers makes the host wait for the GPU in every forward pass, replaced by what does not.
+
+A wait inside a step leaves the GPU without work while the host prepares the next kernels: with K micro-batches forwarded
+twice that is up to 2K times a step. Both replacements compute what they replace computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import open_clip.transformer
+import torch
+from torch import Tensor, nn
+
+
+def without_host_waits(model: nn.Module) -> None:
+    """Replace, once, what waits in `model`: to be called before its first forward pass and before it is compiled.
+
+    - BERT of Hugging Face: its mask code reads whether a batch has padding, to leave the mask out where it has none. It
+      gets the mask in the form that the attention takes, which it does not look at.
+    - open_clip's patch dropout: draws on the CPU and indexes with CPU tensors. It draws on the images' device instead: on a
+      GPU other masks than open_clip's, on a CPU the same.
+    """
+    for module in model.modules():
+        if _looks_at_masks(module) and _prepared_mask not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_prepared_mask, with_kwargs=True)
+        elif type(module) is open_clip.transformer.PatchDropout:
+            module.__class__ = DevicePatchDropout
+
+
+def _looks_at_masks(module: nn.Module) -> bool:
+    """Whether this is a bidirectional BERT whose attention is torch's, which takes a mask of booleans."""
+    config = getattr(module, "config", None)
+    return (
+        type(module).__name__ == "BertModel"
+        and not getattr(config, "is_decoder", False)
+        and getattr(config, "_attn_implementation", None) == "sdpa"
+    )
+
+
+def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token may see which."""
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    length = mask.shape[1]
+    return args, kwargs | {"attention_mask": mask.bool()[:, None, None, :].expand(-1, 1, length, -1)}
+
+
+class DevicePatchDropout(open_clip.transformer.PatchDropout):
+    """open_clip's patch dropout, drawn and applied on the device of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep a random share of the patch tokens (B, T, D), and the class token."""
+        if not self.training or self.prob == 0.0:
+            return x
+        first = x[:, :1]
+        patches = x[:, 1:] if self.exclude_first_token else x
+        count = max(1, int(patches.shape[1] * (1 - self.prob)))
+        kept = torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices  # (B, count)
+        patches = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[-1]))
+        return torch.cat((first, patches), dim=1) if self.exclude_first_token else patches

@@ -1,0 +1,185 @@
+"""Every recipe's step on fake CUDA tensors: nothing on the wrong device, and no wait that is not listed with its reason."""
+
+from functools import partial
+
+import open_clip
+import pytest
+import torch
+from open_clip.loss import SigLipLoss
+
+from open_clip_zerovl.data import images as images_module
+from open_clip_zerovl.data.images import normalize
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.step import RecipeStep
+from open_clip_zerovl.recipe.towers import freeze
+from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
+
+K, B = 3, 4
+# What may wait, by a part of its line: (the most times a step, why).
+ALLOWED = {
+    "torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed"),
+}
+FIRST_STEP = {
+    # One read; a fake tensor gives its list number by number, two for each of two features of each micro-batch.
+    "dga/replay.py _numbers": (4 * K, "check=first reads the largest difference in the first step that replays"),
+    "data/images.py _scale_and_shift": (2, "mean and std are brought to the device once"),
+    "torch/amp/grad_scaler.py": (3, "GradScaler makes its scale"),
+}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fake")
+    text = bert_text(write_bert(folder / "bert"))
+    clip = {**CLIP_TEXT, "vocab_size": 64, "layers": 1}
+    vision = {**NATIVE_VISION, "layers": 1}
+    return {
+        "timm and BERT": register(folder, "fake-timm-bert", TIMM_VISION, text),
+        "native and BERT": register(folder, "fake-native-bert", vision, text),
+        "native and CLIP": register(folder, "fake-native-clip", vision, clip),
+        "with a bias": register(folder, "fake-bias", vision, text, init_logit_bias=-10.0),
+    }
+
+
+RECIPES = {
+    "DGA": {},
+    "timm": {"model": "timm and BERT"},
+    "CLIP's text tower": {"model": "native and CLIP"},
+    "all replayed": {"retain": 0},
+    "all kept": {"retain": K},
+    "retain auto": {"retain": "auto", "steps": 3},
+    "fp32": {"precision": "fp32"},
+    "GradScaler": {"precision": "amp"},
+    "pure bf16": {"precision": "pure_bf16"},
+    "mixup of images": {"mix": Mix(True, 0.3)},
+    "mixup of texts, GradScaler": {"mix": Mix(False, 0.3), "precision": "amp"},
+    "frozen text": {"frozen": "text"},
+    "frozen image, all replayed": {"frozen": "image", "retain": 0},
+    "frozen text, cached": {"frozen": "text", "cached": True},
+    "frozen text, cached, mixed": {"frozen": "text", "cached": True, "mix": Mix(False, 0.3)},
+    "SigLIP": {"model": "with a bias", "siglip": True},
+    "loss in chunks": {"chunk": 3, "retain": 2},
+    "gradient checkpointing": {"checkpointing": True},
+}
+
+
+class Fixed(CoinFlipMixup):
+    """Draws the mix it is given."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def draw(self):
+        return self.mix
+
+
+def watched_steps(
+    name, folder, *, precision="amp_bf16", retain=1, mix=None, frozen=None, cached=False, siglip=False, chunk=None,
+    checkpointing=False, steps=2, plant=None,
+):  # fmt: skip
+    """The waits of each of some optimizer steps, with micro-batches of uint8 images, the last one smaller."""
+    images_module._scale_and_shift.cache_clear()
+    model = open_clip.create_model(
+        name,
+        pretrained_text=False,
+        pretrained_image=False,
+        force_patch_dropout=0.25,
+        force_custom_text=True,
+        output_dict=True,
+    ).train()
+    size, length = model.visual.image_size, model.context_length or 12
+    side = size[0] if isinstance(size, tuple) else size
+    if frozen:
+        freeze(model, [frozen])
+    if checkpointing:
+        model.set_grad_checkpointing()
+    sizes = [B] * (K - 1) + [B - 1]
+    cache = None
+    if cached:
+        source = Source("s", ("0.tar",), (sum(sizes),))
+        cache = FrozenCache(folder, [source], tower="text", width=24, fingerprint="f")
+        cache.attach(model)
+        for filled in cache._filled:
+            filled[:] = True
+    mixup = Fixed(mix) if mix else None
+    if mixup:
+        mixup.attach(model)
+    if precision == "pure_bf16":
+        model.to(torch.bfloat16)
+    origins = torch.stack([torch.zeros(sum(sizes), dtype=torch.long), torch.arange(sum(sizes))], dim=1).split(sizes)
+    with fake_cuda():
+        to_fake_cuda(model)
+        optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
+        step = RecipeStep(
+            model,
+            (plant or (lambda loss: loss))(SigLipLoss() if siglip else ContrastiveLoss(chunk_size=chunk)),
+            optimizer,
+            precision=precision,
+            scaler=torch.amp.GradScaler("cuda") if precision == "amp" else None,
+            normalize=partial(normalize, mean=(0.5,) * 3, std=(0.5,) * 3),
+            mixup=mixup,
+            cache=cache,
+            grad_clip_norm=1.0,
+            retain=retain,
+        )
+        micro_batches = [
+            (torch.empty(n, 3, side, side, dtype=torch.uint8), torch.ones(n, length, dtype=torch.long)) for n in sizes
+        ]
+        if cached:
+            micro_batches = [(*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)]
+        waits = []
+        for number in range(steps):
+            waits.append(Waits())
+            with waits[-1]:
+                losses = step.take(micro_batches, number)
+        for key, parameter in model.named_parameters():
+            assert not parameter.requires_grad or parameter.grad is not None, f"{key} has no gradient"
+        assert losses["loss"].dtype == torch.float32 and losses["loss"].device.type == "cuda"
+    images_module._scale_and_shift.cache_clear()
+    return waits
+
+
+def unexpected(waits, allowed):
+    """Lines that wait more often than `allowed` says."""
+    found = {}
+    for line, count in waits.by_line().items():
+        most = max((times for part, (times, _) in allowed.items() if part in line), default=0)
+        if count > most:
+            found[line] = count
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_waits_nowhere(recipe, names, tmp_path):
+    options = dict(RECIPES[recipe])
+    first, *later = watched_steps(names[options.pop("model", "native and BERT")], tmp_path, **options)
+    assert unexpected(first, ALLOWED | FIRST_STEP) == {}
+    for waits in later:
+        assert unexpected(waits, ALLOWED) == {}
+
+
+def reading(loss):
+    def planted(**values):
+        result = loss(**values)
+        print(result["contrastive_loss"].item())
+        return result
+
+    return planted
+
+
+def with_a_cpu_tensor(loss):
+    return lambda logit_scale, **values: loss(logit_scale=logit_scale * torch.ones(1), **values)
+
+
+def test_a_planted_read_and_a_planted_cpu_tensor_are_found(names, tmp_path):
+    waits = watched_steps(names["native and BERT"], tmp_path, plant=reading)[-1]
+    (line,) = unexpected(waits, ALLOWED)
+    assert 'planted: print(result["contrastive_loss"].item())' in line
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+        watched_steps(names["native and BERT"], tmp_path, plant=with_a_cpu_tensor)
