@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import errno
+import json
 import logging
+import os
 
 import numpy as np
 import open_clip
@@ -95,6 +98,74 @@ def test_a_cache_that_was_not_finished_is_made_anew(tmp_path):
     cache(tmp_path).flush()
     (tmp_path / "cache.json").write_text("{")
     assert len(cache(tmp_path)) == 0
+
+
+def written(folder, *contents, captions=None):
+    """A source of one sample a shard."""
+    shards = []
+    folder.mkdir(exist_ok=True)
+    for index, content in enumerate(contents):
+        (folder / f"{index}.tar").write_bytes(content)
+        shards.append(str(folder / f"{index}.tar"))
+    return Source(name="s", shards=tuple(shards), sizes=(1,) * len(shards), captions=captions)
+
+
+def of(folder, source):
+    return FrozenCache(folder, [source], tower="text", width=WIDTH, fingerprint="a")
+
+
+def filled(folder, source):
+    found = of(folder, source)
+    found.put(torch.tensor([[0, 0]]), torch.ones(1, WIDTH))
+    found.flush()
+    return folder
+
+
+def test_other_data_under_the_same_names_is_noticed(tmp_path, caplog):
+    source = written(tmp_path / "data", b"one", b"two")
+    folder = filled(tmp_path / "cache", source)
+    assert len(of(folder, source)) == 1 and not caplog.records
+    elsewhere = written(tmp_path / "elsewhere", b"one", b"TWO")  # same names and sizes
+    assert len(of(folder, elsewhere)) == 0
+    assert "other data (0.tar has another size or modification time): made anew" in caplog.text
+    filled(folder, elsewhere)
+    longer = written(tmp_path / "elsewhere", b"one", b"longer")
+    os.utime(longer.shards[0], ns=(0, json.loads((folder / "shards.json").read_text())[0][0][2]))
+    assert len(of(folder, longer)) == 0 and "other data (1.tar has another size" in caplog.text
+
+
+def test_a_cache_without_a_record_of_its_data_is_taken_if_nothing_was_written_since(tmp_path, caplog):
+    source = written(tmp_path / "data", b"one")
+    folder = filled(tmp_path / "cache", source)
+    (folder / "shards.json").unlink()
+    with caplog.at_level(logging.INFO):
+        assert len(of(folder, source)) == 1
+    assert "without a record of the data" in caplog.text and (folder / "shards.json").is_file()
+    (folder / "shards.json").unlink()
+    later = (folder / "cache.json").stat().st_mtime_ns + 10**9
+    os.utime(source.shards[0], ns=(later, later))
+    assert len(of(folder, source)) == 0
+    assert "other data (0.tar was written after them): made anew" in caplog.text
+
+
+def test_captions_that_change_with_the_epoch_are_refused(tmp_path):
+    source = written(tmp_path / "data", b"one", captions="one-per-epoch")
+    with pytest.raises(UserError, match="'s' shows another caption of an image in each epoch .*--captions all"):
+        of(tmp_path / "cache", source)
+    FrozenCache(tmp_path / "images", [source], tower="image", width=WIDTH, fingerprint="a")
+    of(tmp_path / "cache", written(tmp_path / "data", b"one", captions="all"))
+
+
+def test_a_disk_without_space_is_told_before_training(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="cannot be written .*No space left"):
+        cache(tmp_path)
+    monkeypatch.undo()
+    cache(tmp_path)
+    assert (tmp_path / "0.features").stat().st_blocks > 0  # taken already: no bus error later
 
 
 # --- in a model ------------------------------------------------------------------------------------------------------

@@ -407,6 +407,11 @@ class TowerFlags:
                 "augmented captions have other features each epoch",
             ),
             Contradiction(
+                "--captions one-per-epoch",
+                lambda given: given.freeze == ("text",) and given.captions == "one-per-epoch",
+                "another caption each epoch has other features; use --captions all",
+            ),
+            Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.freeze == ("image",) and given.coin_flip_mixup,
                 "mixed images have other features each step",

@@ -12,6 +12,9 @@ sample is known by (source, position), as `Mixture(with_origin=True)` yields the
     cache.flush()                                                # now and then, and at the end
 
 What is returned is what was computed, in `dtype`, whether it comes from the tower or from the disk.
+
+A cache is of a model and its input (`fingerprint`, in cache.json) and of data (size and modification time of each local
+shard, in shards.json). Where either differs it is made anew. Of a table the file itself is looked at, not its images.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.randomness import seeded
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import group_of
+from open_clip_zerovl.tar.members import local_path
 
 log = logging.getLogger(__name__)
 
 DESCRIPTION_FILE = "cache.json"
+SHARDS_FILE = "shards.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -56,7 +61,8 @@ class FrozenCache:
         dtype: of the files: float32, or float16 for half the space and a relative error of 5e-4.
 
     Raises:
-        UserError: an unknown tower or dtype, or a folder that cannot be written.
+        UserError: an unknown tower or dtype, a folder that cannot be written or has too little space, or texts of which
+            each epoch shows another.
     """
 
     def __init__(
@@ -73,6 +79,12 @@ class FrozenCache:
             raise UserError(f"there is no tower {tower!r} to cache; give image or text.")
         if dtype not in DTYPES:
             raise UserError(f"features cannot be cached as {dtype!r}; give float32 or float16.")
+        for source in sources:
+            if tower == "text" and source.captions == "one-per-epoch":
+                raise UserError(
+                    f"source {source.name!r} shows another caption of an image in each epoch (--captions one-per-epoch), but a "
+                    "cache keeps one text's features for each sample; use --captions all, or leave the cache out."
+                )
         self.folder, self.tower, self.width = Path(folder), tower, width
         self._dtype = DTYPES[dtype]
         self._sizes = [source.num_samples for source in sources]
@@ -87,7 +99,7 @@ class FrozenCache:
         }
         try:
             with _locked(self.folder):
-                self._make_files(description)
+                self._make_files(description, [_shard_marks(source) for source in sources])
         except OSError as error:
             raise UserError(f"the folder of cached features {self.folder} cannot be written ({error}).") from error
         self._features = [
@@ -107,27 +119,44 @@ class FrozenCache:
     def _file(self, source: int, kind: str) -> Path:
         return self.folder / f"{source}.{kind}"
 
-    def _make_files(self, description: dict[str, Any]) -> None:
+    def _make_files(self, description: dict[str, Any], shards: list[list[list[Any]]]) -> None:
         file = self.folder / DESCRIPTION_FILE
         if file.is_file():
-            try:
-                found = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError:
-                found = None
-            if found == description:
+            other = "another tower, tokenizer, transform or data"
+            if _read_json(file) == description:
+                other = self._other_data(shards, file.stat().st_mtime_ns) or ""
+            if not other:
                 return
-            log.warning(
-                "The cached features in %s are of another tower, tokenizer, transform or data: made anew.", self.folder
-            )
+            log.warning("The cached features in %s are of %s: made anew.", self.folder, other)
             file.unlink()
         for index, size in enumerate(self._sizes):
             row_bytes = self.width * torch.empty(0, dtype=self._dtype).element_size()
             for kind, length in (("features", size * row_bytes), ("filled", size)):
                 self._file(index, kind).unlink(missing_ok=True)  # a run that still maps the old file keeps it
                 with open(self._file(index, kind), "wb") as content:
-                    content.truncate(length)  # sparse: takes space as rows come
+                    if length:  # all of it now: a disk that fills up later would end the process by a signal
+                        os.posix_fallocate(content.fileno(), 0, length)
+        write_atomically(self.folder / SHARDS_FILE, json.dumps(shards) + "\n")
         # The description comes last: files without one are not believed.
         write_atomically(file, json.dumps(description, indent=2) + "\n")
+
+    def _other_data(self, shards: list[list[list[Any]]], made_ns: int) -> str | None:
+        """Which data the features are of, if not of `shards`. A cache of before shards.json is older than changed data."""
+        found = _read_json(self.folder / SHARDS_FILE)
+        if found is None:
+            newer = [mark[0] for marks in shards for mark in marks if len(mark) > 1 and mark[2] > made_ns]
+            if newer:
+                return f"other data ({newer[0]} was written after them)"
+            log.info(
+                "The cached features in %s were kept without a record of the data: none was changed since.", self.folder
+            )
+            write_atomically(self.folder / SHARDS_FILE, json.dumps(shards) + "\n")
+            return None
+        if found == shards:
+            return None
+        before = {tuple(mark) for marks in found for mark in marks}
+        changed = next((mark[0] for marks in shards for mark in marks if tuple(mark) not in before), "their order")
+        return f"other data ({changed} has another size or modification time)"
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -229,6 +258,27 @@ class FrozenCache:
         if inputs.device.type == "cuda" and features.device.type == "cpu":
             features = features.pin_memory()  # from other memory a copy waits
         return features.to(inputs.device, self._dtype, non_blocking=True).to(torch.float32)
+
+
+def _read_json(file: Path) -> Any:
+    """What a file of the cache says; None where it is absent or cut short."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _shard_marks(source: Source) -> list[list[Any]]:
+    """The last part of each shard's path, and of local ones the size in bytes and modification time in nanoseconds."""
+    marks: list[list[Any]] = []
+    for shard in dict.fromkeys(source.shards):
+        path = local_path(shard)
+        mark: list[Any] = [os.path.basename(shard)]
+        if path is not None and os.path.exists(path):  # a lost one has been reported
+            status = os.stat(path)
+            mark += [status.st_size, status.st_mtime_ns]
+        marks.append(mark)
+    return marks
 
 
 @contextmanager
