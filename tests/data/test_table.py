@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -165,6 +167,76 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, files, words):
         parse_sources(f"t={tmp_path}")
     with pytest.raises(UserError, match="cannot be read .No such file"):
         parse_sources(f"t={tmp_path}/gone.csv")
+
+
+STRAY = {
+    "stray quotes, tabs": (
+        ["filepath\ttitle", 'pictures/0.png\t"hello world', "pictures/1.png\ttitle 1", 'pictures/2.png\tthe 6" pipe',
+         'pictures/3.png\t"great" they said', 'pictures/4.png\t"a ""quoted"" one"', 'pictures/5.png\t"over\ntwo lines"'],
+        {'"hello world', "title 1", 'the 6" pipe', '"great" they said', 'a "quoted" one', "over\ntwo lines"},
+        r"a stray quote, lines 2, 5\b",
+    ),
+    "a stray quote that the next one closes": (
+        ["filepath\ttitle", 'pictures/0.png\t"hello', 'pictures/1.png\tthe 6"', "pictures/2.png\tlast"],
+        {'"hello', 'the 6"', "last"},
+        r"a stray quote, line 2\b",
+    ),
+    "a stray quote that nothing closes": (
+        ["filepath,title", 'pictures/0.png,"hello', *(f"pictures/{i % 6}.png,title {i}" for i in range(1, 300))],
+        {'"hello', *(f"title {i}" for i in range(1, 300))},
+        r"a stray quote, line 2\b",
+    ),
+    "commas without quotes": (
+        ["filepath,title", "pictures/0.png,a dog, running", 'pictures/1.png,"a cat, asleep"', "pictures/2.png,a bird,,"],
+        {"a cat, asleep", "a bird"},
+        r"more fields than the header, line 2\b",
+    ),
+    "a field of more than 128 KiB": (
+        ["filepath,title", "pictures/0.png," + "x" * 200_000, "pictures/1.png,one", "pictures/2.png,two"],
+        {"one", "two"},
+        r"field larger than field limit \(131072\), line 2\b",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRAY)
+def test_odd_quoting_is_told_by_line_and_swallows_nothing(tmp_path, caplog, kind):
+    """A stray quote at the start of a caption swallowed the rows after it; a comma without quotes cut the caption."""
+    lines, expected, words = STRAY[kind]
+    write_pictures(tmp_path, 6)
+    ending = ".tsv" if "\t" in lines[0] else ".csv"
+    (tmp_path / f"t{ending}").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=rf"t\{ending} cannot be read as CSV \({words}"):
+        parse_sources(f"t={tmp_path}/t{ending}", on_bad_sample="fail")
+    sources = parse_sources(f"t={tmp_path}/t{ending}")
+    assert re.search(words, caplog.text)
+    (shown,) = captions_of_epochs(sources, 1)
+    assert set(shown) == expected
+    unreadable = captions_of_epochs.lost.get("t", {})
+    assert unreadable == (
+        {"unreadable row": 1} if kind in ("commas without quotes", "a field of more than 128 KiB") else {}
+    )
+
+
+def test_a_pipe_or_a_device_as_picture_does_not_hang(tmp_path):
+    write_pictures(tmp_path, 4)
+    (tmp_path / "pictures/0.png").unlink()
+    os.mkfifo(tmp_path / "pictures/0.png")
+    rows = ["pictures/0.png,fifo", "/dev/zero,device", "pictures/2.png,two", "pictures/3.png,three"]
+    (tmp_path / "t.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
+    (shown,) = captions_of_epochs(parse_sources(f"t={tmp_path}/t.csv"), 1)
+    assert set(shown) == {"two", "three"} and captions_of_epochs.lost == {"t": {"no image": 2}}
+
+
+def test_an_edit_while_training_ends_in_a_sentence(tmp_path):
+    """Rows were taken from where they had been."""
+    write_pictures(tmp_path, 3)
+    text = "filepath,title\n" + "".join(f"pictures/{i}.png,title {i}\n" for i in range(3))
+    (tmp_path / "t.csv").write_text(text)
+    sources = parse_sources(f"t={tmp_path}/t.csv")
+    (tmp_path / "t.csv").write_text(text.replace("title 0", "another title"))
+    with pytest.raises(UserError, match=r"t\.csv was written again after the run had read where its rows lie"):
+        captions_of_epochs(sources, 1)
 
 
 def test_a_table_beside_tars_is_none_of_the_sources_business(tmp_path):

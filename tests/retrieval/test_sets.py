@@ -154,6 +154,7 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
     )
     refused(a_table([]), "holds no rows")
     refused(a_table([(name, 1)]), "line 2: the row has fewer fields")
+    refused(a_table([(name, 1, "a dog", 1, " running")]), "line 2: the row has more fields than the header; put quotes")
     refused(a_table([(name, 1, " ", 7)]), "line 2: caption 7 of image 1 is empty")
     refused(a_table([(name, 1, "a", 7), (name, 1, "b", 7)]), "line 3: caption_id 7 of image 1 appears twice")
     refused(a_table([(name, 1, "a", 7), (other, 1, "b", 8)]), f"line 3: image_id 1 is {other} here and {name} before")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -40,6 +41,7 @@ from open_clip_zerovl.tar.members import (
 )
 
 MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
+_LARGEST_PICTURE_BYTES = 1 << 30
 _ANNOUNCED_SAMPLES = 16  # of a piece of scattered samples: what lies in the page cache before it is asked for
 
 
@@ -131,14 +133,18 @@ class Reading:
         table, first = self.source.table, int(self.source.starts[block])
         assert table is not None
         with opened(table.path) as descriptor:
+            table.check_unchanged(descriptor)
             for offset in range(start, self.source.sizes[block]):
-                rows = [table.read_row(descriptor, row) for row in table.rows_of(first + offset).tolist()]
+                numbers = table.rows_of(first + offset).tolist()
+                rows = [table.read_row(descriptor, row) for row in numbers]
                 path = table.image_path(rows[0][0])
-                try:
-                    with open(path, "rb") as file:
-                        image: bytes | None = file.read()
-                except (OSError, ValueError):  # ValueError: a NUL in the path
-                    image = None
+                if not table.is_readable(numbers[0]):
+                    fault = Fault(
+                        "unreadable row", "is a row that cannot be read (its line was told when the table was opened)"
+                    )
+                    yield RawSample(b"", "", self.index, position + offset - start, path, table.path, fault)
+                    continue
+                image = _picture_file(path)
                 texts = [text for _, text in rows if text is not None]
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
@@ -271,6 +277,19 @@ class Reading:
         lap, sample = divmod(position, self.source.num_samples)
         first = stream_seed(self.seed, Purpose.CAPTION, self.index, sample)
         return texts[(first + lap) % len(texts)]
+
+
+def _picture_file(path: str) -> bytes | None:
+    """The bytes of a picture's file; None where it cannot be read, or is a pipe or a device, which might never end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_PICTURE_BYTES:
+                return None
+            return file.read(_LARGEST_PICTURE_BYTES)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return None
 
 
 def _require(count: int, size: int) -> None:

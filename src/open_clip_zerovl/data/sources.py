@@ -169,7 +169,7 @@ def _source(
     timeout_seconds: float,
 ) -> Source:
     if content.table is not None:
-        table = open_table(content.table, table_format, by_image=captions == "one-per-epoch")
+        table = open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
         sizes = block_sizes(len(table))
         return Source(name, (content.table,) * len(sizes), sizes, weight, table, captions)
     cluster, each_caption = content.cluster, captions == "all"

@@ -4,23 +4,37 @@ The table is scanned once for where its rows lie; rows are then read from the fi
 stay in memory, which loader workers share with the process that made them: a list of captions would be copied to each.
 
 Image paths are relative to the table's folder.
+
+A row is a line, or several where a quoted field holds line breaks. A quote that opens a field and was not meant to swallows the
+lines after it; a caption with the separator in it and no quotes around it is cut. Both are told by line:
+
+    a.jpg<tab>"great" they said        read as it stands, a quote and all
+    b.jpg,a dog, running               more fields than the header: not shown
 """
 
 from __future__ import annotations
 
 import csv
+import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
 
 EXTENSIONS = (".csv", ".tsv")
 BLOCK_SAMPLES = 64  # rows that stand where a tar source has a shard: shuffled as one, and then within the window
 # (image, caption, what says that two rows show the same image)
+_LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # what is longer was opened by a stray quote
+_PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+_TOLD_LINES = 5
+_PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of 131,072 characters
 LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 
@@ -42,9 +56,11 @@ class CsvTable:
         path: of the table.
         separator: between columns.
         image_column, caption_column: where the two are in a row.
-        rows: (R, 2) offset and length in bytes of each row.
+        rows: (R, 2) offset and length in bytes of each row; the length is negative where quotes are read as they stand, and
+            0 where the row cannot be shown.
         members: (R,) row numbers, those of a sample next to each other.
         ends: (n,) where each sample ends in `members`; a sample is a row, or all rows of one image.
+        stamp: size in bytes and modification time in ns of the file that was scanned.
     """
 
     path: str
@@ -54,6 +70,7 @@ class CsvTable:
     rows: np.ndarray
     members: np.ndarray
     ends: np.ndarray
+    stamp: tuple[int, int]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -63,14 +80,29 @@ class CsvTable:
         return self.members[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
     def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
-        """Path of the image and bytes of the caption (None where the row is too short) of one row."""
+        """Path of the image and bytes of the caption (None where the row is too short or unreadable) of one row."""
         offset, length = self.rows[row].tolist()
-        text = os.pread(descriptor, length, offset).decode("utf-8", "surrogateescape")
-        fields = next(csv.reader([text], delimiter=self.separator), [])
+        text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
+        if length < 0:
+            fields = _as_it_stands(text, self.separator)
+        else:
+            fields = next(csv.reader([text], delimiter=self.separator), [])
         image = fields[self.image_column] if len(fields) > self.image_column else ""
         if len(fields) <= self.caption_column:
             return image, None
         return image, fields[self.caption_column].encode("utf-8", "surrogateescape")
+
+    def is_readable(self, row: int) -> bool:
+        """Whether the row can be shown."""
+        return bool(self.rows[row, 1])
+
+    def check_unchanged(self, descriptor: int) -> None:
+        """UserError where the file is not the one that was scanned: rows would be taken from the wrong places."""
+        if _stamp(descriptor) != self.stamp:
+            raise UserError(
+                f"table {self.path} was written again after the run had read where its rows lie; start the run again, with "
+                "--resume where it is to go on, and leave the table alone"
+            )
 
     def image_path(self, image: str) -> str:
         """Where an image lies that a row names."""
@@ -93,42 +125,58 @@ def find_table(component: str) -> str | None:
     return str(tables[0]) if tables else None
 
 
-def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = False) -> CsvTable:
+def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = False, strict: bool = False) -> CsvTable:
     """Scan a table.
 
     Args:
         style: columns and separator; by default told from the header.
         by_image: make all rows of one image a sample (by `image_id`, or by path where there is none).
+        strict: refuse a table with odd rows; otherwise they are told in a warning, and those that cannot be read are replaced.
 
     Raises:
-        UserError: no such file, no header that names an image and a caption, no rows, or broken quoting.
+        UserError: no such file, no header that names an image and a caption, no rows, or odd rows (`strict`, or all of them).
     """
     style = style or CsvFormat()
+    odd: dict[str, list[int]] = {}  # what is odd -> lines
+    unreadable = 0
     try:
         with open(path, "rb") as file:
             separator = style.separator or ("\t" if b"\t" in file.readline() else ",")
             file.seek(0)
-            records = _records(file, separator)
-            _, _, header = next(records, (0, 0, []))
+            stamp = _stamp(file.fileno())
+            scanner = _Scanner(file, separator)
+            records = iter(scanner)
+            header = next(records, _Row(0, 0, 1, [])).fields
             image, caption, identity = _columns(path, header, style)
+            scanner.width, scanner.image = len(header), image
             rows: list[tuple[int, int]] = []
             images: list[int] = []
             number: dict[str, int] = {}
-            for offset, length, fields in records:
-                rows.append((offset, length))
+            for record in records:
+                rows.append((record.offset, record.length))
+                if record.odd:
+                    odd.setdefault(record.odd, []).append(record.line)
+                unreadable += not record.length
                 if by_image:
-                    name = fields[identity] if identity < len(fields) else f"\0row {len(rows)}"
+                    known = identity < len(record.fields)
+                    name = record.fields[identity] if known else f"\0row {len(rows)}"
                     images.append(number.setdefault(name, len(number)))
     except OSError as error:
         raise UserError(f"table {path} cannot be read ({error.strerror}); correct its path") from error
-    except csv.Error as error:
-        raise UserError(f"table {path} cannot be read as CSV ({error}); check its quotes and line ends") from error
     if not rows:
         raise UserError(f"table {path} holds no rows below its header; check the file")
+    told = "; ".join(f"{what}, {_lines(lines)}" for what, lines in odd.items())
+    if odd and (strict or unreadable == len(rows)):
+        raise UserError(
+            f"table {path} cannot be read as CSV ({told}); put quotes around fields that hold the separator, and write a quote "
+            'in them twice ("")'
+        )
+    if odd:
+        logging.warning(f"Table {path}: {told}. Others stand in for the {unreadable} rows that cannot be read.")
     members, ends = np.arange(len(rows)), np.arange(1, len(rows) + 1)
     if by_image:
         members, ends = np.argsort(images, kind="stable"), np.cumsum(np.bincount(images))
-    return CsvTable(path, separator, image, caption, np.array(rows, dtype=np.int64), members, ends)
+    return CsvTable(path, separator, image, caption, np.array(rows, dtype=np.int64), members, ends, stamp)
 
 
 def block_sizes(samples: int) -> tuple[int, ...]:
@@ -136,21 +184,117 @@ def block_sizes(samples: int) -> tuple[int, ...]:
     return tuple(min(BLOCK_SAMPLES, samples - begin) for begin in range(0, samples, BLOCK_SAMPLES))
 
 
-def _records(file, separator: str) -> Iterator[tuple[int, int, list[str]]]:
-    """Offset, length in bytes and fields of each record; the reader takes no line before it needs it."""
-    end = 0
+@dataclass
+class _Row:
+    """A row as it was scanned: where it lies, its first line's number, its fields, and what is odd about it.
 
-    def lines() -> Iterator[str]:
-        nonlocal end
-        for line in file:
-            end += len(line)
-            yield line.decode("utf-8-sig" if end == len(line) else "utf-8", "surrogateescape")
+    `length` is as in `CsvTable.rows`.
+    """
 
-    begin = 0
-    for fields in csv.reader(lines(), delimiter=separator):
-        if fields:
-            yield begin, end - begin, fields
-        begin = end
+    offset: int
+    length: int
+    line: int
+    fields: list[str]
+    odd: str = ""
+
+
+class _TooLong(Exception):
+    """A row has more lines or bytes than any that was meant."""
+
+
+class _Scanner:
+    """The rows of a table with all that quoting can do to them; `width` and `image` are to be set behind the header."""
+
+    def __init__(self, file: BinaryIO, separator: str) -> None:
+        self.file, self.separator = file, separator
+        self.width, self.image = 0, 0  # fields of the header, and which one is the image
+        self._waiting: deque[bytes] = deque()  # lines that a stray quote had swallowed
+        self._taken: list[bytes] = []
+        self._first = True
+
+    def __iter__(self) -> Iterator[_Row]:
+        offset, line = 0, 1
+        reader = self._reader()
+        while True:
+            self._taken.clear()
+            odd, fields = "", []
+            raw = self._waiting.popleft() if self._waiting else self.file.readline()
+            if self.width and b'"' not in raw and raw.find(b"\r", 0, -2) < 0 and 0 < len(raw) < _PLAIN_LINE_BYTES:
+                # Nearly every line; the csv module would take three times as long with all that is kept for quotes.
+                fields = _as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
+                if fields != [""]:
+                    more = any(fields[self.width :])
+                    length = 0 if more else len(raw)
+                    yield _Row(offset, length, line, fields, "more fields than the header" if more else "")
+                offset, line = offset + len(raw), line + 1
+                continue
+            self._waiting.appendleft(raw)
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                odd = str(error) if "larger" in str(error) else "a stray quote"
+            except _TooLong:
+                odd = "a stray quote"
+            if not odd and self._swallows():
+                odd = "a stray quote"
+            if odd:  # the line for itself, and what it had swallowed again
+                self._waiting.extendleft(reversed(self._taken[1:]))
+                del self._taken[1:]
+                reader = self._reader()
+            length = begin = sum(map(len, self._taken))
+            if odd:
+                fields = _as_it_stands(self._text(0), self.separator)
+                length = -length if odd == "a stray quote" and len(fields) == self.width else 0
+            elif self.width and any(fields[self.width :]):
+                odd, length = "more fields than the header", 0
+            if fields:
+                yield _Row(offset, length, line, fields, odd)
+            offset, line = offset + begin, line + len(self._taken)
+            self._first = False
+
+    def _reader(self) -> Iterator[list[str]]:
+        return csv.reader(self._lines(), delimiter=self.separator, strict=True)
+
+    def _lines(self) -> Iterator[str]:
+        while line := self._waiting.popleft() if self._waiting else self.file.readline():
+            self._taken.append(line)
+            if len(self._taken) > _LONGEST_ROW_LINES or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES:
+                raise _TooLong
+            yield self._text(-1)
+
+    def _text(self, index: int) -> str:
+        mark = self._first and len(self._taken) == 1
+        return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
+
+    def _swallows(self) -> bool:
+        """Whether a row of several lines is one line that is whole but for its quote, with others that are rows themselves."""
+        lines = [_as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))]
+        if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
+            return False
+        return any(
+            len(fields) == self.width
+            and (fields[self.image].lower().endswith(_PICTURES) or not any('"' in field for field in fields))
+            for fields in lines[1:]
+        )
+
+
+def _as_it_stands(line: str, separator: str) -> list[str]:
+    """The fields of a line in which quotes mean nothing."""
+    return line.rstrip("\r\n").split(separator)
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_TOLD_LINES])) + (
+        f" and {len(numbers) - _TOLD_LINES} more" if numbers[_TOLD_LINES:] else ""
+    )
+    return f"line{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
 
 
 def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, int, int]:

@@ -113,7 +113,7 @@ def _read_table(file: Path, pictures: Path | None, split: str) -> list[Retrieval
 def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
-            reader = csv.DictReader(text)
+            reader = csv.DictReader(text, strict=True)
             header = reader.fieldnames or []
             if missing := [column for column in _TABLE_COLUMNS if column not in header]:
                 raise UserError(
@@ -122,6 +122,11 @@ def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
                 )
             for row in reader:
                 image, image_id, caption, caption_id = (row[column] for column in _TABLE_COLUMNS)
+                if any(row.get(None) or ()):  # where DictReader puts what has no column
+                    raise UserError(
+                        f"{file}, line {reader.line_num}: the row has more fields than the header; put quotes around a caption "
+                        "with commas"
+                    )
                 if image is None or image_id is None or caption is None or caption_id is None:
                     raise UserError(f"{file}, line {reader.line_num}: the row has fewer fields than the header")
                 yield reader.line_num, (image, image_id, caption, caption_id)
