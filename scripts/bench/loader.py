@@ -1,6 +1,6 @@
 """Samples a second and core of the data engine against open_clip's own loader, and the cost of entering an epoch midway.
 
-    python scripts/bench/loader.py [--sizes 384x256,1280x854] [--workers 1,2,4] [--json loader.json]
+    python scripts/bench/loader.py [--sizes 384x256,1280x854] [--workers 1,2,4] [--pixel-path arrays] [--json loader.json]
     python scripts/bench/loader.py --resume [--samples 1000000] [--json resume.json]
 
 Both loaders read the same shards of synthetic JPEGs with the same augmentation (a random crop of 60-100 % of the area to
@@ -43,6 +43,7 @@ from PIL import Image
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 
@@ -86,13 +87,14 @@ def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def ours(shards: str, transform: Any, tokenizer: Any, workers: int) -> Iterator[Any]:
+def ours(shards: str, transform: Any, tokenizer: Any, workers: int, pixel_path: str = "pil") -> Iterator[Any]:
     """This package's loader, with normalisation left to the device."""
     mixture = Mixture(
         parse_sources(f"bench={shards}", "8"),
         Batching(BATCH, workers=workers),
         transform=split_normalize(transform)[0],
         tokenizer=tokenizer,
+        pixel_path=pixel_path,
     )
     return iter(MixtureLoader(mixture, workers=workers))
 
@@ -147,6 +149,7 @@ def look(batches: Iterator[Any], finish: Callable[[torch.Tensor], torch.Tensor])
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The table of throughputs."""
     transform = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
+    mine: Callable[..., Iterator[Any]] = partial(ours, pixel_path=args.pixel_path)
     _, mean, std = split_normalize(transform)
     tokenizer = SimpleTokenizer(context_length=25)
     results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": [], "images": {}}
@@ -157,14 +160,14 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         results["images"][size] = {"bytes": statistics.mean(map(len, pictures))}
         for name, loader, finish in (
             ("open_clip", stock, lambda images: images),
-            ("ours", ours, lambda images: normalize(images, mean, std)),
+            ("ours", mine, lambda images: normalize(images, mean, std)),
         ):
             torch.manual_seed(0)
             results["images"][size][name] = look(loader(shards, transform, tokenizer, 1), finish)
         for workers in map(int, args.workers.split(",")):
             rates: dict[str, list[tuple[float, float]]] = {"open_clip": [], "ours": []}
             for repeat in range(args.repeats):
-                pair = [("open_clip", stock), ("ours", ours)]
+                pair: list[tuple[str, Callable[..., Iterator[Any]]]] = [("open_clip", stock), ("ours", mine)]
                 for name, loader in pair if repeat % 2 == 0 else pair[::-1]:
                     batches = loader(shards, transform, tokenizer, workers)
                     rates[name].append(measure(batches, args.seconds, 4 * workers))
@@ -261,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="384x256,1280x854", help="of the JPEGs, in pixels")
     parser.add_argument("--workers", default="1,2,4", help="loader processes")
+    parser.add_argument("--pixel-path", choices=PIXEL_PATHS, default="pil", help="of our loader")
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
     parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")

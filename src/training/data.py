@@ -159,6 +159,7 @@ def _mixture_data(
         tokenizer=tokenizer,
         augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
         on_bad_sample=config.on_bad_sample,
+        pixel_path=config.pixel_path,
         with_origin=config.cache_frozen is not None,
     )
     loader = MixtureLoader(

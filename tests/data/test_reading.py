@@ -12,6 +12,7 @@ from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
@@ -46,7 +47,9 @@ def rotten(tmp_path_factory):
     return parse_sources(f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2")
 
 
-def loader_of(sources, batching, rank=0, *, workers=0, window=40, strategy="debiased", **options) -> MixtureLoader:
+def loader_of(
+    sources, batching, rank=0, *, workers=0, window=40, strategy="debiased", pixel_path="pil", **options
+) -> MixtureLoader:
     crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
     mixture = Mixture(
         sources,
@@ -54,6 +57,7 @@ def loader_of(sources, batching, rank=0, *, workers=0, window=40, strategy="debi
         rank=rank,
         sampling=Sampling(strategy),
         seed=3,
+        pixel_path=pixel_path,
         transform=crop,
         tokenizer=ids_of,
         with_origin=True,
@@ -74,12 +78,14 @@ def test_any_step_any_shape(rotten, data):
     draw = data.draw
     batching = Batching(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2)))
     strategy = draw(st.sampled_from(["debiased", "random", "sequential"]))
+    pixel_path = draw(st.sampled_from(PIXEL_PATHS))
     loader = loader_of(
         rotten,
         batching,
         draw(st.integers(0, batching.world_size - 1)),
         window=draw(st.integers(1, 200)),
         strategy=strategy,
+        pixel_path=pixel_path,
     )
     epoch, step = draw(st.integers(0, 3)), draw(st.integers(0, loader.num_batches))
     loader.set_epoch(epoch)
@@ -117,6 +123,18 @@ def test_bad_samples_are_replaced_by_good_ones_of_their_source(rotten):
     assert set(loader.lost["a"]) == {"undecodable image", "caption not UTF-8", "no caption", "truncated shard"}
     assert {"short shard", "unreadable shard"} <= set(loader.lost["c"])
     assert loader.lost["c"]["unreadable shard"] in (4, 8)  # a shard of four, twice an epoch but for the remainder
+
+
+def test_both_pixel_paths_show_the_same_samples(rotten):
+    """The same captions in the same batches, the same losses, and pictures that differ by rounding."""
+    loaders = [loader_of(rotten, Batching(3), pixel_path=path) for path in PIXEL_PATHS]
+    for loader in loaders:
+        loader.set_epoch(1)
+    for one, other in zip(*loaders, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+        off = (one[0].int() - other[0].int()).abs()
+        assert off.max() <= 2
+    assert loaders[0].lost == loaders[1].lost
 
 
 def test_a_step_outside_the_epoch_is_refused(rotten):

@@ -24,9 +24,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.data.dealing import deal
 from open_clip_zerovl.data.health import Report
-from open_clip_zerovl.data.images import collate_images, crop_of, decode_image
+from open_clip_zerovl.data.images import collate_images, crop_of
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pieces import PieceReader
+from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.reading import RawSample, Reading
 from open_clip_zerovl.data.schedule import (
     Batching,
@@ -110,6 +111,8 @@ class Mixture(IterableDataset):
         tokenizer: list of captions -> LongTensor (B, L).
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
+        pixel_path: of PIXEL_PATHS; "arrays" shows the same pictures to rounding (`pixels`), and is PIL's with a line in the log
+            where the decoder is not installed or the transform has a step that takes PIL images only.
         reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
         with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
 
@@ -129,6 +132,7 @@ class Mixture(IterableDataset):
         tokenizer: Callable[[list[str]], torch.Tensor],
         augment_caption: Callable[[str, int], str] | None = None,
         on_bad_sample: str = "replace",
+        pixel_path: str = "pil",
         reduce_jpegs: bool = True,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
         with_origin: bool = False,
@@ -141,7 +145,7 @@ class Mixture(IterableDataset):
         self.rank = rank
         self.sampling = sampling
         self.seed = seed
-        self.transform = transform
+        self.transform, self.decode = pictures(transform, pixel_path)
         self.tokenizer = tokenizer
         self.augment_caption = augment_caption
         self.on_bad_sample = on_bad_sample
@@ -246,5 +250,5 @@ class Mixture(IterableDataset):
             return sample.caption
         return self.augment_caption(sample.caption, stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place))
 
-    def _decode(self, sample: RawSample) -> Image.Image:
-        return decode_image(sample.image, self.crop)
+    def _decode(self, sample: RawSample) -> Any:
+        return self.decode(sample.image, self.crop)

@@ -10,6 +10,7 @@ STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
 DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 CAPTIONS = ("one-per-epoch", "all")  # what becomes of several captions of an image
 POLICIES = ("replace", "fail")  # for bad samples
+PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 

@@ -278,6 +278,7 @@ def _mixture(
         tokenizer=planned.tokenizer,
         augment_caption=planned.augment_caption,
         on_bad_sample=settings.on_bad_sample,
+        pixel_path=settings.pixel_path,
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from open_clip_zerovl.data.names import AUTO_AUGMENTS, CAPTIONS, DRAWS, POLICIES, STRATEGIES, is_named
+from open_clip_zerovl.data.names import AUTO_AUGMENTS, CAPTIONS, DRAWS, PIXEL_PATHS, POLICIES, STRATEGIES, is_named
 from open_clip_zerovl.errors import UserError
 
 TOWERS = ("image", "text")
@@ -249,6 +249,12 @@ class SourceFlags:
         "replace",
         "replace a sample that cannot be used by a neighbour of its source and count it, or fail (default %(default)s)",
         choices=POLICIES,
+        contradicts=(_STOCK_DATA,),
+    )
+    pixel_path: str = flag(
+        "pil",
+        "decode and resize pictures by PIL, or on arrays by libjpeg-turbo and torch: the same pictures to rounding, faster",
+        choices=PIXEL_PATHS,
         contradicts=(_STOCK_DATA,),
     )
     max_bad_share: float = flag(

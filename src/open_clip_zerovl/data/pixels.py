@@ -1,0 +1,188 @@
+"""The pixel path on arrays: encoded bytes -> uint8 rows -> the transform's picture, by libjpeg-turbo's and torch's kernels.
+
+    bytes --decode_pixels--> (H, W, 3) uint8 --PixelTransform--> (3, S, S) uint8 in channels-last memory
+
+It shows the picture that PIL and torchvision show for the same random draws, to rounding: at most 2 grey levels in 99.9 % of
+the pixels (`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as
+PIL's. JPEGs in grey or colour are decoded by `simplejpeg`; everything else (CMYK, PNG, WebP, torn files) goes through
+`images.decode_image`, whose rules on what cannot be shown hold for both. AutoAugment's operations stay PIL's, on the small
+crop: nearest-neighbour rotation and shear would otherwise pick other pixels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from open_clip.transform import MaybeConvertMode
+from PIL import Image
+from torch.nn.functional import interpolate
+from torchvision.transforms import (
+    AutoAugment,
+    CenterCrop,
+    InterpolationMode,
+    PILToTensor,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from torchvision.transforms.functional import _compute_resized_output_size
+
+from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
+from open_clip_zerovl.data.names import PIXEL_PATHS
+from open_clip_zerovl.errors import UserError
+
+try:
+    import simplejpeg
+except ImportError:  # no wheel for this machine
+    simplejpeg = None
+
+_MODES = {InterpolationMode.BICUBIC: "bicubic", InterpolationMode.BILINEAR: "bilinear"}
+_JPEG = b"\xff\xd8\xff"
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@cache
+def has_decoder() -> bool:
+    """Whether the fast JPEG decoder is installed; says so once where it is not."""
+    if simplejpeg is None:
+        logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
+    return simplejpeg is not None
+
+
+def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
+    """The RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
+
+    Raises:
+        BadImage: what `decode_image` raises.
+    """
+    pixels = _decode_jpeg(data, crop) if data.startswith(_JPEG) else None
+    return np.asarray(decode_image(data, crop)) if pixels is None else pixels
+
+
+def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
+    """A JPEG's pixels; None where PIL is to decide: unusual colours, sizes that may be refused, anything torn."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+        limit = Image.MAX_IMAGE_PIXELS
+        if colours not in ("YCbCr", "Gray") or min(width, height) < MIN_SIDE_PX or (limit and width * height > limit):
+            return None
+        scale = crop.reduction(width, height) if crop is not None else 1
+        # The decoder takes the smallest picture of at least this size: the one reduced by `scale`.
+        least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
+        return simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
+    except (ValueError, KeyError):  # the header's reader looks up an unknown colour space
+        return None
+
+
+def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
+    """(transform, decoder) of a pixel path; what the decoder yields is what the transform takes.
+
+    Args:
+        transform: PIL image -> tensor (C, H, W).
+        path: of `names.PIXEL_PATHS`.
+
+    Raises:
+        UserError: an unknown path.
+    """
+    if path not in PIXEL_PATHS:
+        raise UserError(f"unknown pixel path {path!r}; use one of {', '.join(PIXEL_PATHS)}")
+    if path == "pil" or not has_decoder():
+        return transform, decode_image
+    arrays = on_arrays(transform)
+    if arrays is None:
+        logging.warning(
+            "The image transform has a step that takes PIL images only: pictures are decoded and resized by PIL."
+        )
+        return transform, decode_image
+    return arrays, decode_pixels
+
+
+class PixelTransform:
+    """A PIL transform on arrays: the same steps, the same draws, (H, W, 3) uint8 -> (3, S, S) uint8.
+
+    Attributes:
+        transforms: the PIL transform's steps (`images.crop_of` reads them).
+    """
+
+    def __init__(self, transform: Any, steps: list[Step]) -> None:
+        self.transforms = list(getattr(transform, "transforms", None) or [transform])
+        self.steps = steps
+
+    def __call__(self, pixels: np.ndarray) -> torch.Tensor:
+        # PIL's arrays may not be written to; nothing here does.
+        picture = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+        for step in self.steps:
+            picture = step(picture)
+        return picture
+
+
+def on_arrays(transform: Any) -> PixelTransform | None:
+    """A transform that ends in bytes (`images.split_normalize`) on arrays; None where one of its steps has no such form."""
+    steps: list[Step] = []
+    for step in getattr(transform, "transforms", None) or [transform]:
+        if isinstance(step, MaybeConvertMode | ToBytes | PILToTensor):
+            continue  # pictures come as RGB, and are tensors of bytes already
+        found = _step(step)
+        if found is None:
+            return None
+        steps.append(found)
+    return PixelTransform(transform, steps)
+
+
+def _step(step: Any) -> Step | None:
+    kind = type(step)  # a subclass may do anything
+    if kind is RandomResizedCrop and step.interpolation in _MODES:
+        return _RandomResizedCrop(step)
+    if kind is Resize and step.interpolation in _MODES:
+        return _Resize(step)
+    if kind is AutoAugment:
+        return _OnPil(step)
+    if kind in (CenterCrop, RandomHorizontalFlip):
+        return step  # moves bytes only, on tensors as on pictures
+    return None
+
+
+def _resized(picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> torch.Tensor:
+    if tuple(picture.shape[1:]) == size:
+        return picture
+    mode = _MODES[interpolation]
+    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # so that torch sees the layout of a batch of one
+    rows = rows.contiguous(memory_format=torch.channels_last)  # the fast kernel's; copies where rows were cropped
+    return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
+
+
+class _RandomResizedCrop:
+    def __init__(self, step: RandomResizedCrop) -> None:
+        self.step = step
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        top, left, height, width = self.step.get_params(picture, self.step.scale, self.step.ratio)
+        size = (int(self.step.size[0]), int(self.step.size[1]))
+        return _resized(picture[:, top : top + height, left : left + width], size, self.step.interpolation)
+
+
+class _Resize:
+    def __init__(self, step: Resize) -> None:
+        self.step = step
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        size = [self.step.size] if isinstance(self.step.size, int) else list(self.step.size)
+        height, width = int(picture.shape[1]), int(picture.shape[2])
+        if len(size) == 1:
+            size = _compute_resized_output_size((height, width), size, self.step.max_size)
+        return _resized(picture, (int(size[0]), int(size[1])), self.step.interpolation)
+
+
+class _OnPil:
+    def __init__(self, step: Callable[[Image.Image], Image.Image]) -> None:
+        self.step = step
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        rows = picture.permute(1, 2, 0).contiguous().numpy()
+        return torch.from_numpy(np.array(self.step(Image.fromarray(rows)))).permute(2, 0, 1)

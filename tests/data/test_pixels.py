@@ -1,0 +1,159 @@
+"""The pixel path on arrays shows PIL's picture: for the same draws, on photographs of many kinds, and in the loader."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from open_clip.transform import image_transform
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from torchvision.transforms import Compose, RandomHorizontalFlip, RandomResizedCrop
+
+from open_clip_zerovl.data import pixels
+from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image, split_normalize
+from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
+from open_clip_zerovl.data.transforms import image_transform_train, paper_eval_transform, with_auto_augment
+from open_clip_zerovl.randomness import seeded
+
+pytestmark = pytest.mark.skipif(pixels.simplejpeg is None, reason="simplejpeg has no wheel here")
+
+
+@pytest.fixture(scope="module")
+def photographs() -> list[Image.Image]:
+    return [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]  # 640 x 427
+
+
+def encoded(picture: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "palette":
+        picture.quantize(200).save(buffer, "PNG")
+    elif kind == "webp":
+        picture.save(buffer, "WEBP", quality=80)
+    elif kind == "exif":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        picture.save(buffer, "JPEG", quality=85, exif=exif)
+    else:
+        mode = {"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB")
+        sampling = {"4:4:4": 0}.get(kind, 2)
+        picture.convert(mode).save(
+            buffer,
+            "JPEG",
+            quality=85,
+            progressive=kind == "progressive",
+            **({} if mode == "CMYK" else {"subsampling": sampling}),
+        )
+    return buffer.getvalue()
+
+
+def training() -> Compose:
+    return split_normalize(image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)}))[0]
+
+
+TRANSFORMS = {
+    "training": training,
+    "bilinear": lambda: split_normalize(image_transform_train(224))[0],
+    "flipped": lambda: Compose([RandomResizedCrop(96, scale=(0.3, 1.0)), RandomHorizontalFlip(), ToBytes()]),
+    "evaluation": lambda: split_normalize(image_transform(224, False))[0],
+    "paper evaluation": lambda: split_normalize(paper_eval_transform(224))[0],
+}
+KINDS = ("jpeg", "4:4:4", "progressive", "grey", "cmyk", "exif", "palette", "webp")
+SIZES = ((200, 133), (384, 256), (640, 427), (1280, 854), (427, 640), (301, 299))
+
+
+def difference(data: bytes, transform: Compose, seed: int) -> np.ndarray:
+    """Grey levels between the two paths' pictures of encoded bytes for the same draws."""
+    crop = crop_of(transform)
+    arrays = on_arrays(transform)
+    assert arrays is not None and crop_of(arrays) == crop
+    with seeded(seed):
+        expected, drawn = transform(decode_image(data, crop)), torch.rand(1)
+    with seeded(seed):
+        found = arrays(decode_pixels(data, crop))
+        assert torch.equal(torch.rand(1), drawn)  # as many draws
+    assert found.dtype == torch.uint8 and found.shape == expected.shape and found.stride(0) == 1
+    return np.abs(found.numpy().astype(int) - expected.numpy().astype(int))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_picture(photographs, kind):
+    """At most 2 grey levels in 99.9 % of the pixels of every picture, 0.5 in the mean."""
+    for number, (name, make) in enumerate(TRANSFORMS.items()):
+        for size_number, size in enumerate(SIZES):
+            picture = photographs[(number + size_number) % 2].resize(size)
+            off = difference(encoded(picture, kind), make(), seed=size_number)
+            assert (off <= 2).mean() >= 0.999 and off.mean() < 0.5, (name, size, (off > 2).mean(), off.mean())
+
+
+def test_the_comparison_can_fail(photographs):
+    """Negative control: another draw, and a resize without antialiasing."""
+    data = encoded(photographs[0].resize((1280, 854)), "jpeg")
+    transform, arrays = training(), on_arrays(training())
+    with seeded(1):
+        expected = transform(decode_image(data)).numpy().astype(int)
+    with seeded(2):
+        assert np.abs(arrays(decode_pixels(data)).numpy() - expected).mean() > 5
+    plain = torch.nn.functional.interpolate(
+        torch.from_numpy(decode_pixels(data)).permute(2, 0, 1)[None].float(), (224, 224)
+    )
+    aliased = np.abs(
+        plain[0].numpy() - np.asarray(Image.open(io.BytesIO(data)).resize((224, 224), 3)).transpose(2, 0, 1)
+    )
+    assert (aliased <= 2).mean() < 0.9
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1, 2, 4])
+def test_the_decoder_is_exactly_pils(photographs, size, scale, monkeypatch):
+    """Reduced sizes too: the two share libjpeg-turbo."""
+    crop = crop_of(training())
+    monkeypatch.setattr(type(crop), "reduction", lambda *_: scale)
+    for kind in ("jpeg", "4:4:4", "progressive", "grey"):
+        data = encoded(photographs[1].resize(size), kind)
+        expected = np.asarray(decode_image(data, crop)).astype(int)
+        found = decode_pixels(data, crop)
+        assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
+
+
+def test_auto_augment_is_pils_on_the_crop(photographs):
+    """Its operations get the same picture to rounding and make of equal pictures equal ones, for every policy's draws."""
+    transform = with_auto_augment(Compose([RandomResizedCrop(224, scale=(1, 1), ratio=(1, 1)), ToBytes()]))
+    square = photographs[0].crop((0, 0, 224, 224))
+    for seed in range(40):
+        buffer = io.BytesIO()
+        square.save(buffer, "PNG")
+        assert difference(buffer.getvalue(), transform, seed).max() == 0  # nothing to resize: bit for bit
+
+
+def test_what_cannot_be_shown_is_pils_to_say(photographs):
+    whole = encoded(photographs[0], "jpeg")
+    for data in (
+        b"",
+        b"rotten",
+        whole[:20],
+        whole[: len(whole) // 2],
+        whole[:2] + b"x" * 50,
+        encoded(photographs[0].resize((1, 9)), "jpeg"),
+    ):
+        with pytest.raises(BadImage) as expected:
+            decode_image(data)
+        with pytest.raises(BadImage) as found:
+            decode_pixels(data)
+        assert found.value.fault == expected.value.fault
+
+
+def test_a_step_of_ones_own_stays_with_pil():
+    assert on_arrays(Compose([RandomResizedCrop(6), lambda picture: picture, ToBytes()])) is None
+
+
+def test_without_the_decoder_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(pixels, "simplejpeg", None)
+    pixels.has_decoder.cache_clear()
+    assert not pixels.has_decoder() and not pixels.has_decoder()
+    pixels.has_decoder.cache_clear()
+    assert [record.message for record in caplog.records if "simplejpeg is not installed" in record.message] == [
+        caplog.messages[0]
+    ]
