@@ -19,11 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.checkpoints.spec import read_params
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS
-from open_clip_zerovl.retrieval.run import run_retrieval
+from open_clip_zerovl.retrieval.run import RetrievalSettings, run_retrieval
 from open_clip_zerovl.retrieval.sets import parse_retrieval_data
 from scripts.paper.table import RECIPES, find_recipe
 from training.checkpointing import newest_whole
@@ -90,11 +91,10 @@ def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = Fal
     if before.suffix == ".safetensors":
         before = before.parent  # an exported folder's weights; its config lies beside them
     scores = []
+    settings = RetrievalSettings(paper_transform=paper_transform)
     for model in (str(before), after):
         with contextlib.redirect_stdout(io.StringIO()):  # run_retrieval prints a table of one checkpoint
-            result = run_retrieval(model, f"{wanted}={sets[wanted]}", paper_transform=paper_transform, device=device)[
-                wanted
-            ]
+            result = run_retrieval(Encoder(model, device=device), f"{wanted}={sets[wanted]}", settings)[wanted]
         scores.append(
             {key: value if key in ("images", "captions", "rsum") else 100 * value for key, value in result.items()}
         )

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.clustering import run as package
 from open_clip_zerovl.clustering.folders import train_data, write_clusters
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, spherical_kmeans
-from open_clip_zerovl.clustering.run import ClusterSettings, FeatureEncoder
+from open_clip_zerovl.clustering.run import ClusterSettings
 from open_clip_zerovl.data.clusters import load_clustering
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_shards
@@ -33,7 +34,7 @@ SETTINGS = {field.name for field in fields(ClusterSettings)}
 def cluster(data: str, model: str, out: Path, *, progress: bool = False, **values):
     """`cluster_source` with the values of its two records side by side."""
     settings = ClusterSettings(**{name: value for name, value in values.items() if name in SETTINGS})
-    encoder = FeatureEncoder(model, **{name: value for name, value in values.items() if name not in SETTINGS})
+    encoder = Encoder(model, **{name: value for name, value in values.items() if name not in SETTINGS})
     return package.cluster_source(data, encoder, out, settings, progress=progress)
 
 
@@ -113,7 +114,7 @@ def test_the_assignment_report_and_previews_are_written(clustered):
 
 def test_a_second_call_reads_the_features_it_has(clustered, model, source, monkeypatch):
     out, result, arguments = clustered
-    monkeypatch.setattr("open_clip_zerovl.clustering.features.load_model", None)  # must not be called
+    monkeypatch.setattr("open_clip_zerovl.checkpoints.loading.load_model", None)  # must not be called
     again = cluster(source, model, out, **{**arguments, "reshard": False})
     assert np.array_equal(again.labels, result.labels)
     with pytest.raises(UserError, match="holds the clusters of cc"):

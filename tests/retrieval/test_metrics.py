@@ -23,8 +23,9 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.encode import encode_retrieval, evaluate_retrieval
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
-from open_clip_zerovl.retrieval.run import format_retrieval, run_retrieval
+from open_clip_zerovl.retrieval.run import format_retrieval
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from support.scoring import score_checkpoint
 from support.tiny_clip import (
     NATIVE_VISION,
     add_file,
@@ -386,7 +387,7 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     theirs = json.loads((tmp_path / "theirs.json").read_text())["metrics"]
 
     data, output = f"s={tmp_path / 'set'}", tmp_path / "out" / "ours.json"
-    ours = run_retrieval(str(export), data, captions_per_image=None, device="cpu", output=output)["s"]
+    ours = score_checkpoint(str(export), data, captions_per_image=None, output=output)["s"]
     assert ours["captions"] == sum(counts)
     for k in (1, 5, 10):
         assert ours[f"image_to_text_R@{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=PARITY)
@@ -397,7 +398,7 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     written = json.loads(output.read_text())
     assert written["results"] == {"s": ours}
     # Five captions an image is another measurement.
-    assert run_retrieval(str(export), data, device="cpu")["s"]["captions"] == sum(min(count, 5) for count in counts)
+    assert score_checkpoint(str(export), data)["s"]["captions"] == sum(min(count, 5) for count in counts)
 
 
 def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
@@ -451,9 +452,9 @@ def test_workers_and_batch_size_do_not_change_the_numbers(tmp_path, stock):
 
 def test_refusals_come_before_the_model_is_loaded(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        run_retrieval(str(tmp_path / "no-model"), str(tmp_path / "no-data"))
+        score_checkpoint(str(tmp_path / "no-model"), str(tmp_path / "no-data"))
     with pytest.raises(UserError, match="captions_per_image must be at least 1"):
-        run_retrieval("no-model", "no-data", captions_per_image=0)
+        score_checkpoint("no-model", "no-data", captions_per_image=0)
     with pytest.raises(UserError, match="yields no image"):
         encode_retrieval(torch.nn.Identity(), [], lambda texts: torch.zeros(1))
     with pytest.raises(UserError, match="image 0 of the retrieval set has no caption"):

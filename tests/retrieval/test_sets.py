@@ -25,8 +25,9 @@ from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.gallery import pick
 from open_clip_zerovl.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
-from open_clip_zerovl.retrieval.run import paper_transform_of, run_retrieval
+from open_clip_zerovl.retrieval.run import paper_transform_of
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from support.scoring import score_checkpoint
 from support.tiny_clip import (
     NATIVE_VISION,
     add_file,
@@ -193,7 +194,7 @@ def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, cap
     for name, value in coco.items():
         assert float(rows[0][name]) == pytest.approx(value, abs=1e-12)
 
-    everything = run_retrieval(str(export), f"coco={karpathy(sets)}", captions_per_image=None, device="cpu")
+    everything = score_checkpoint(str(export), f"coco={karpathy(sets)}", captions_per_image=None)
     assert everything["coco"]["captions"] == sum(COUNTS)
     check_gallery(files["html"].read_text(), results["results"])
 
@@ -246,7 +247,7 @@ def test_captions_are_escaped_in_the_gallery(tmp_path, export):
     for i in range(3):
         (tmp_path / f"{i}.png").write_bytes(picture(rng))
         rows.append((f"{i}.png", i, f'<script>alert("{i}")</script> & more', i))
-    run_retrieval(str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", device="cpu", gallery=tmp_path / "g.html")
+    score_checkpoint(str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html")
     html = (tmp_path / "g.html").read_text()
     assert "<script" not in html
     assert "&lt;script&gt;alert(&quot;0&quot;)&lt;/script&gt; &amp; more" in html
@@ -272,8 +273,7 @@ def test_the_papers_transform_squashes_and_crops(export, sets):
     torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-6)
     assert (ours - preprocess(image)).abs().max() > 0.1
     own, paper = (
-        run_retrieval(str(export), f"s={karpathy(sets)}", device="cpu", paper_transform=paper)["s"]
-        for paper in (False, True)
+        score_checkpoint(str(export), f"s={karpathy(sets)}", paper_transform=paper)["s"] for paper in (False, True)
     )
     assert own.keys() == paper.keys()
 
@@ -289,7 +289,7 @@ sys.stdout.flush()
 
 def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
     """Real gloo processes; 13 images part unevenly, and a picture that one rank cannot read stops both by its name."""
-    alone = run_retrieval(str(export), f"s={karpathy(sets)}", device="cpu")["s"]
+    alone = score_checkpoint(str(export), f"s={karpathy(sets)}")["s"]
     broken = tmp_path / "broken"
     shutil.copytree(sets / "flat", broken)
     (broken / "COCO_val2014_000000000012.jpg").write_bytes(b"no picture")  # of the second rank

@@ -192,8 +192,8 @@ def test_a_finetunings_table_takes_the_checkpoints_own_transform(
     (tmp_path / "params.txt").write_text("init_from: before.pt\nretrieval_data: coco=/coco\n")
     asked = []
 
-    def scored(model, data, *, paper_transform, device):
-        asked.append(paper_transform)
+    def scored(encoder, data, settings):
+        asked.append(settings.paper_transform)
         return {"coco": {"images": 5, "captions": 25, "rsum": 400.0}}
 
     monkeypatch.setattr(finetune_report, "run_retrieval", scored)

@@ -10,6 +10,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,37 @@ def load_model(
     if text.startswith(LOCAL_DIR) or folder.is_dir():
         return _load_local_dir(folder, device)
     return _load_stock(text, device)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A model to encode pictures and captions with, and how samples are brought to it.
+
+    Attributes:
+        model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
+        model_name, text_model: of a checkpoint that lies away from its run's `params.txt`.
+        device: see `choose_device`.
+        batch_size: samples at once, on each rank.
+        workers: loader processes of each rank.
+    """
+
+    model: str
+    model_name: str | None = None
+    text_model: str | None = None
+    device: str = "auto"
+    batch_size: int = 64
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.workers < 0:
+            raise UserError(
+                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
+            )
+
+    def load(self, *, local_rank: int = 0) -> tuple[nn.Module, Preprocess, Tokenizer, torch.device]:
+        """`load_model` on the device, and the device. UserError as there."""
+        device = choose_device(self.device, local_rank=local_rank)
+        return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
 
 
 def _load_checkpoint(

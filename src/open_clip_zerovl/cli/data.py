@@ -217,9 +217,10 @@ def add_cluster(commands) -> None:
 
 
 def _run_cluster(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.clustering.run import ClusterSettings, FeatureEncoder, cluster_source
+    from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.clustering.run import ClusterSettings, cluster_source
 
-    encoder = FeatureEncoder(
+    encoder = Encoder(
         arguments.model,
         model_name=arguments.model_name,
         text_model=arguments.text_model,

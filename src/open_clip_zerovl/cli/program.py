@@ -121,23 +121,20 @@ def _captions(text: str) -> int | None:
 
 
 def _run_retrieval(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.retrieval.run import run_retrieval
+    from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
 
-    run_retrieval(
+    encoder = Encoder(
         arguments.model,
-        arguments.data,
         model_name=arguments.model_name,
         text_model=arguments.text_model,
-        split=arguments.split,
-        captions_per_image=arguments.captions,
-        paper_transform=arguments.paper_transform,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.workers,
         device=arguments.device,
-        output=arguments.output,
-        csv_output=arguments.csv,
-        gallery=arguments.gallery,
+        batch_size=arguments.batch_size,
+        workers=arguments.workers,
     )
+    settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
+    files = RetrievalFiles(arguments.output, arguments.csv, arguments.gallery)
+    run_retrieval(encoder, arguments.data, settings, files)
 
 
 def _add_linear_probe(commands) -> None:

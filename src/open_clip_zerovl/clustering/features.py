@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from open_clip_zerovl.checkpoints.loading import choose_device, load_model
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.items import read_batches
@@ -93,34 +92,8 @@ def _collate(items: Sequence[tuple[int, torch.Tensor, str]]) -> tuple[torch.Tens
     return torch.tensor(positions), torch.stack(pictures), list(captions)
 
 
-@dataclass(frozen=True)
-class FeatureEncoder:
-    """The model that makes features of a source, and how samples are brought to it.
-
-    Attributes:
-        model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
-        model_name, text_model: of a checkpoint that lies away from its run's `params.txt`.
-        device: `auto` takes CUDA where there is one.
-        batch_size: samples at once.
-        workers: loader processes.
-    """
-
-    model: str
-    model_name: str | None = None
-    text_model: str | None = None
-    device: str = "auto"
-    batch_size: int = 256
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.workers < 0:
-            raise UserError(
-                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
-            )
-
-
 def extract_features(
-    source: Source, encoder: FeatureEncoder, path: Path, *, kind: str = "image", progress: bool = True
+    source: Source, encoder: Encoder, path: Path, *, kind: str = "image", progress: bool = True
 ) -> NDArray[np.float16]:
     """Features of every sample of a source, (n, D) in float16 and of unit length, in a file that is mapped, not loaded.
 
@@ -131,10 +104,7 @@ def extract_features(
     """
     if path.is_file():
         return np.load(path, mmap_mode="r")
-    where = choose_device(encoder.device)
-    network, preprocess, tokenizer = load_model(
-        encoder.model, model_name=encoder.model_name, text_model=encoder.text_model, device=where
-    )
+    network, preprocess, tokenizer, where = encoder.load()
     dataset = _Samples(source, preprocess if kind != "text" else None)
     part = path.with_name(path.name + ".part")
     table: np.memmap | None = None

@@ -22,7 +22,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from open_clip_zerovl.clustering.features import FeatureEncoder, extract_features
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.clustering.features import extract_features
 from open_clip_zerovl.clustering.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
 from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clustering
@@ -34,7 +35,6 @@ from open_clip_zerovl.tar.members import local_path
 __all__ = [
     "ClusterSettings",
     "Clustering",
-    "FeatureEncoder",
     "cluster_source",
     "load_clustering",
     "spherical_kmeans",
@@ -81,7 +81,7 @@ class ClusterSettings:
 
 def cluster_source(
     data: str,
-    encoder: FeatureEncoder,
+    encoder: Encoder,
     out: str | Path,
     settings: ClusterSettings | None = None,
     *,

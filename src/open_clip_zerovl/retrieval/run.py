@@ -14,13 +14,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.loading import choose_device, load_model
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.transforms import paper_eval_transform
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
@@ -41,37 +42,51 @@ log = logging.getLogger(__name__)
 Features = tuple[Tensor, Tensor, Tensor]
 
 
-def run_retrieval(
-    model: str,
-    data: str,
-    *,
-    model_name: str | None = None,
-    text_model: str | None = None,
-    split: str = "test",
-    captions_per_image: int | None = 5,
-    paper_transform: bool = False,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    device: str = "auto",
-    output: str | os.PathLike[str] | None = None,
-    csv_output: str | os.PathLike[str] | None = None,
-    gallery: str | os.PathLike[str] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Scores a checkpoint on retrieval sets and prints the paper's row for each.
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """What is scored of a set, and how a picture comes to the model.
 
-    Args:
-        model: what `load_model` takes: an exported folder, an `epoch_N.pt` of a run, or `NAME/pretrained`.
-        data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
-        model_name, text_model: for a checkpoint that lies away from its run's `params.txt`; see `load_model`.
+    Attributes:
         split: test, val or train.
         captions_per_image: the first five by default, as in the papers (COCO's test set has 25,010); None for all.
         paper_transform: squash to 256 and crop 224 (scaled to the model's size) with the checkpoint's mean and standard
             deviation (A.9), instead of the checkpoint's own transform.
-        batch_size: images at once, on each rank.
-        num_workers: loader processes of each rank.
-        device: `auto` takes CUDA where there is one, one GPU a rank.
-        output, csv_output: files to write, the metrics as shares in [0, 1].
-        gallery: HTML page to write, see `retrieval_gallery`.
+    """
+
+    split: str = "test"
+    captions_per_image: int | None = 5
+    paper_transform: bool = False
+
+    def __post_init__(self) -> None:
+        check_captions_per_image(self.captions_per_image)
+
+
+@dataclass(frozen=True)
+class RetrievalFiles:
+    """Files to write, None for those not wanted: metrics as JSON and CSV (shares in [0, 1]), and a page (gallery.py)."""
+
+    json: Path | None = None
+    csv: Path | None = None
+    gallery: Path | None = None
+
+    def check(self) -> None:
+        """UserError where one of them could not be written."""
+        for path in (self.json, self.csv, self.gallery):
+            if path is not None:
+                check_writable(path)
+
+
+def run_retrieval(
+    encoder: Encoder,
+    data: str,
+    settings: RetrievalSettings | None = None,
+    files: RetrievalFiles | None = None,
+) -> dict[str, dict[str, float]]:
+    """Scores a checkpoint on retrieval sets and prints the paper's row for each.
+
+    Args:
+        encoder: the checkpoint; `auto` takes one GPU a rank.
+        data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
 
     Returns:
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
@@ -79,16 +94,13 @@ def run_retrieval(
     Raises:
         UserError: on every rank, what one of them found wrong.
     """
-    check_captions_per_image(captions_per_image)
+    settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     # The cheap checks come before the model is loaded: a typo should not cost minutes.
-    for path in (output, csv_output, gallery):
-        if path is not None:
-            check_writable(path)
-    sets = {name: open_retrieval_set(path, split) for name, path in parse_retrieval_data(data).items()}
+    files.check()
+    sets = {name: open_retrieval_set(path, settings.split) for name, path in parse_retrieval_data(data).items()}
     with _ranks() as ranks:
-        where = choose_device(device, local_rank=ranks.local_rank)
-        loaded, preprocess, tokenizer = load_model(model, model_name=model_name, text_model=text_model, device=where)
-        if paper_transform:
+        loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
+        if settings.paper_transform:
             preprocess = paper_transform_of(loaded)
         results: dict[str, dict[str, float]] = {}
         shown: list[GallerySet] = []
@@ -99,34 +111,34 @@ def run_retrieval(
                 return retrieval_batches(
                     part,
                     preprocess,
-                    captions_per_image=captions_per_image,
-                    batch_size=batch_size,
-                    num_workers=num_workers,
+                    captions_per_image=settings.captions_per_image,
+                    batch_size=encoder.batch_size,
+                    num_workers=encoder.workers,
                 )
 
-            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=where)
+            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=device)
             if features is None:
                 continue
             ranking = retrieval_ranks(*features)
-            counts = {"images": len(dataset), "captions": dataset.num_captions(captions_per_image)}
+            counts = {"images": len(dataset), "captions": dataset.num_captions(settings.captions_per_image)}
             results[name] = {**counts, **recalls(ranking)}
-            if gallery is not None:
-                shown.append(GallerySet(name, dataset, captions_per_image, *features, ranking, results[name]))
+            if files.gallery is not None:
+                shown.append(GallerySet(name, dataset, settings.captions_per_image, *features, ranking, results[name]))
     if not results:
         return results
     print(format_retrieval(results))
-    settings = {
-        "model": str(model),
-        "split": split,
-        "captions_per_image": captions_per_image,
-        "transform": "squash 256, crop 224" if paper_transform else "checkpoint",
+    said = {
+        "model": encoder.model,
+        "split": settings.split,
+        "captions_per_image": settings.captions_per_image,
+        "transform": "squash 256, crop 224" if settings.paper_transform else "checkpoint",
     }
-    if output is not None:
-        write_atomically(output, json.dumps({**settings, "results": results}, indent=2) + "\n")
-    if csv_output is not None:
-        write_csv(csv_output, results, settings)
-    if gallery is not None:
-        print(f"Gallery: {write_gallery(gallery, shown, model=str(model))}")
+    if files.json is not None:
+        write_atomically(files.json, json.dumps({**said, "results": results}, indent=2) + "\n")
+    if files.csv is not None:
+        write_csv(files.csv, results, said)
+    if files.gallery is not None:
+        print(f"Gallery: {write_gallery(files.gallery, shown, model=encoder.model)}")
     return results
 
 
