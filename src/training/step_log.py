@@ -11,6 +11,34 @@ from typing import Any
 from open_clip_train.distributed import is_master
 from open_clip_train.train import AverageMeter
 
+LIMITING_SHARE = 0.1  # of an epoch's time spent waiting for data, from which on it is said
+
+
+def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
+    """Whether a rank's loader limits it, in one sentence; None where it does not.
+
+    Args:
+        waited: seconds of `total` in which the rank waited for its loader. On a GPU part of that may be computation that was
+            still going on, so that the wait is an upper bound.
+        samples: that the rank trained on in that time.
+        workers: its loader processes; 0 reads in the training process, which always waits.
+    """
+    computed = total - waited
+    if total <= 0 or computed <= 0 or waited < LIMITING_SHARE * total:
+        return None
+    delivered, taken = samples / total, samples / computed
+    if workers == 0:
+        return (
+            f"{waited / total:.0%} of the time waited for data, which this process reads itself "
+            f"({samples / waited:,.0f} samples/s); give --workers"
+        )
+    needed = math.ceil(workers * total / computed)
+    deliver = f"{workers} workers deliver" if workers > 1 else "1 worker delivers"
+    return (
+        f"{waited / total:.0%} of the time waited for data: {deliver} "
+        f"{delivered:,.0f} samples/s, a rank takes {taken:,.0f}; {needed} workers would do, or smaller images"
+    )
+
 
 class StepLog:
     """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
@@ -24,15 +52,26 @@ class StepLog:
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
         self.end = time.time()
+        self.waited, self.counted_from, self.counted_steps = (
+            0.0,
+            self.end,
+            -1,
+        )  # the first step waits for the workers' start
 
     def data_ready(self) -> None:
         """All micro-batches of the step have come from the loader."""
-        self.data_time.update(time.time() - self.end)
+        wait = time.time() - self.end
+        self.data_time.update(wait)
+        if self.counted_steps >= 0:
+            self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
         """The optimizer has stepped; log it when it is due."""
         self.batch_time.update(time.time() - self.end)
         self.end = time.time()
+        self.counted_steps += 1
+        if self.counted_steps == 0:
+            self.counted_from = self.end
         due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
@@ -66,6 +105,11 @@ class StepLog:
         )
         self.batch_time.reset()
         self.data_time.reset()
+        if index + 1 == self.steps:
+            total, samples = self.end - self.counted_from, self.counted_steps * self.samples_per_gpu
+            sentence = loader_sentence(self.waited, total, samples, getattr(self.args, "workers", 0))
+            if sentence is not None:
+                logging.info(f"Epoch {self.epoch}: {sentence}.")
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         metrics = {"train/" + name: value for name, value in metrics.items()}

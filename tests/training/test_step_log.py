@@ -1,0 +1,44 @@
+"""When the loader is the limit, the log says so once an epoch."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import pytest
+
+from training import step_log
+from training.step_log import StepLog, loader_sentence
+
+
+def test_the_sentence():
+    assert loader_sentence(62.0, 100.0, 94_000, 8) == (
+        "62% of the time waited for data: 8 workers deliver 940 samples/s, a rank takes 2,474; 22 workers would do, or "
+        "smaller images"
+    )
+    assert "give --workers" in loader_sentence(50.0, 100.0, 1000, 0)
+    assert "1 worker delivers" in loader_sentence(50.0, 100.0, 1000, 1)
+    assert loader_sentence(5.0, 100.0, 94_000, 8) is None
+    assert loader_sentence(0.0, 0.0, 0, 8) is None
+
+
+@pytest.mark.parametrize("wait, said", [(3.0, 1), (0.01, 0)])
+def test_an_epoch_says_it_once_without_its_first_step(monkeypatch, caplog, wait, said):
+    clock = [100.0]
+    monkeypatch.setattr(step_log.time, "time", lambda: clock[0])
+    args = argparse.Namespace(
+        batch_size=10, workers=2, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1, wandb=False
+    )
+    log = StepLog(args, epoch=4, steps=5, epoch_samples=100, dga_steps=2)
+    with caplog.at_level(logging.INFO):
+        for index in range(5):
+            clock[0] += 1000.0 if index == 0 else wait  # the first step waits for the workers' start
+            log.data_ready()
+            clock[0] += 1.0
+            log.step_done(index, index, {"loss": 1.0, "logit_scale": 1.0}, 1e-3)
+    lines = [message for message in caplog.messages if "waited for data" in message]
+    assert len(lines) == said
+    if said:
+        assert lines[0].startswith(
+            "Epoch 4: 75% of the time waited for data: 2 workers deliver 5 samples/s, a rank takes 20; 8 "
+        )
