@@ -10,11 +10,22 @@ class UserError(ValueError):
 
     The message is one clear sentence: what is wrong, the value seen, what to do. The command-line programs print it
     and exit with status 2; library callers catch it as the `ValueError` that it is. Line breaks, which messages of other
-    libraries quoted in it may bring, become spaces.
+    libraries quoted in it may bring, become spaces; what no terminal should be sent is escaped, see `printable`.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(str(message).splitlines()))
+        super().__init__(printable(" ".join(str(message).splitlines())))
+
+
+def printable(text: str) -> str:
+    """A text that came out of data, fit for a terminal: control characters, and bytes that are no text, as escapes.
+
+    A key in a tar may hold a terminal's commands, or bytes that cannot be printed at all; "a\\x1b[2J" and "a\\udcff" are how
+    those are shown.
+    """
+    if text.isprintable():
+        return text
+    return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
 
 
 # What a person can mend about a file, a folder or a disk, and how.

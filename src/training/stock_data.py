@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import multiprocessing
 import os
 import warnings
+from functools import partial
 
 import numpy as np
 import pandas
 from open_clip.transform import image_transform
 from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
+from webdataset import autodecode
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import check_quotes, local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
+UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
 
 
@@ -29,6 +34,8 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     Raises:
         UserError: a missing table, column, first image, shard or folder; a number of samples or of shards that cannot do.
     """
+    if (training and args.train_data) or args.val_data:
+        guard_decoders(args.workers)
     if args.dataset_type != "synthetic":
         if training and args.train_data and (shards := _check_data("--train-data", args.train_data, args)):
             _check_sizes(shards, args)
@@ -49,6 +56,34 @@ def _check_numpy(flag: str) -> None:
             f"{flag} needs numpy below 2.4, which open_clip 3.3's zero-shot evaluation was written for, but this is numpy "
             f"{np.__version__}; install another, or leave {flag} out"
         )
+
+
+def guard_decoders(workers: int) -> None:
+    """Keep webdataset from running what a shard holds: members that it would unpickle stay bytes, with one warning.
+
+    open_clip's pipeline hands every member to webdataset's decoder, and uses the picture and the caption only. So nothing that
+    it trains on changes.
+    """
+    for extension in UNPICKLED:
+        autodecode.decoders[extension] = partial(_left_unread, extension)
+    if workers > 0 and (method := multiprocessing.get_start_method()) != "fork":
+        logging.warning(
+            f"Loader processes are started by {method!r} and decode members .{', .'.join(UNPICKLED)} of shards by running what "
+            "they say; name the source (--train-data NAME=SHARDS), which reads pictures and captions only."
+        )
+
+
+_warned: set[str] = set()
+
+
+def _left_unread(extension: str, data: bytes) -> bytes:
+    if extension not in _warned:
+        _warned.add(extension)
+        logging.warning(
+            f"A shard has .{extension} members, which webdataset would unpickle, and so run what they say. They are left "
+            "unread; to read pictures and captions only, name the source: --train-data NAME=SHARDS."
+        )
+    return data
 
 
 def check_augmentation(settings: dict) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import pickle
 import re
 from argparse import Namespace
 
@@ -11,6 +13,9 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+import webdataset as wds
+from webdataset import autodecode
+from webdataset.autodecode import torch_loads
 
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.errors import UserError
@@ -18,7 +23,7 @@ from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.main import main
 from training.params import parse
-from training.stock_data import check_augmentation, check_stock_data
+from training.stock_data import UNPICKLED, check_augmentation, check_stock_data
 
 OPEN_CLIP = {
     "dataset_type": "auto",
@@ -194,6 +199,39 @@ def test_a_run_that_fails_after_a_step_keeps_its_log(run, data, monkeypatch):
     with pytest.raises(OSError, match="the disk is gone"):
         run("--train-data", "here.csv", name="later")
     assert (data / "logs" / "later" / "out.log").exists()
+
+
+class RunsWhenUnpickled:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "pth", "x.PYD"])
+def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
+    """webdataset unpickles such members of unnamed data; without the guard the marker appears."""
+    marker = data / "ran"
+    content = io.BytesIO()
+    evil = RunsWhenUnpickled(str(marker))
+    torch.save(evil, content) if extension == "pth" else content.write(pickle.dumps(evil))
+    members = [("0.png", png((1, 2, 3))), ("0.txt", b"a cat"), (f"0.{extension}", content.getvalue())]
+    shard = str(write_tar(data / "evil" / "0.tar", members))
+
+    def decode() -> dict:
+        return next(iter(wds.WebDataset(shard, shardshuffle=False).decode("pilrgb")))
+
+    for name in UNPICKLED:  # webdataset's own, which an earlier test may have replaced
+        monkeypatch.setitem(autodecode.decoders, name, torch_loads if name == "pth" else pickle.loads)
+    if extension != "pth":  # whose loader takes weights only in today's torch
+        decode()
+        assert marker.exists()
+        marker.unlink()
+    check(train_data=shard, train_num_samples=1)
+    sample = decode()
+    assert not marker.exists() and sample["txt"] == "a cat" and sample["png"].size == (8, 8)
+    assert sample[extension.lower()] == content.getvalue()
 
 
 def test_logs_that_are_a_file(run, data):

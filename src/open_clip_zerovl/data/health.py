@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, printable
 
 # A share is judged on no fewer samples: one shard written by a broken process must not end a run that loses nothing else.
 JUDGED_SAMPLES = 100_000
@@ -102,7 +102,7 @@ class Ledger:
     def _say(self, subject: object, message: str) -> None:
         if subject not in self._said:
             self._said.add(subject)
-            logging.warning(message)
+            logging.warning(printable(message))
 
     def _judge(self, name: str, reasons: dict[str, int], delivered: int) -> None:
         # A rank that has lost one of its two shards has lost little of the source: until all ranks' books are summed at the

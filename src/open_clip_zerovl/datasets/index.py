@@ -22,7 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.datasets.manifest import read_manifest
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, printable
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, plain_run, walk_tar
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, group, image_of
@@ -224,8 +224,8 @@ def check_report(result: FolderCheck) -> str:
     for shard in result.shards:
         for kind, count in shard.faults.items():
             keys = shard.examples.get(kind, [])
-            shown = ", ".join(keys) + (", ..." if count > len(keys) else "")
-            lines.append(f"{shard.shard}: {kind}" + (f": {count} ({shown})" if keys else ""))
+            shown = printable(", ".join(keys)) + (", ..." if count > len(keys) else "")
+            lines.append(printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else ""))
     lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
     return "\n".join(lines)
 
