@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.processes import end_with_parent
+
 PREEMPTED_STATUS = 85  # of training.main; torchrun turns it into 1
 REQUEUE_MARKER = "requeue"  # what training.main leaves in the run's folder then
 REMIND_SECONDS = 5.0  # a rank that is still starting ignores the signal, so it is sent again
@@ -91,7 +93,7 @@ def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -
     if marker is not None and node.index == 0:
         marker.unlink(missing_ok=True)  # of an earlier stop: a run that cannot start must not seem to have been stopped
     with StopSignals() as stop:
-        child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=ignore_sigusr1)
+        child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=begin_child)
         single = node.ranks * node.nodes == 1
         while True:
             try:
@@ -106,10 +108,14 @@ def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -
     return status if status >= 0 else 128 - status
 
 
-def ignore_sigusr1() -> None:
-    """For torchrun, which SIGUSR1 would end; a scheduler may send it to all processes of a job. The ranks inherit it until
-    they listen themselves."""
+def begin_child() -> None:
+    """What torchrun, or the one rank, does first: ignore SIGUSR1 and end with this launcher.
+
+    SIGUSR1 would end torchrun, and a scheduler may send it to all processes of a job; the ranks inherit it until they listen
+    themselves. A launcher that is killed would leave ranks that train on while the job is started again.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent(signal.SIGTERM)
 
 
 class StopSignals:

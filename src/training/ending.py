@@ -8,6 +8,7 @@ registered for the exit runs (logs, wandb, tensorboard), then the process ends, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -47,20 +48,24 @@ def run(program: Callable[[], int]) -> NoReturn:
         status = program()
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
+            _say(stop.code)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        print("training.main: interrupted; what was saved before is kept", file=sys.stderr)
+        _say("training.main: interrupted; what was saved before is kept")
         status = INTERRUPTED_STATUS
     except BaseException as error:
         sentence = sentence_of(error)
-        if sentence is None:
-            traceback.print_exc()
-        else:
-            rank = os.environ.get("RANK")
-            print(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {sentence}", file=sys.stderr)
+        rank = os.environ.get("RANK")
+        where = f"[rank {rank}] " if rank else ""
+        _say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
         status = 1
     end(status)
+
+
+def _say(words: str) -> None:
+    """Print on standard error, which may lie on the disk that is full: there is then nobody to tell."""
+    with contextlib.suppress(OSError, ValueError):
+        print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 def sentence_of(error: BaseException) -> str | None:

@@ -552,7 +552,7 @@ def stopped_by(tmp_path: Path, number: signal.Signals, saving_seconds: float, ev
     run = subprocess.Popen(
         [*command, str(saving_seconds)],
         cwd=tmp_path,
-        env={**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "src")))},
     )
     try:
         deadline = time.monotonic() + 60
@@ -579,6 +579,32 @@ def stopped_by(tmp_path: Path, number: signal.Signals, saving_seconds: float, ev
 )
 def test_told_to_stop_the_ranks_have_the_time_they_need(tmp_path, number, saving_seconds, everyone):
     assert stopped_by(tmp_path, number, saving_seconds, everyone) == (85, ["saved0", "saved1"])
+
+
+def test_training_ends_with_a_launcher_that_is_killed(tmp_path):
+    """A scheduler starts the job again, and two runs would write into one folder."""
+    package = tmp_path / "training"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "main.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-m", "scripts.paper.launch", "--ranks", "1", "--", "--name", "a"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "src")))},
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline or os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def test_an_earlier_stop_is_not_taken_for_this_ones(workplace, tmp_path):

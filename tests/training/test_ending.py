@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ from support import ROOT, faults
 from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
+from training import ending
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
 LIMIT_SECONDS = 90
@@ -103,6 +106,26 @@ def test_one_rank_ends(train, fault):
 
 
 @pytest.mark.timeout(200)
+def test_a_process_ends_where_nothing_can_be_printed():
+    """Standard error may be a file on the disk that is full."""
+
+    class Full:
+        def write(self, words: str = "") -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        flush = write
+
+    child = os.fork()
+    if child == 0:
+        atexit._clear()
+        sys.stderr = Full()
+        try:
+            ending.run(lambda: 1 // 0)
+        finally:
+            os._exit(77)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
     pairs = write_retrieval_set(train.folder / "pairs", [1, 1, 1, 1])
     shard = next(Path(train.folder / "pairs").rglob("*.tar"))
