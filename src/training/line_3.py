@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from types import SimpleNamespace
 from typing import Any
 
+from training.codebase import copy_codebase
 from training.pieces import Pieces
 
 VERSIONS = "3.3."  # releases whose main was read
@@ -13,6 +15,7 @@ VERSIONS = "3.3."  # releases whose main was read
 # The parameters of each seam that main passes.
 SEAMS: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
+    "copy_codebase": ("args",),
     "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
     "get_tokenizer": ("model_name", "context_length", "cache_dir"),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
@@ -65,8 +68,13 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         assert pieces.evaluate is not None
         return pieces.evaluate(stock, unwrapped(model), data, epoch, tb_writer, tokenizer)
 
+    def copy_code(args: argparse.Namespace) -> None:
+        if args.rank == 0:
+            copy_codebase(os.path.join(args.logs, args.name))
+
     seams: dict[str, Any] = {
         "parse_args": lambda argv: pieces.args,
+        "copy_codebase": copy_code,
         "create_model_and_transforms": pieces.create_model,
         "get_data": get_data,
         "pt_load": pt_load,

@@ -128,6 +128,7 @@ class Run:
         args, config = self.args, self.config
         early.check_run(args, config, rank=rank)
         device.check_device(args)
+        model.check_optimizer(args)
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
 
     def open(self, rank: int) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 from functools import partial
 from typing import Any
 
 import torch
+from timm.optim import list_optimizers
 
+from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.start import init_from
-from open_clip_zerovl.recipe.towers import lock_text_layers
+from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from training.config import RecipeConfig
 
 
@@ -28,6 +31,14 @@ def create_model(
         UserError: weights that do not fit, a tower that cannot do what a flag asks.
     """
     model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
+    own_text = (
+        getattr(getattr(model, "text", None), "config", None) is None
+    )  # open_clip's transformer, not Hugging Face's
+    if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
+        raise UserError(
+            "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms like "
+            "other weights"
+        )
     if config.init_from is not None:
         logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")
     for tower, path in (("image", config.init_image), ("text", config.init_text)):
@@ -35,8 +46,7 @@ def create_model(
             loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
             logging.info(f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}")
     transform_train, mixup = apply_methods(model, transform_train, config, seed=args.seed)
-    if config.active and hasattr(getattr(model, "text", None), "config"):
-        # open_clip's table lacks the names of BERT's layers, so that --lock-text-unlocked-layers ends in a KeyError.
+    if config.active and not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform_train, transform_eval, mixup
 
@@ -48,3 +58,17 @@ def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) ->
         options: `lr`, `betas`, `eps`.
     """
     return torch.optim.AdamW(parameter_groups(model, weight_decay, exempt_embeddings=True), **options)
+
+
+def check_optimizer(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: `--opt timm/NAME` with a name that timm does not know.
+    """
+    opt = args.opt.lower()
+    name = opt.rpartition("timm/")[2].removeprefix("lookahead_")  # a prefix that timm takes before any of its names
+    if opt.startswith("timm/") and name not in (known := list_optimizers()):
+        near = difflib.get_close_matches(name, known, n=3)
+        raise UserError(
+            f"--opt {args.opt}: timm has no optimizer {name!r}; did you mean {', '.join(near or known[:5])}?"
+        )

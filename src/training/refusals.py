@@ -6,6 +6,7 @@ What a single flag of ours contradicts stands where that flag is declared (`reci
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +32,21 @@ class Refusal:
     recipe: str
     wanted: Callable[[AllFlags], bool]
     advice: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """A flag of open_clip that does nothing, or ends in a traceback, without something else.
+
+    Attributes:
+        flag: how it is called in the sentence; `{0.name}` stands for a flag's value.
+        when: whether it was given without what it needs.
+        needs: what that is, and what to do.
+    """
+
+    flag: str
+    when: Callable[[AllFlags], bool]
+    needs: str
 
 
 THE_RECIPE = "the recipe's flags"
@@ -88,6 +104,24 @@ LOSS = (
         "they belong to the softmax loss",
     ),
 )
+METHODS = (
+    Refusal(
+        "--torchscript",
+        lambda f: f.torchscript,
+        "--freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
+        lambda f: bool(
+            f.freeze
+            or f.cache_frozen
+            or f.coin_flip_mixup
+            or f.temperature_constant
+            or f.token_drop
+            or f.init_from
+            or f.init_image
+            or f.init_text
+        ),
+        "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
+    ),
+)
 DATA = (
     Refusal(
         "--dataset-type {0.dataset_type}",
@@ -97,7 +131,67 @@ DATA = (
         "sources are webdataset shards",
     ),
 )
-THEMES = (PROGRAM, STEP, LOSS, DATA)
+THEMES = (PROGRAM, STEP, LOSS, METHODS, DATA)
+
+
+def _timm(f: AllFlags) -> bool:
+    return "timm" in f.opt
+
+
+def _lacks(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+NEEDS = (
+    Need("--opt {0.opt}", lambda f: _timm(f) and f.lr is None, "--lr: open_clip has a default for adamw alone"),
+    Need("--opt {0.opt}", lambda f: _timm(f) and f.eps is None, "--eps: open_clip has a default for adamw alone"),
+    Need(
+        "--opt {0.opt}",
+        lambda f: _timm(f) and (f.beta1 is None) != (f.beta2 is None),
+        "both --beta1 and --beta2, or neither",
+    ),
+    Need(
+        "--lr-scheduler const-cooldown",
+        lambda f: f.lr_scheduler == "const-cooldown" and f.epochs_cooldown is None,
+        "--epochs-cooldown: how many of the last epochs the rate falls in",
+    ),
+    Need(
+        "--distill-model",
+        lambda f: f.distill_model is not None and f.distill_pretrained is None,
+        "--distill-pretrained, the teacher's weights: open_clip distils nothing without",
+    ),
+    Need(
+        "--distill-pretrained",
+        lambda f: f.distill_pretrained is not None and f.distill_model is None,
+        "--distill-model, the teacher's name: open_clip distils nothing without",
+    ),
+    Need("--horovod", lambda f: f.horovod and _lacks("horovod"), "the package horovod; use torchrun"),
+    Need(
+        "--report-to wandb",
+        lambda f: ("wandb" in f.report_to or "all" in f.report_to) and _lacks("wandb"),
+        "the package wandb: pip install wandb",
+    ),
+    Need(
+        "--report-to tensorboard",
+        lambda f: ("tensorboard" in f.report_to or "all" in f.report_to) and _lacks("tensorboard"),
+        "the package tensorboard: pip install tensorboard",
+    ),
+    Need(
+        "--report-to {0.report_to}",
+        lambda f: bool(f.report_to) and not any(name in f.report_to for name in ("wandb", "tensorboard", "all")),
+        "one of the names tensorboard, wandb, all",
+    ),
+    Need(
+        "--use-bnb-linear",
+        lambda f: f.use_bnb_linear is not None and _lacks("bitsandbytes"),
+        "the package bitsandbytes: pip install bitsandbytes triton",
+    ),
+    Need(
+        "--imagenet-v2 {0.imagenet_v2}",
+        lambda f: f.imagenet_v2 is not None and _lacks("imagenetv2_pytorch"),
+        "the package imagenetv2_pytorch: pip install git+https://github.com/modestyachts/ImageNetV2_pytorch",
+    ),
+)
 
 
 def check(config: RecipeConfig, args: argparse.Namespace) -> None:
@@ -114,5 +208,8 @@ def check(config: RecipeConfig, args: argparse.Namespace) -> None:
                 raise UserError(f"{flag} does not work with {refusal.recipe}: {refusal.advice}")
     for sentence in contradicted(given):
         raise UserError(sentence)
+    for need in NEEDS:
+        if need.when(given):
+            raise UserError(f"{need.flag.format(given)} needs {need.needs}")
     for sentence in out_of_range(given):
         raise UserError(sentence)

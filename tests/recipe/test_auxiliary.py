@@ -3,23 +3,27 @@
 import copy
 import math
 import pickle
+from argparse import Namespace
 
 import open_clip
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import MT5Config
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.token_drop import check_token_drop
 from open_clip_zerovl.recipe.towers import GROUPS, freeze, group_of, lock_text_layers
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
+from training.model import create_model
 
 EMBED_DIM = 24
 
@@ -426,3 +430,20 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
     assert torch.equal(model.logit_scale, before) and not torch.equal(model.visual.proj, weight)
     with pytest.raises(UserError, match="no logit_scale"):
         constant_temperature(nn.Linear(2, 2))
+
+
+def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path):
+    """mT5's layers are in open_clip's table, BERT's are not: with a flag of ours each is unlocked by who can do it."""
+    MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(tmp_path / "mt5")
+    text = {**bert_text(tmp_path / "mt5"), "hf_pooler_type": "mean_pooler"}
+    name = register(tmp_path / "configs", "unlock-mt5", NATIVE_VISION, text)
+    model, *_ = create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)
+    model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
+    learning = {n.split(".")[2] for n, p in model.text.named_parameters() if ".block." in n and p.requires_grad}
+    assert learning == {"2"}
+
+    name = register(tmp_path / "configs", "unlock-bert", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert")))
+    model, *_ = create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)
+    model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
+    learning = {n.split(".")[3] for n, p in model.text.named_parameters() if ".layer." in n and p.requires_grad}
+    assert learning == {"1"}

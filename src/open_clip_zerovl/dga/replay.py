@@ -90,9 +90,11 @@ class FrozenTowers:
         self._restore_rng = True
         self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
         self._learning: set[str] = set()  # encode methods whose output was seen to require gradient
-        self._reusable = not compiled and type(model).forward in (
-            open_clip.CLIP.forward,
-            open_clip.CustomTextCLIP.forward,
+        scripted = isinstance(model, torch.jit.ScriptModule)  # whose class has no forward to look at
+        self._reusable = (
+            not compiled
+            and not scripted
+            and type(model).forward in (open_clip.CLIP.forward, open_clip.CustomTextCLIP.forward)
         )
         self._told = False
 

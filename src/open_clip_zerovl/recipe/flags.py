@@ -29,7 +29,6 @@ from open_clip_zerovl.errors import UserError
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
-LR_SCHEDULERS = ("cosine", "const", "const-cooldown")  # open_clip's
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,6 +56,7 @@ def at_least(low: float, unit: str = "") -> Range:
 
 SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
 NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
+BETA = Range("0 to less than 1", lambda value, _: 0 <= value < 1)
 POSITIVE = Range("a positive number", lambda value, _: value > 0)
 
 
@@ -185,6 +185,11 @@ def key_value(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def _are_sides(value: int | Sequence[int]) -> bool:
+    sides = (value,) if isinstance(value, int) else value
+    return len(sides) in (1, 2) and min(sides) >= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -567,40 +572,89 @@ class OpenClipFlags:
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
     precision: str = flag("amp", choices=PRECISIONS)
     device: str = flag("cuda", metavar="TEXT")
-    seed: int = flag(0, metavar="N")
+    seed: int = flag(0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32))
 
-    lr: float | None = flag(None, metavar="X", planned=False)
-    wd: float = flag(0.2, metavar="X")
+    lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
+    beta1: float | None = flag(None, metavar="X", range=BETA, planned=False)
+    beta2: float | None = flag(None, metavar="X", range=BETA, planned=False)
+    eps: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
+    momentum: float | None = flag(None, metavar="X", range=BETA, planned=False)
+    wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
     warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
     skip_scheduler: bool = flag(False, planned=False)
-    opt: str = flag("adamw", metavar="TEXT", planned="AdamW is planned")
-    lr_scheduler: str = flag("cosine", metavar="TEXT", planned=False)
-    grad_clip_norm: float | None = flag(None, metavar="X")
+    opt: str = flag(
+        "adamw",
+        metavar="TEXT",
+        range=Range(
+            "adamw, or timm/NAME", lambda value, _: value.lower() == "adamw" or value.lower().startswith("timm/")
+        ),
+        planned="AdamW is planned",
+    )
+    lr_scheduler: str = flag(
+        "cosine",
+        metavar="TEXT",
+        range=Range("cosine, const or const-cooldown", lambda value, _: value in ("cosine", "const", "const-cooldown")),
+        planned=False,
+    )
+    epochs_cooldown: int | None = flag(
+        None, range=Range("0 to --epochs {epochs}", lambda value, given: 0 <= value <= given.epochs), planned=False
+    )
+    lr_cooldown_end: float = flag(0.0, range=NOT_NEGATIVE, planned=False)
+    lr_cooldown_power: float = flag(1.0, range=NOT_NEGATIVE, planned=False)
+    grad_clip_norm: float | None = flag(None, metavar="X", range=POSITIVE)
 
     siglip: bool = flag(False)
     distill_model: str | None = flag(None, planned="its teacher's passes are not in the plan")
+    distill_pretrained: str | None = flag(None, planned=False)
     local_loss: bool = flag(False, planned=False)
     gather_with_grad: bool = flag(False, planned=False)
 
     pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(0, planned="the whole tower counts as locked")
+    lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
     lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(0, planned="the whole tower counts as locked")
+    lock_text_unlocked_layers: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
     grad_checkpointing: bool = flag(False)
+    torchscript: bool = flag(False, planned=False)
     torchcompile: bool = flag(False, planned="steps are timed without it")
     trace: bool = flag(False, planned=False)
     horovod: bool = flag(False, planned=False)
     ddp_static_graph: bool = flag(False, planned=False)
-    force_patch_dropout: float | None = flag(None, metavar="X")
-    force_image_size: int | tuple[int, ...] | None = flag(None, kind=int, metavar="PX", nargs="+")
-    force_context_length: int | None = flag(None, metavar="N")
-    image_mean: tuple[float, ...] | None = flag(None, metavar="X", nargs="+")
-    image_std: tuple[float, ...] | None = flag(None, metavar="X", nargs="+")
+    force_patch_dropout: float | None = flag(
+        None, metavar="X", range=Range("a share from 0 to less than 1", lambda value, _: 0 <= value < 1)
+    )
+    force_image_size: int | tuple[int, ...] | None = flag(
+        None,
+        kind=int,
+        metavar="PX",
+        nargs="+",
+        range=Range("one side, or height and width, of at least 1 pixel", lambda value, _: _are_sides(value)),
+    )
+    force_context_length: int | None = flag(None, metavar="N", range=at_least(1))
+    image_mean: tuple[float, ...] | None = flag(
+        None, metavar="X", nargs="+", range=Range("three numbers", lambda value, _: len(value) == 3)
+    )
+    image_std: tuple[float, ...] | None = flag(
+        None,
+        metavar="X",
+        nargs="+",
+        range=Range("three positive numbers", lambda value, _: len(value) == 3 and min(value) > 0),
+    )
     image_interpolation: str | None = flag(None, choices=("bicubic", "bilinear", "random"))
     aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")  # noqa: RUF009 (a field)
 
     logs: str = flag("./logs/", metavar="TEXT")
+    log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
+    report_to: str = flag("", metavar="TEXT", planned=False)
+    remote_sync_frequency: int = flag(300, metavar="SECONDS", range=at_least(1, "second"), planned=False)
+    use_bnb_linear: str | None = flag(None, planned=False)
+    loss_dist_impl: str | None = flag(
+        None,
+        range=Range("bidir, shift, reduce or gather", lambda value, _: value in ("bidir", "shift", "reduce", "gather")),
+        planned=False,
+    )
+    val_num_samples: int | None = flag(None, metavar="N", range=at_least(1), planned=False)
+    imagenet_v2: str | None = flag(None, planned=False)
     save_frequency: int = flag(1, metavar="N")
     save_most_recent: bool = flag(False)
     delete_previous_checkpoint: bool = flag(False)
@@ -724,8 +778,6 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
             values[each.name] = tuple(sorted(set(value)))
         elif each.kind is key_value:
             values[each.name] = dict(value)
-        elif each.name == "force_image_size" and not isinstance(value, int):
-            values[each.name] = value[0] if len(value) == 1 else tuple(value)
-        elif each.nargs is not None:
-            values[each.name] = tuple(value)
+        elif each.nargs is not None and not isinstance(value, int):
+            values[each.name] = value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
     return values

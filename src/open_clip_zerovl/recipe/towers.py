@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from open_clip.hf_configs import arch_dict
 from torch import nn
 
 from open_clip_zerovl.errors import UserError
@@ -86,6 +87,17 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
     for name in following:
         module.get_submodule(name).train(mode)
     return module
+
+
+def open_clip_locks_layers(model: nn.Module) -> bool:
+    """Whether `model.lock_text_tower(unlocked_layers=n)` is open_clip's to do: it has a table of the layers' names.
+
+    The table lacks those of BERT, so that open_clip 3.3 raises KeyError there; `lock_text_layers` does it in its place.
+    """
+    config = getattr(getattr(model, "text", None), "config", None)
+    if config is None:
+        return True  # open_clip's own text transformer
+    return "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
 
 
 def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:

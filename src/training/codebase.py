@@ -1,0 +1,33 @@
+"""What `--copy-codebase` keeps of the code that a run was trained with.
+
+open_clip copies the folder three levels above its own main: from a checkout that is the checkout, from an installed package
+the whole environment (gigabytes), and none of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
+
+
+def copy_codebase(run_folder: str | os.PathLike[str]) -> Path:
+    """Copy the code of `PACKAGES` to `run_folder/code`; a resumed run keeps what its first process copied.
+
+    Returns:
+        The folder `code`.
+    """
+    code = Path(run_folder) / "code"
+    if code.exists():
+        logging.info(f"The code in {code} is that of the run's first process; it is kept.")
+        return code
+    for name in PACKAGES:
+        spec = find_spec(name)
+        assert spec is not None and spec.origin is not None  # this program imports them all
+        shutil.copytree(Path(spec.origin).parent, code / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    logging.info(f"Copied the code of {', '.join(PACKAGES)} to {code}.")
+    return code
