@@ -143,7 +143,8 @@ def _mixture_data(
 ) -> TrainData:
     assert config.sampling is not None
     normalizer = None
-    if uses_own_step(config, args):  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
+    own_step = uses_own_step(config, args)
+    if own_step:  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
         try:
             transform, mean, std = split_normalize(transform)
             normalizer = partial(normalize, mean=mean, std=std)
@@ -160,7 +161,8 @@ def _mixture_data(
         augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
         on_bad_sample=config.on_bad_sample,
         pixel_path=config.pixel_path,
-        with_origin=config.cache_frozen is not None,
+        with_origin=own_step,
+        with_content=config.positives != "pair",
     )
     loader = MixtureLoader(
         mixture,

@@ -51,7 +51,7 @@ class Need:
 
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
-STEP_FLAGS = "--dga-steps, --dga-retain, --dga-check, --loss-chunk or --ablate"
+STEP_FLAGS = "--dga-steps, --dga-retain, --dga-check, --loss-chunk, --cross-source-weight, --positives or --ablate"
 
 PROGRAM = (
     Refusal("--horovod", lambda f: f.horovod, THE_RECIPE, lambda f: f.active, "use torchrun"),

@@ -6,10 +6,14 @@ import argparse
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from open_clip_train.distributed import is_master
 from open_clip_train.train import AverageMeter
+
+from open_clip_zerovl.losses.problem import Report
 
 LIMITING_SHARE = 0.1  # of an epoch's time spent waiting for data, from which on it is said
 
@@ -40,17 +44,68 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
     )
 
 
+class BySource:
+    """The mean loss of each source's pairs since it was last taken, and how many of them had a twin.
+
+    With one source a step the loss of a step jumps between sources; these numbers do not. Sums stay on the device until they
+    are taken, so that no step waits for them.
+
+    Args:
+        names: of the sources, in their order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._sums: torch.Tensor | None = None  # (3, S): losses, pairs, pairs with a twin
+        self._twins = False
+
+    def see(self, report: Report) -> None:
+        """A step's pairs, of all ranks; of one source, or without their sources, there is nothing to tell apart."""
+        if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.twins is None):
+            return
+        losses = report.pair_losses.float()
+        self._twins = report.twins is not None
+        twins = report.twins.float() if report.twins is not None else torch.zeros_like(losses)
+        if self._sums is None:
+            self._sums = torch.zeros(3, len(self.names), device=losses.device)
+        self._sums.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), twins]))
+
+    def take(self) -> tuple[dict[str, float], str]:
+        """The metrics by name (`loss/SOURCE`, `twins/SOURCE`: a share), and the same for the log line; then begin anew."""
+        if self._sums is None:
+            return {}, ""
+        metrics, words = {}, []
+        for name, (loss, pairs, twins) in zip(self.names, self._sums.T.tolist(), strict=True):
+            if not pairs:
+                continue
+            metrics[f"loss/{name}"] = loss / pairs
+            words.append(f"{name} {loss / pairs:#.5g}")
+            if self._twins:
+                metrics[f"twins/{name}"] = twins / pairs
+                words[-1] += f" ({twins:.0f} of {pairs:.0f} samples have a twin)"
+        self._sums = None
+        return metrics, " By source: " + ", ".join(words)
+
+
 class StepLog:
     """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
 
     def __init__(
-        self, args: argparse.Namespace, epoch: int, steps: int, epoch_samples: int, dga_steps: int, tb_writer=None
+        self,
+        args: argparse.Namespace,
+        epoch: int,
+        steps: int,
+        epoch_samples: int,
+        dga_steps: int,
+        tb_writer=None,
+        sources: Sequence[str] = (),
     ) -> None:
         self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
         self.epoch_samples = epoch_samples
         self.samples_per_gpu = args.batch_size * dga_steps
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
+        self.by_source = BySource(sources)
         self.end = time.time()
         self.waited, self.counted_from, self.counted_steps = (
             0.0,
@@ -83,6 +138,7 @@ class StepLog:
         per_gpu = self.samples_per_gpu / self.batch_time.val
         rate = per_gpu * self.args.world_size
         seen = (index + 1) * self.samples_per_gpu * self.args.world_size
+        of_sources, sources_line = self.by_source.take()
         digits = math.ceil(math.log(self.epoch_samples + 1, 10))
         logging.info(
             f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
@@ -90,6 +146,7 @@ class StepLog:
             f"Batch (t): {self.batch_time.avg:.3f}, {rate:#g}/s, {per_gpu:#g}/s/gpu "
             f"LR: {lr:5f} Logit Scale: {scale:.3f} "
             + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
+            + sources_line
         )
         self._report(
             step,
@@ -101,6 +158,7 @@ class StepLog:
                 "scale": scale,
                 "lr": lr,
                 **values,
+                **of_sources,
             },
         )
         self.batch_time.reset()

@@ -39,6 +39,8 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
         rank=args.rank,
         world_size=args.world_size,
         gather_grad="detached-gather" not in config.ablate,
+        cross_source_weight=config.cross_source_weight,
+        positives=config.positives,
     )
 
 
@@ -102,7 +104,9 @@ class Trainer:
         else:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
-        log = StepLog(args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer)
+        log = StepLog(
+            args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer, [s.name for s in sources]
+        )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
@@ -112,6 +116,8 @@ class Trainer:
                 scheduler(step)
             log.data_ready()
             losses = self.step.take(micro_batches, step)
+            if isinstance(loss, ContrastiveLoss):
+                log.by_source.see(loss.report)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
             if self.cache is not None and (index + 1 == steps or checkpoints.due(step + 1)):
                 self.cache.flush()

@@ -11,7 +11,8 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Sampling, content_numbers
+from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.shares import LocalOrder, follow
 from open_clip_zerovl.data.sources import parse_sources
@@ -215,3 +216,14 @@ def test_a_truncated_or_vanished_shard_ends_with_a_sentence(tmp_path):
     mixture = Mixture(sources, Batching(4), transform=transforms.PILToTensor(), tokenizer=ids_of, on_bad_sample="fail")
     with pytest.raises(UserError, match="00001.tar of source 'cut' cannot be read"):
         list(MixtureLoader(mixture, workers=0))
+
+
+def test_content_numbers_tell_same_captions_and_same_files():
+    def sample(image, caption):
+        return RawSample(image, caption, 0, 0, "key", "shard")
+
+    one, other = content_numbers(sample(b"jpeg", "A  dog\n")), content_numbers(sample(b"png", "a Dog"))
+    assert one[0] == other[0] and one[1] != other[1]
+    assert content_numbers(sample(b"jpeg", "a cat"))[0] != one[0] and content_numbers(sample(b"jpeg", "x"))[1] == one[1]
+    assert one != content_numbers(sample(b"a dog", "jpeg"))
+    assert all(-(2**63) <= number < 2**63 for number in (*one, *other))

@@ -162,3 +162,28 @@ def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, 
 
 def test_a_double_dash_before_the_flags_is_passed_over():
     assert parse(["--", *DATA, "--dga-steps", "3"])[1].dga_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "--cross-source-weight 0.1 --coin-flip-mixup",
+            "--coin-flip-mixup does not work with --cross-source-weight: a sample mixed",
+        ),
+        (
+            "--cross-source-weight 0.1 --debiased-sampling",
+            "--sampling debiased does not work with --cross-source-weight: a batch from one source",
+        ),
+        ("--positives both --coin-flip-mixup", "--coin-flip-mixup does not work with --positives: a mixed sample"),
+        ("--positives both --ablate detached-gather", "--ablate detached-gather does not work with --positives"),
+        ("--cross-source-weight -1", "--cross-source-weight -1.0 is out of range; give 0 or more"),
+    ],
+)
+def test_what_the_options_of_the_loss_contradict(line, sentence):
+    """Training's alone: a plan passes them over."""
+    with pytest.raises(UserError) as caught:
+        parse([*DATA, *line.split()])
+    assert str(caught.value).startswith(sentence)
+    with pytest.raises(UserError, match="does not work with"):
+        parse(["--train-data", "/x.csv", "--positives", "caption"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import open_clip
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from open_clip_zerovl import CoinFlipMixup, ContrastiveLoss, reversed_partner
 from open_clip_zerovl.recipe.mixup import Mix
+from support.dense_loss import DenseLoss
 from support.dga_reference import errors as relative_errors
 from support.programs import COMMON, launch
-from support.tars import write_source
+from support.tars import png, write_source, write_tar
 from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
 
 RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
@@ -34,13 +36,13 @@ def steps(tmp_path_factory):
         for name, first in (("a", 0), ("b", 1000))
     )
     arguments = [
-        *COMMON, "--train-data", data, "--debiased-sampling", "--coin-flip-mixup", "--mixup-alpha", "1.0", "--text-augment",
-        "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet", "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps",
+        *COMMON[: COMMON.index("--warmup")], "--train-data", data, "--debiased-sampling", "--coin-flip-mixup",
+        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet", "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps",
         str(DGA_STEPS), "--batch-size", str(MICRO_BATCH), "--workers", "1", "--epochs", "1", "--name", "together",
         "--no-embedding-decay", "--warmup-share", "0.1", "--lr-min", "1e-5", "--train-num-samples", "48", "--seed", "3",
     ]  # fmt: skip
     done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     open_clip.add_model_config(str(folder / "tiny.json"))
     ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(RANKS)]
     return list(zip(*ranks, strict=True))
@@ -87,3 +89,75 @@ def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(steps):
         wrong, _ = one_graph(entries, mix, replay_masks=False)
         assert max(relative_errors(entries[0]["gradients"], wrong).values()) > 0.05
     assert coins == {True, False}  # both sides of the coin came up
+
+
+LOSS_FLAGS = {"cross_source_weight": 0.1, "positives": "both"}
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    """Two ranks' first steps on two sources whose captions and pictures repeat, and what the run wrote."""
+    folder = tmp_path_factory.mktemp("repeated")
+    words = [*WORDS, *"0123456789"]
+    text = bert_text(write_bert(folder / "bert", words=words))
+    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": text}))
+    for name, first in (("a", 0), ("b", 5)):
+        members = []
+        for number in range(24):
+            members += [
+                (f"{number:03d}.png", png((9 * (number % 7) + first, 50, 0), 40)),
+                (f"{number:03d}.txt", f"a  Big cat {(number + first) % 8}".encode()),
+            ]
+        write_tar(folder / name / "00000.tar", members)
+    data = f"a={folder}/a/00000.tar::b={folder}/b/00000.tar"
+    arguments = [
+        *COMMON, "--train-data", data, "--sampling", "random", "--cross-source-weight", "0.1", "--positives", "both",
+        "--loss-chunk", "5", "--dga-steps", "2", "--batch-size", "4", "--workers", "1", "--epochs", "1", "--name", "repeated",
+    ]  # fmt: skip
+    done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    open_clip.add_model_config(str(folder / "tiny.json"))
+    ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(RANKS)]
+    return list(zip(*ranks, strict=True)), done.stderr
+
+
+def test_ids_travel_with_the_batch_and_make_the_dense_loss_gradient(repeated):
+    """Cross-source weight and shared positives through the whole program; without them (control) the gradient is another."""
+    steps, _ = repeated
+    for entries in steps:
+        prepared = [micro_batch for entry in entries for micro_batch in entry["prepared"]]
+        images, texts = (torch.cat(parts) for parts in zip(*prepared, strict=True))
+        ids = {
+            name: torch.cat([entry["loss_inputs"]["ids"][name] for entry in entries])
+            for name in ("source", "caption", "image")
+        }
+        assert set(ids["source"].tolist()) == {0, 1}
+        same_words = (texts[:, None] == texts).all(dim=2)
+        assert torch.equal(ids["caption"][:, None] == ids["caption"], same_words)
+        assert (ids["image"][:, None] == ids["image"]).sum() > len(images)  # crops differ, the files do not
+        model = open_clip.create_model("tiny", pretrained_text=False, output_dict=True).train()
+        model.load_state_dict(entries[0]["weights"])
+        found = {}
+        for name, loss in (("wanted", DenseLoss(**LOSS_FLAGS)), ("plain", DenseLoss())):
+            features = {"image_features": [], "text_features": []}
+            for entry in entries:
+                torch.set_rng_state(entry["rng"])
+                for micro_batch in entry["prepared"]:
+                    outputs = model(*micro_batch)
+                    for modality, parts in features.items():
+                        parts.append(outputs[modality])
+            joined = {modality: torch.cat(parts) for modality, parts in features.items()}
+            model.zero_grad()
+            loss(**joined, logit_scale=outputs["logit_scale"], ids=ids).backward()
+            gradients = {parameter: value.grad.clone() for parameter, value in model.named_parameters()}
+            found[name] = [max(relative_errors(entry["gradients"], gradients).values()) for entry in entries]
+        assert max(found["wanted"]) <= 5e-5
+        assert min(found["plain"]) >= 0.05
+
+
+def test_log_has_each_sources_loss_and_twins(repeated):
+    _, log = repeated
+    line = next(line for line in log.splitlines() if "Train Epoch: 0 [" in line)
+    assert re.search(r"Loss: \S+ \(\S+\) By source: a \S+ \(\d+ of \d+ samples have a twin\), b \S+ \(\d+ of", line), (
+        line
+    )

@@ -11,6 +11,7 @@ communication. All randomness derives from (seed, epoch, source, position): the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,9 @@ class Mixture(IterableDataset):
         pixel_path: of PIXEL_PATHS; "arrays" shows the same pictures to rounding (`pixels`), and is PIL's with a line in the log
             where the decoder is not installed or the transform has a step that takes PIL images only.
         reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
-        with_origin: also yield the (source, position) of each sample, as a third item (B, 2); for tests and reports.
+        with_origin: also yield the (source, position) of each sample, as a third item (B, 2).
+        with_content: let that item have two more columns (B, 4): numbers of the caption, as it was before augmentation, and of
+            the image file; the same text (but for case and white space) or the same bytes have the same number.
 
     Yields:
         (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` keeps both to itself.
@@ -136,6 +139,7 @@ class Mixture(IterableDataset):
         reduce_jpegs: bool = True,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
         with_origin: bool = False,
+        with_content: bool = False,
     ) -> None:
         super().__init__()
         if on_bad_sample not in POLICIES:
@@ -151,7 +155,7 @@ class Mixture(IterableDataset):
         self.on_bad_sample = on_bad_sample
         self.crop = crop_of(transform) if reduce_jpegs else None
         self.shuffle_window_samples = shuffle_window_samples
-        self.with_origin = with_origin
+        self.with_origin, self.with_content = with_origin or with_content, with_content
         self.stall_seconds = 0.0  # set by a loader without worker processes, which nobody else can watch
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
@@ -230,7 +234,7 @@ class Mixture(IterableDataset):
         return Share(PieceReader(reading, mine, pieces), order, done)
 
     def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
-        """The next sample of each share, as (images, texts, (source, position) if asked for, report)."""
+        """The next sample of each share, as (images, texts, origin if asked for, report)."""
         images, captions, origins, report = [], [], [], Report()
         with preserved():
             for share in shares:
@@ -238,7 +242,8 @@ class Mixture(IterableDataset):
                 reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                 images.append(self.transform(image))  # at once: decoded images are large
                 captions.append(self._caption(sample))
-                origins.append((sample.source, sample.position))
+                content = content_numbers(sample) if self.with_content else ()
+                origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
         texts = self.tokenizer(captions)
@@ -252,3 +257,12 @@ class Mixture(IterableDataset):
 
     def _decode(self, sample: RawSample) -> Any:
         return self.decode(sample.image, self.crop)
+
+
+def content_numbers(sample: RawSample) -> tuple[int, int]:
+    """(number of the caption, number of the image file), both int64: hashes, so that all readers agree without talking."""
+    caption = " ".join(sample.caption.casefold().split()).encode()
+    return tuple(  # type: ignore[return-value]
+        int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+        for content in (caption, sample.image)
+    )

@@ -7,6 +7,6 @@ __getattr__, __dir__, __all__ = handed_on(
     {
         "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "reversed_partner"],
         "open_clip_zerovl.losses.gathering": ["gathered_sizes", "require_process_group"],
-        "open_clip_zerovl.losses.targets": ["POSITIVES"],
+        "open_clip_zerovl.losses.names": ["POSITIVES"],
     },
 )

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses.gathering import require_process_group
+from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.losses.problem import Batch, ChunkedLoss, Report, Settings
-from open_clip_zerovl.losses.targets import POSITIVES
 
 _SHARED_IDS = {"pair": (), "caption": ("caption",), "image": ("image",), "both": ("caption", "image")}
 

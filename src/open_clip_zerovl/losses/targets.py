@@ -19,8 +19,6 @@ from torch import Tensor
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.softmax import Normalisers
 
-POSITIVES = ("pair", "caption", "image", "both")
-
 
 class Pairs:
     """The non-zeros of Y as (weight, local column of each local row).

@@ -25,6 +25,7 @@ from typing import Any
 
 from open_clip_zerovl.data.names import AUTO_AUGMENTS, CAPTIONS, DRAWS, PIXEL_PATHS, POLICIES, STRATEGIES, is_named
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses.names import POSITIVES
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
@@ -319,6 +320,59 @@ class DgaFlags:
     )
 
 
+_DETACHED_GATHER = Contradiction(
+    "--ablate detached-gather",
+    lambda given: "detached-gather" in given.ablate,
+    "it is the paper's comparison of the plain loss",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFlags:
+    """Negatives and targets of the loss"""
+
+    cross_source_weight: float = flag(
+        1.0,
+        "how often a negative of another source counts in the softmax of a batch that mixes sources: 0 leaves them out, 1 is "
+        "the plain loss (default %(default)s)",
+        metavar="W",
+        range=NOT_NEGATIVE,
+        contradicts=(
+            _STOCK_DATA,
+            Contradiction(
+                "--sampling {strategy}",
+                lambda given: given.strategy != "random",
+                "a batch from one source has no negatives of others; give --sampling random",
+            ),
+            Contradiction(
+                "--coin-flip-mixup",
+                lambda given: given.coin_flip_mixup,
+                "a sample mixed from two sources belongs to neither; leave one of them out",
+            ),
+            Contradiction("--siglip", lambda given: given.siglip, "its loss has no softmax"),
+            _DETACHED_GATHER,
+        ),
+        planned=False,
+    )
+    positives: str = flag(
+        "pair",
+        "samples of the effective batch with the same caption, the same image, or either (both), share the target evenly "
+        "(default %(default)s: each pair for itself)",
+        choices=POSITIVES,
+        contradicts=(
+            _STOCK_DATA,
+            Contradiction(
+                "--coin-flip-mixup",
+                lambda given: given.coin_flip_mixup,
+                "a mixed sample has two captions and pictures; leave one of them out",
+            ),
+            Contradiction("--siglip", lambda given: given.siglip, "its loss has no softmax"),
+            _DETACHED_GATHER,
+        ),
+        planned=False,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AugmentationFlags:
     """Mixup, augmentation and token drop (sections 2.2, 3.2, 4.2, A.9)"""
@@ -530,13 +584,13 @@ class RetrievalFlags:
 
 
 SECTIONS = (
-    SourceFlags, DgaFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags, RetrievalFlags
+    SourceFlags, DgaFlags, LossFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags, RetrievalFlags
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig(
-    RetrievalFlags, CheckpointFlags, OptimizerFlags, TowerFlags, AugmentationFlags, DgaFlags, SourceFlags
+    RetrievalFlags, CheckpointFlags, OptimizerFlags, TowerFlags, AugmentationFlags, LossFlags, DgaFlags, SourceFlags
 ):
     """All flags of ours. Their defaults mean: open_clip as it is."""
 
@@ -548,7 +602,8 @@ class RecipeConfig(
     @property
     def step_flags(self) -> bool:
         """Whether a flag asks for our optimizer step (DGA and ContrastiveLoss) by itself."""
-        return self.coin_flip_mixup or any(getattr(self, each.name) != each.default for each in flags_of(DgaFlags))
+        of_step = (*flags_of(DgaFlags), *flags_of(LossFlags))
+        return self.coin_flip_mixup or any(getattr(self, each.name) != each.default for each in of_step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

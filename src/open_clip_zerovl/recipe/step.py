@@ -18,12 +18,14 @@ from open_clip import get_input_dtype
 from torch import Tensor, nn
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
+from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import optimizer_step
 
-MicroBatch = tuple[Tensor, ...]  # images (B, C, H, W), texts (B, L), and origin (B, 2) where features are cached
+# images (B, C, H, W), texts (B, L), and origin (B, 2 or 4) where the loss or a cache asks who the samples are
+MicroBatch = tuple[Tensor, ...]
 
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
@@ -58,17 +60,26 @@ def prepare(
     Args:
         images: (B, C, H, W), uint8 where `normalize` is given, else normalised floats.
         texts: (B, L) tokens.
-        origin: (B, 2) on the CPU, the source and position of each sample, where `cache` is given.
+        origin: (B, 2 or 4) on the CPU, as `Mixture` yields it; its first two columns, source and position, where `cache` is
+            given.
         precision: open_clip's `--precision`; bf16, pure_bf16, fp16 and pure_fp16 cast the images.
     """
     if cache is not None:
         assert origin is not None, "a run with a cache reads its samples with their origin"
-        images, texts = cache.prepare(images, texts, origin)
+        images, texts = cache.prepare(images, texts, origin[:, :2])
     if normalize is not None:
         images = normalize(images)
     if mix is not None:
         images, texts = mix.prepare(images, texts)
     return images.to(dtype=get_input_dtype(precision)), texts
+
+
+def ids_of(micro_batches: Sequence[MicroBatch]) -> dict[str, dict[str, Tensor]]:
+    """`ContrastiveLoss`'s `ids` of this rank's samples, from the micro-batches' origin; nothing where they have none."""
+    if len(micro_batches[0]) < 3:
+        return {}
+    source, _, *content = torch.cat([origin for _, _, origin in micro_batches]).unbind(dim=1)
+    return {"ids": {"source": source, **dict(zip(("caption", "image"), content, strict=False))}}
 
 
 class RecipeStep:
@@ -103,7 +114,7 @@ class RecipeStep:
         replay_rng: bool = True,
     ) -> None:
         without_host_waits(unwrapped(model)[0])
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
         self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
@@ -122,14 +133,16 @@ class RecipeStep:
             Detached scalars, as `DecoupledGradientAccumulation.backward` gives them.
         """
         self.optimizer.zero_grad()
+        ids = ids_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
         if self.mixup is None:
-            losses = self._dga.backward(micro_batches, prepare=self.prepare)
+            losses = self._dga.backward(micro_batches, prepare=self.prepare, **ids)
         else:
             self.mixup.seek(step)
             with self.mixup.step() as mix:
                 losses = self._dga.backward(
                     micro_batches,
                     prepare=partial(self.prepare, mix=mix),
+                    **ids,
                     **mix.loss_inputs([len(images) for images, *_ in micro_batches]),
                 )
         if self.cache is not None:
