@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from open_clip.loss import ClipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from open_clip_zerovl.memory import PeakBytes
 from support.dense_loss import DenseLoss, sample_ids, teacher_features
 
@@ -385,3 +385,59 @@ def test_refusals_of_options():
         ContrastiveLoss(cross_source_weight=0.5)(
             images, texts, scale, ids={"source": torch.tensor([0, 0, 1, 1])}, **mixed
         )
+
+
+def with_bias(loss, images, texts, scale=5.0, bias=-2.0, **inputs):
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale, bias))
+    value = loss(images, texts, scale, bias, **inputs)
+    return value.detach(), *torch.autograd.grad(value, [images, texts, scale, bias])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 50])
+def test_sigmoid_equals_open_clips(chunk_size):
+    images, texts = features(13)
+    wanted = with_bias(SigLipLoss(), images, texts)
+    for found, reference in zip(with_bias(SigmoidLoss(chunk_size=chunk_size), images, texts), wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sigmoid_options_are_their_dense_definition(name, chunk_size):
+    options, (images, texts) = OPTIONS[name], features(13)
+    inputs = option_inputs(options, 13)
+    wanted = with_bias(DenseLoss(sigmoid=True, **options), images, texts, **inputs)
+    loss = SigmoidLoss(chunk_size=chunk_size, **options)
+    for number, (found, reference) in enumerate(zip(with_bias(loss, images, texts, **inputs), wanted, strict=True)):
+        if number == 4 and options.get("distill_weight") == 1.0:
+            assert found == reference == 0  # softmaxes alone: the bias changes nothing
+            continue
+        assert relative(found, reference) <= 1e-12
+    assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
+    plain = with_bias(SigmoidLoss(), images, texts)
+    assert relative(plain[1], wanted[1]) >= 0.02  # the control: the option changes the gradient
+
+
+def test_sigmoid_in_single_precision_keeps_what_is_won():
+    """Scale 100: most logits are far on the right side, where 1 - sigmoid would be rounded to zero."""
+    images, texts = features(300, d=32, alike=0.35)
+    single = [x.detach().float().requires_grad_() for x in (images, texts)]
+    wanted = value_and_gradients(
+        DenseLoss(sigmoid=True), *(x.detach().double().requires_grad_() for x in single), 100.0
+    )
+    found = value_and_gradients(SigmoidLoss(chunk_size=64), *single, 100.0)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 2e-5
+
+
+def test_sigmoid_needs_no_quadratic_memory_and_no_mixup():
+    peaks = []
+    for n in (256, 1024):
+        images, texts = features(n, d=4, dtype=torch.float32)
+        with PeakBytes() as seen:
+            value_and_gradients(SigmoidLoss(chunk_size=32), images, texts)
+        peaks.append(seen.peak)
+    assert peaks[1] <= 4.2 * peaks[0]
+    images, texts = features(4)
+    with pytest.raises(UserError, match="mixup is not defined with the sigmoid loss"):
+        SigmoidLoss()(images, texts, torch.tensor(1.0), mixup_lambda=0.5, partner=reversed_partner([4]))

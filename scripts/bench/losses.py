@@ -3,7 +3,8 @@
     python scripts/bench/losses.py [--samples 65536] [--width 512] [--chunk 256] [--teachers 2] [--teacher-width 768]
 
 A line has the GiB of live tensors at the peak of one rank's loss and gradient in fp32, without and with what comes in
-(features in fp32, teachers' features in fp16). What an allocator adds, and what products take besides, is not in it. A minute a line.
+(features in fp32, teachers' features in fp16). What an allocator adds, and what products take besides, is not
+in it. A minute a line.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.memory import PeakBytes
 
 LOSSES: dict[str, dict[str, Any]] = {
     "InfoNCE": {},
+    "sigmoid": {"sigmoid": True},
     "other sources a twentieth": {"cross_source_weight": 0.05},
     "same caption or picture": {"positives": "both"},
     "teachers": {"distill_weight": 0.9},
@@ -40,7 +42,8 @@ def _peak_gib(options: dict[str, Any], args: argparse.Namespace, n: int) -> tupl
         tuple(torch.empty(n, args.teacher_width, dtype=torch.float16) for _ in range(2))
         for _ in range(args.teachers if options.get("distill_weight") else 0)
     ]
-    loss = ContrastiveLoss(chunk_size=args.chunk, **options)
+    kind = SigmoidLoss if options.get("sigmoid") else ContrastiveLoss
+    loss = kind(chunk_size=args.chunk, **{name: value for name, value in options.items() if name != "sigmoid"})
     with PeakBytes() as seen:
         value = loss(*features, torch.tensor(100.0), ids=ids, teacher_features=teachers)
         torch.autograd.grad(value, features)

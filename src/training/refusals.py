@@ -99,8 +99,8 @@ LOSS = (
     Refusal(
         "--siglip",
         lambda f: f.siglip,
-        "--loss-chunk, --ablate or --coin-flip-mixup",
-        lambda f: bool(f.loss_chunk or f.ablate or f.coin_flip_mixup),
+        "--ablate or --coin-flip-mixup",
+        lambda f: bool(f.ablate or f.coin_flip_mixup),
         "they belong to the softmax loss",
     ),
 )

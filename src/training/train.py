@@ -17,7 +17,7 @@ from open_clip import create_loss as create_stock_loss
 
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.randomness import seed_step
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
@@ -31,16 +31,18 @@ from training.step_log import StepLog
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
-    """The loss of our step: ContrastiveLoss, or open_clip's SigLIP loss with `--siglip`."""
+    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's where nothing asks for ours."""
+    asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
     if args.siglip:
-        return create_stock_loss(args)
+        if config.loss_chunk is None and asked == {name: getattr(RecipeConfig(), name) for name in asked}:
+            return create_stock_loss(args)
+        return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
     return ContrastiveLoss(
         chunk_size=config.loss_chunk,
         rank=args.rank,
         world_size=args.world_size,
         gather_grad="detached-gather" not in config.ablate,
-        cross_source_weight=config.cross_source_weight,
-        positives=config.positives,
+        **asked,
     )
 
 

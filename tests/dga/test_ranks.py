@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from support.dense_loss import DenseLoss, sample_ids, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, bert_folder, error, one_graph
 
@@ -147,10 +147,25 @@ CASES |= {
 CASES["other sources left out, mixup within sources, ragged"] = Case(
     sizes=ragged, mixup_lambda=0.8, retain=0, **ours(cross_source_weight=0.0)
 )
+CASES |= {
+    f"sigmoid, {name}, {sizes.__name__}": Case(
+        partial(SigmoidLoss, chunk_size=3, **options),
+        partial(DenseLoss, sigmoid=True, **options),
+        sizes=sizes,
+        model={"bias": True},
+        options={"sigmoid": True, **options},
+    )
+    for sizes in (ragged, one_micro_batch)
+    for name, options in {"plain": {}, "all options": ALL_OPTIONS}.items()
+}
 SLOW_CASES = {"ours, compiled DDP": Case(ContrastiveLoss, compile=True)}
 # Cases that must come out wrong, by at least the second number.
 CONTROLS = {
     "new masks in the replay": (Case(ContrastiveLoss, dga={"replay_rng": False}), 0.1),
+    "sigmoid against the softmax": (
+        Case(SigmoidLoss, DenseLoss, model={"bias": True}, options={"sigmoid": True}),
+        0.1,
+    ),
     "detached gather": (Case(partial(ContrastiveLoss, gather_grad=False)), 0.01),
     **{
         f"{name} against the plain loss": (Case(**ours(**options) | {"reference_loss": DenseLoss}), 0.01)

@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from open_clip.loss import SigLipLoss
 
-from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.randomness import seed_step
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.config import RecipeConfig
-from training.train import Trainer, TrainerInputs
+from training.params import parse
+from training.train import Trainer, TrainerInputs, create_loss
 
 CPU = torch.device("cpu")
 STEPS, K, SEED = 8, 2, 5
@@ -109,3 +111,22 @@ def test_images_are_mixed_before_they_are_cast(model):
             assert torch.equal(seen[2 * (K * step + k)], mix.prepare(floats, texts)[0].to(torch.bfloat16))
             mixed += not torch.equal(seen[2 * (K * step + k)], mix.prepare(floats.to(torch.bfloat16), texts)[0])
     assert mixed  # negative control
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "chunk_size"),
+    [
+        ("--siglip --dga-steps 2", SigLipLoss, None),
+        ("--siglip --loss-chunk 8", SigmoidLoss, 8),
+        ("--siglip --positives caption", SigmoidLoss, None),
+        ("--loss-chunk 8", ContrastiveLoss, 8),
+    ],
+)
+def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
+    args, config = parse(["--train-data", "a=/x", *line.split()])
+    args.rank, args.world_size, args.distill = 1, 2, False
+    loss = create_loss(config, args)
+    assert type(loss) is kind and (loss.rank, loss.world_size) == (1, 2)
+    assert getattr(loss, "chunk_size", None) == chunk_size
+    if kind is not SigLipLoss:
+        assert loss.positives == config.positives

@@ -37,8 +37,9 @@ def steps(tmp_path_factory):
     )
     arguments = [
         *COMMON[: COMMON.index("--warmup")], "--train-data", data, "--debiased-sampling", "--coin-flip-mixup",
-        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet", "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps",
-        str(DGA_STEPS), "--batch-size", str(MICRO_BATCH), "--workers", "1", "--epochs", "1", "--name", "together",
+        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet",
+        "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps", str(DGA_STEPS), "--batch-size", str(MICRO_BATCH),
+        "--workers", "1", "--epochs", "1", "--name", "together",
         "--no-embedding-decay", "--warmup-share", "0.1", "--lr-min", "1e-5", "--train-num-samples", "48", "--seed", "3",
     ]  # fmt: skip
     done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)

@@ -5,7 +5,7 @@ from open_clip_zerovl.late import handed_on
 __getattr__, __dir__, __all__ = handed_on(
     __name__,
     {
-        "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "reversed_partner"],
+        "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "SigmoidLoss", "reversed_partner"],
         "open_clip_zerovl.losses.gathering": ["gathered_sizes", "require_process_group"],
         "open_clip_zerovl.losses.names": ["POSITIVES"],
     },

@@ -66,6 +66,8 @@ class ContrastiveLoss(nn.Module):
         UserError: a value out of range, or one of the last four beside gather_grad=False.
     """
 
+    _sigmoid = False
+
     def __init__(
         self,
         *,
@@ -163,9 +165,16 @@ class ContrastiveLoss(nn.Module):
             teachers=_checked_teachers(teacher_features, self.distill_weight, b),
         )
         loss = ChunkedLoss.apply(
-            image_features, text_features, logit_scale, self._settings(), batch, self.report, torch.is_grad_enabled()
+            image_features,
+            text_features,
+            logit_scale,
+            logit_bias if self._sigmoid else None,
+            self._settings(),
+            batch,
+            self.report,
+            torch.is_grad_enabled(),
         )
-        if logit_bias is not None:
+        if logit_bias is not None and not self._sigmoid:
             loss = loss + 0.0 * logit_bias.sum()  # zero, but present: DDP needs a gradient from every parameter
         return {"contrastive_loss": loss} if output_dict else loss
 
@@ -176,6 +185,7 @@ class ContrastiveLoss(nn.Module):
             world_size=self.world_size,
             gather_grad=self.gather_grad,
             cross_source_weight=self.cross_source_weight,
+            sigmoid=self._sigmoid,
             distill_weight=self.distill_weight,
             distill_temperature=self.distill_temperature,
         )
@@ -188,6 +198,11 @@ class ContrastiveLoss(nn.Module):
         return needed
 
     def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
+        if self._sigmoid:
+            raise UserError(
+                "mixup is not defined with the sigmoid loss: a pair is a positive or a negative, and no part of one; leave one "
+                "of them out."
+            )
         if self.positives != "pair":
             raise UserError(
                 f"mixup is not defined with positives={self.positives!r}: a mixed sample has two captions and pictures; leave "
@@ -218,6 +233,48 @@ class ContrastiveLoss(nn.Module):
         if self.distill_weight:
             shown += f", distill_weight={self.distill_weight:g}, distill_temperature={self.distill_temperature:g}"
         return shown
+
+
+class SigmoidLoss(ContrastiveLoss):
+    """SigLIP's sigmoid loss (Zhai et al., ICCV 2023), exact over ranks, in row chunks; called as open_clip's `SigLipLoss` is.
+
+    Every pair of an image and a text is asked whether it belongs together: softplus(-y (s <I_i, T_j> + b)), summed over the
+    texts, averaged over the images of all ranks. Value and gradients come as `ContrastiveLoss`'s do: the value is the mean
+    over ranks, the same on each, and the ranks may hold different numbers of rows.
+
+    Args:
+        chunk_size, rank, world_size: see `ContrastiveLoss`.
+        cross_source_weight: of the terms of negatives from other sources.
+        positives: all samples that share a caption or picture are positives of each other, each a term of weight 1.
+        distill_weight, distill_temperature: the teachers' part is the cross-entropy of softmaxes, as in `ContrastiveLoss`, of
+            the student's logits without bias.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    _sigmoid = True
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        cross_source_weight: float = 1.0,
+        positives: str = "pair",
+        distill_weight: float = 0.0,
+        distill_temperature: float = 0.01,
+    ) -> None:
+        super().__init__(
+            chunk_size=chunk_size,
+            rank=rank,
+            world_size=world_size,
+            cross_source_weight=cross_source_weight,
+            positives=positives,
+            distill_weight=distill_weight,
+            distill_temperature=distill_temperature,
+        )
 
 
 def reversed_partner(sizes: Sequence[int]) -> Tensor:

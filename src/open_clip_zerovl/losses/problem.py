@@ -8,7 +8,8 @@ targets Y (rows of Y_rows and columns of Y_columns sum to one):
     L = 1/(2N) sum_i (logsumexp_j z_ij - sum_j Y_rows_ij z_ij)  +  1/(2N) sum_j (logsumexp_i z_ij - sum_i Y_columns_ij z_ij)
     dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
 
-A loss of the family is a choice of offsets o (`logits`) and of targets Y (`targets`).
+A loss of the family is a choice of offsets o (`logits`) and of targets Y (`targets`). Where sigmoids take the place of the two
+softmaxes (`sigmoid`), their derivative stands in that of P + Q - Y_rows - Y_columns, and all else is the same.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import CrossSource, Logits
+from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
 from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
 from open_clip_zerovl.precision import ieee_products
@@ -36,6 +38,7 @@ class Settings:
         chunk_size: rows of the logits alive at once, None: all local rows.
         gather_grad: False: every gathered feature is a constant (Table 4's baseline).
         cross_source_weight: of negatives from other sources.
+        sigmoid: the contrastive part is SigLIP's; the teachers' part has softmaxes in any case.
         distill_weight, distill_temperature: the teachers' share of the loss, and the temperature of their softmaxes.
     """
 
@@ -44,6 +47,7 @@ class Settings:
     world_size: int = 1
     gather_grad: bool = True
     cross_source_weight: float = 1.0
+    sigmoid: bool = False
     distill_weight: float = 0.0
     distill_temperature: float = 0.01
 
@@ -89,6 +93,7 @@ class ChunkedLoss(torch.autograd.Function):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor,
+        logit_bias: Tensor | None,
         settings: Settings,
         batch: Batch,
         report: Report,
@@ -96,31 +101,42 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         device_type = image_features.device.type
         with torch.autocast(device_type, enabled=False), ieee_products(device_type):
-            problem = Problem(image_features, text_features, logit_scale, settings, batch)
+            problem = Problem(image_features, text_features, logit_scale, logit_bias, settings, batch)
             value = problem.value()
             report.pair_losses, report.sources, report.twins = problem.pair_losses, problem.sources, problem.twins
-            if grad_enabled and any(ctx.needs_input_grad[:3]):
-                image_grad, text_grad, scale_grad = problem.gradients()
+            if grad_enabled and any(ctx.needs_input_grad[:4]):
+                image_grad, text_grad, scale_grad, bias_grad = problem.gradients()
                 # In fp32 until a loss scaler's factor is on them: fp16 would round small ones to zero here.
-                ctx.save_for_backward(image_grad, text_grad, scale_grad.reshape(logit_scale.shape))
-                ctx.dtypes = image_features.dtype, text_features.dtype, logit_scale.dtype
+                scalars = [
+                    (scalar.dtype, grad.reshape(scalar.shape))
+                    for scalar, grad in ((logit_scale, scale_grad), (logit_bias, bias_grad))
+                    if scalar is not None
+                ]
+                ctx.save_for_backward(image_grad, text_grad, *(grad for _, grad in scalars))
+                ctx.dtypes = image_features.dtype, text_features.dtype, *(dtype for dtype, _ in scalars)
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (
+        grads = [
             (grad_output * grad).to(dtype) if needed else None
-            for grad, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
-        )
-        return (*grads, None, None, None, None)
+            for grad, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        ]
+        return (*grads, *[None] * (8 - len(grads)))
 
 
 class Problem:
     """`value()` (first sweep, all communication), then `gradients()` (second sweep, none)."""
 
     def __init__(
-        self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, settings: Settings, batch: Batch
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        settings: Settings,
+        batch: Batch,
     ) -> None:
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
@@ -149,7 +165,11 @@ class Problem:
         )
         local = torch.arange(b, device=device)
         self.pairs = None
-        if self.shared is None and contrastive:
+        self.sigmoid = None
+        if settings.sigmoid:
+            bias = self.scale.new_zeros(()) if logit_bias is None else logit_bias.detach().to(precision).reshape(())
+            self.sigmoid = Sigmoid(bias, ranks.mine, self.shared, offset, contrastive)
+        elif self.shared is None and contrastive:
             weighed = [
                 (weight * contrastive, local if column is None else column.to(device, non_blocking=True))
                 for weight, column in batch.pairs
@@ -177,7 +197,10 @@ class Problem:
                 ],
                 settings.distill_weight,
             )
-        self.dense = [targets for targets in (self.shared, self.teachers) if targets is not None]
+        softmax_targets = (self.shared if self.sigmoid is None else None, self.teachers)
+        self.dense = [targets for targets in softmax_targets if targets is not None]
+        self.softmax = self.pairs is not None or bool(self.dense)
+        self.softmax_share = 1.0 if self.sigmoid is None else settings.distill_weight  # what its targets sum to
         self.normalisers = Normalisers()
         self.only_logits: Tensor | None = None  # where one chunk holds all rows, the second sweep need not redo it
 
@@ -185,8 +208,16 @@ class Problem:
         """Mean loss over the N pairs of all ranks; leaves both softmaxes' normalisers for the gradients."""
         b, n = len(self.logits.own[0]), self.ranks.total
         positive = self.scale.new_zeros(b) if self.pairs is None else self.pairs.logit(self.logits)
-        of_texts = self.scale.new_zeros(n) if self.dense else None  # sum over i of Y_columns_ij z_ij, this rank's part
+        # Sum over i of Y_columns_ij z_ij, less the sigmoid's losses: this rank's part.
+        of_texts = self.scale.new_zeros(n) if self.dense or self.sigmoid is not None else None
         for rows in self.chunks:
+            if self.sigmoid is not None:
+                assert of_texts is not None
+                of_rows, of_columns = self.sigmoid.losses(self.logits.chunk_without_offset(rows, side=0), rows)
+                positive[rows] -= of_rows / 2
+                of_texts -= of_columns / 2
+            if not self.softmax:
+                continue
             logits = self.logits.chunk(rows, side=0)  # (chunk, N)
             self.normalisers.see(logits)
             for targets in self.dense:
@@ -196,18 +227,24 @@ class Problem:
             if len(self.chunks) == 1:
                 self.only_logits = logits
             del logits  # before the next chunk is made, so that one is alive at a time
-        positive, *others = self.normalisers.gather(
-            self.ranks, rows=[positive], columns=[] if of_texts is None else [of_texts]
-        )
-        over_texts, over_images = self.normalisers.over_texts, self.normalisers.over_images
-        self.pair_losses = (over_texts.logsumexp() + over_images.logsumexp()) / 2 - positive
+        if self.softmax:
+            positive, *others = self.normalisers.gather(
+                self.ranks, rows=[positive], columns=[] if of_texts is None else [of_texts]
+            )
+            over_texts, over_images = self.normalisers.over_texts, self.normalisers.over_images
+            normalisers = (over_texts.logsumexp() + over_images.logsumexp()) / 2
+            self.pair_losses = normalisers * self.softmax_share - positive
+        else:
+            assert of_texts is not None
+            self.pair_losses, others = -self.ranks.gather(positive), [self.ranks.stack(of_texts).sum(dim=0)]
         for of_texts in others:
             self.pair_losses -= of_texts
         return self.pair_losses.mean()
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W times the mean loss' gradient by this rank's image rows (b, D), text rows (b, D), and its share of d/ds."""
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W times the mean loss' gradient by this rank's image and text rows, (b, D) each, and its share of d/ds, d/db."""
         n, w = self.ranks.total, self.ranks.world_size
+        self.bias_sum = self.scale.new_zeros(())
         if w == 1:  # the texts' logits are the images', transposed: one sweep gives both sides
             text_sums = torch.zeros_like(self.logits.own[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
@@ -218,7 +255,8 @@ class Problem:
             if not self.gather_grad:  # the scale is no feature: each direction gives its share of the whole gradient
                 scale_sum = scale_sum + text_scale_sum
         factor = w / (2 * n)
-        return image_sums.mul_(self.scale * factor), text_sums.mul_(self.scale * factor), scale_sum * factor
+        scaled = self.scale * factor
+        return image_sums.mul_(scaled), text_sums.mul_(scaled), scale_sum * factor, self.bias_sum * factor
 
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(P + Q - Y_rows - Y_columns) others for the local rows of a side, and its inner product with them.
@@ -229,22 +267,32 @@ class Problem:
         sums = torch.empty_like(own)
         scale_sum = own.new_zeros(())
         for rows in self.chunks:
-            logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
-            weights = self._weights(logits, rows, side)  # (chunk, N)
+            weights = self._weights(rows, side)  # (chunk, N)
             sums[rows] = weights @ others
             scale_sum += (own[rows] * sums[rows]).sum()
             if other_sums is not None:
                 other_sums.addmm_(weights.T, own[rows])
-            del logits, weights
+            del weights
         return sums, scale_sum
 
-    def _weights(self, logits: Tensor, rows: slice, side: int) -> Tensor:
-        """P + Q - Y_rows - Y_columns of local rows, (rows, N); the logits' memory is used up."""
+    def _weights(self, rows: slice, side: int) -> Tensor:
+        """P + Q - Y_rows - Y_columns of local rows, (rows, N), or 2N times the derivative of the sigmoids' losses."""
+        of_sigmoids = None
+        if self.sigmoid is not None:
+            of_sigmoids = self.sigmoid.derivative(self.logits.chunk_without_offset(rows, side), rows).mul_(2.0)
+            if side == 0:
+                self.bias_sum += of_sigmoids.sum()
+        if not self.softmax:
+            assert of_sigmoids is not None
+            return of_sigmoids
+        logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
         weights = self.normalisers.over_others(logits.clone(), rows, side)
         if self.gather_grad:
             weights.add_(self.normalisers.over_own(logits, side))
+        if self.softmax_share != 1:
+            weights.mul_(self.softmax_share)
         if self.pairs is not None:
             self.pairs.subtract_from(weights, rows, 2.0 if self.gather_grad else 1.0)
         for targets in self.dense:
             targets.subtract_from(weights, rows, side)
-        return weights
+        return weights if of_sigmoids is None else weights.add_(of_sigmoids)

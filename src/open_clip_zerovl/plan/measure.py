@@ -27,7 +27,7 @@ from open_clip_zerovl.data.mixture import Mixture, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Retention, most_graphs
-from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.estimate import loss_products
 from open_clip_zerovl.plan.gpus import USABLE_SHARE
 from open_clip_zerovl.plan.model import PlannedModel
@@ -75,7 +75,7 @@ class Stepper:
         if retain not in self._steps:
             self._steps[retain] = RecipeStep(
                 self.planned.model,
-                SigLipLoss() if self.settings.siglip else ContrastiveLoss(chunk_size=self.settings.loss_chunk),
+                _loss(self.settings),
                 self.optimizer,
                 precision=self.planned.precision,
                 scaler=self.scaler,
@@ -200,7 +200,7 @@ def loss_seconds(device: torch.device, rows: int, total: int, width: int, settin
     more = loss_products(rows, total, chunk) / loss_products(rows, rows, chunk)
     equal = round((rows * total * more) ** 0.5)
     taken = min(equal, LOSS_ROWS_ON_CPU) if device.type == "cpu" else equal
-    loss = SigLipLoss() if settings.siglip else ContrastiveLoss(chunk_size=settings.loss_chunk)
+    loss = _loss(settings)
     generator = torch.Generator().manual_seed(0)
     parts = (torch.randn(taken, width, generator=generator) for _ in range(2))
     images, texts = (torch.nn.functional.normalize(part).to(device).requires_grad_() for part in parts)
@@ -216,6 +216,13 @@ def loss_seconds(device: torch.device, rows: int, total: int, width: int, settin
 
     first = once()
     return min(first, *(once() for _ in range(2))) * (equal / taken) ** 2
+
+
+def _loss(settings: PlanSettings) -> torch.nn.Module:
+    """The loss that training would take."""
+    if settings.siglip:
+        return SigLipLoss() if settings.loss_chunk is None else SigmoidLoss(chunk_size=settings.loss_chunk)
+    return ContrastiveLoss(chunk_size=settings.loss_chunk)
 
 
 def _wait_for(device: torch.device) -> None:

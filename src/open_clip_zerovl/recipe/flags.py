@@ -333,7 +333,7 @@ class LossFlags:
 
     cross_source_weight: float = flag(
         1.0,
-        "how often a negative of another source counts in the softmax of a batch that mixes sources: 0 leaves them out, 1 is "
+        "how often a negative of another source counts in the loss of a batch that mixes sources: 0 leaves them out, 1 is "
         "the plain loss (default %(default)s)",
         metavar="W",
         range=NOT_NEGATIVE,
@@ -349,7 +349,6 @@ class LossFlags:
                 lambda given: given.coin_flip_mixup,
                 "a sample mixed from two sources belongs to neither; leave one of them out",
             ),
-            Contradiction("--siglip", lambda given: given.siglip, "its loss has no softmax"),
             _DETACHED_GATHER,
         ),
         planned=False,
@@ -366,7 +365,6 @@ class LossFlags:
                 lambda given: given.coin_flip_mixup,
                 "a mixed sample has two captions and pictures; leave one of them out",
             ),
-            Contradiction("--siglip", lambda given: given.siglip, "its loss has no softmax"),
             _DETACHED_GATHER,
         ),
         planned=False,

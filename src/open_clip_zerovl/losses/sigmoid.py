@@ -1,0 +1,69 @@
+"""The sigmoid's part of a loss (SigLIP, Zhai et al., ICCV 2023): every pair (i, j) is asked for itself, without normaliser.
+
+Shapes: `N` rows of all ranks, rows of local rows. With z_ij = s <I_i, T_j> + b, y_ij = 1 for positives and -1 else, and
+weights w_ij of the pairs of two sources (1 elsewhere):
+
+    L = 1/N sum_ij w_ij softplus(-y_ij z_ij)        dL/dz_ij = -1/N w_ij y_ij sigmoid(-y_ij z_ij)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from open_clip_zerovl.losses.logits import CrossSource
+from open_clip_zerovl.losses.targets import Shared
+
+
+class Sigmoid:
+    """Values and derivatives for a chunk of logits.
+
+    Args:
+        bias: b, shape ().
+        mine: the local rows among all.
+        shared: whose samples are each other's positives; None: a pair's own two.
+        offset: how often negatives of other sources count; None: as often as others.
+        share: of the loss, 0..1.
+    """
+
+    def __init__(
+        self, bias: Tensor, mine: slice, shared: Shared | None, offset: CrossSource | None, share: float
+    ) -> None:
+        self._bias, self._mine, self._shared, self._offset, self._share = bias, mine, shared, offset, share
+
+    def losses(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Sum over j of this part of the loss of each image row (rows,), and over these rows i of each text (N,), times N.
+
+        Args:
+            logits: s <I_i, T_j> of these local image rows, (rows, N); used up.
+        """
+        each = logsigmoid(self._missed(logits, rows).neg_()).neg_()
+        self._weigh(each, rows)
+        return each.sum(dim=1), each.sum(dim=0)
+
+    def derivative(self, logits: Tensor, rows: slice) -> Tensor:
+        """N times the derivative of the loss by these logits (rows, N), in their memory; the same from either side."""
+        each = self._missed(logits, rows).sigmoid_()
+        self._negate_positives(each, rows)
+        return self._weigh(each, rows)
+
+    def _missed(self, logits: Tensor, rows: slice) -> Tensor:
+        """-y z: how far each pair is on the wrong side."""
+        missed = logits.add_(self._bias)
+        self._negate_positives(missed, rows)
+        return missed
+
+    def _negate_positives(self, values: Tensor, rows: slice) -> None:
+        if self._shared is not None:
+            torch.where(self._shared.related(rows), -values, values, out=values)
+            return
+        index = torch.arange(len(values), device=values.device)
+        own = self._mine.start + rows.start + index
+        values[index, own] = -values[index, own]
+
+    def _weigh(self, values: Tensor, rows: slice) -> Tensor:
+        values.mul_(self._share)
+        if self._offset is not None:
+            torch.where(self._offset.crossing(rows), values * self._offset.weight, values, out=values)
+        return values
