@@ -62,7 +62,8 @@ def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.
     args = argparse.Namespace(
         device="cpu", precision=settings.precision, seed=SEED, rank=0, world_size=1, distributed=False, batch_size=4,
         workers=0, skip_scheduler=True, grad_clip_norm=settings.grad_clip_norm, log_every_n_steps=1, wandb=False,
-        checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False,
+        checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False, train_num_samples=None,
+        dataset_resampled=False,
     )  # fmt: skip
     config = RecipeConfig(sampling="random", dga_steps=K)
     never = SimpleNamespace(agreed=lambda distributed: False)
