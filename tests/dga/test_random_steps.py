@@ -89,6 +89,8 @@ def worst_error(case):
     for number in range(case["steps"]):
         micro_batches = make_batches(case["sizes"])
         own = list(loss.parameters()) if isinstance(loss, torch.nn.Module) else []
+        for parameter in own:
+            parameter.grad = None  # of the step before
         torch.manual_seed(case["seed"] + number)
         _, wanted = one_graph(model, loss, micro_batches, **inputs)
         wanted |= {f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None}
