@@ -108,9 +108,11 @@ METHODS = (
     Refusal(
         "--torchscript",
         lambda f: f.torchscript,
-        "--freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
+        "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
         lambda f: bool(
-            f.freeze
+            f.lock_image
+            or f.lock_text
+            or f.freeze
             or f.cache_frozen
             or f.coin_flip_mixup
             or f.temperature_constant

@@ -110,7 +110,10 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--force-quick-gelu": [("", WORKS)],
     "--force-patch-dropout": [("0.5", WORKS), ("1.5", "--force-patch-dropout 1.5 is out of range")],
     "--force-custom-text": [("", WORKS)],
-    "--torchscript": [("", WORKS), ("--lock-image", WORKS), ("--freeze text", "--torchscript does not work with --freeze")],
+    "--torchscript": [
+        ("", WORKS), ("--lock-image", "--torchscript does not work with --lock-*"),
+        ("--freeze text", "--torchscript does not work with --lock-*, --freeze"),
+    ],
     "--torchcompile": [("", WORKS)],
     "--trace": [("", "--trace does not work with the recipe's flags")],
     "--accum-freq": [("2", "--accum-freq 2 does not work with"), ("0", "--accum-freq 0 is out of range")],
