@@ -105,8 +105,9 @@ class Ledger:
             logging.warning(printable(message))
 
     def _judge(self, name: str, reasons: dict[str, int], delivered: int) -> None:
-        # A rank that has lost one of its two shards has lost little of the source: until all ranks' books are summed at the
-        # epoch's end, a rank judges by what the others cannot make good.
+        # Within an epoch a rank knows its own losses only. One that has lost one of its two shards has lost much of its share
+        # and perhaps little of the source. So it stops only where its losses alone are too many for the source as a whole
+        # (`totals`, all ranks' samples); the sum over ranks is judged at the epoch's end.
         count, of = sum(reasons.values()), min(self.totals[name], max(delivered, JUDGED_SAMPLES))
         if count > self.max_bad_share * of:
             raise UserError(

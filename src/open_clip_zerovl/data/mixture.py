@@ -177,10 +177,13 @@ class Mixture(IterableDataset):
             yield Failure(str(error))
 
     def _micro_batches(self, epoch: int, step: int, slot: int) -> Iterator[Any]:
-        """The micro-batches that loader worker `slot` delivers of an epoch that begins at a step.
+        """The micro-batches that loader process number `slot` delivers of an epoch that begins at a step.
 
-        A DataLoader asks worker 0 first, wherever the epoch begins: after a jump to micro-batch j0, worker v reads what
-        reader (j0 + v) % V reads in an uninterrupted epoch, from the place on that this reader has reached there.
+        A DataLoader asks process 0 first, wherever the epoch begins, and an epoch's micro-batch j belongs to reader j % V. An
+        epoch that is entered at micro-batch j0 therefore has process v read as reader (j0 + v) % V, from its place there:
+
+            V = 2, from the start    process 0 is reader 0: micro-batches 0, 2, 4 ...    process 1 is reader 1: 1, 3, 5 ...
+            V = 2, entered at 3      process 0 is reader 1: micro-batches 3, 5 ...       process 1 is reader 0: 4, 6 ...
         """
         workers = self.batching.workers
         schedule = self.schedule(epoch)

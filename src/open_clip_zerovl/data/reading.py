@@ -6,9 +6,9 @@ Nothing here depends on where reading began: sample number i of a shard is the s
 first byte or entered through its index, and what stands in for it when it is lost follows from the seed. An interrupted
 epoch can therefore be entered anywhere (invariant 4).
 
-Rot has two sizes. A *fault* is a sample that cannot be shown (no caption, say); it travels on, marked, and its neighbours in
-the reader's order replace it (`shares`). A *lost* stretch is a shard that vanished, is torn, or holds fewer samples than were
-counted: here the same number of samples of the source's other pieces of the epoch stands in for it.
+Two things can go wrong. One sample cannot be shown (it has no caption, say): it is handed on with its `Fault`, and `shares`
+shows one of its neighbours instead. Or a shard gives fewer samples than were counted (it vanished, is torn, or was
+miscounted): `pieces` takes as many samples from the source's other pieces of the epoch, and marks them with the `Loss`.
 """
 
 from __future__ import annotations

@@ -113,6 +113,8 @@ def follow(
 ) -> Iterator[Item]:
     """The items of a stream in another order, reading no further ahead than the order asks for.
 
+        follow([array([1, 0, 2])], iter("abc"))  ->  b, a, c; "b" comes after two were read, "c" after three
+
     Args:
         order: numbers of items, each at most once, in arrays.
         arrived: number of the stream's first item, where the stream was entered in the middle.
@@ -176,7 +178,8 @@ class Share:
             reading = self.pieces.reading
             if reading.fail:
                 raise UserError(sample_sentence(reading.source, sample, shown))
-            # A place that a lost shard left and whose first stand-in is bad is one loss, and the shard's.
+            # One sample is missing here, whatever it takes to replace it: where its shard was lost and the sample taken in its
+            # place is bad too, the one loss that is counted is that of the shard.
             loss = loss or Loss(sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position)
             found = self._stand_in(sample, decode)
             if found is None:
