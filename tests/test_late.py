@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,5 +54,7 @@ def test_every_name_handed_on_exists():
         assert package.__all__
         for name in package.__all__:
             assert getattr(package, name).__module__.startswith("open_clip_zerovl.") and name in dir(package)
+            # Once a module of this name is imported, it would stand in the package in the name's place.
+            assert not (Path(package.__file__).parent / f"{name}.py").exists()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dga.nothing

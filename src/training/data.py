@@ -196,7 +196,7 @@ def frozen_cache(
     if tower == "image":
         require_deterministic(transform)
     inputs = transform if tower == "image" else tokenizer
-    mark = fingerprint(model, tower, sources, inputs=inputs, precision=args.precision)
+    mark = fingerprint(model, tower, sources, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
     cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
     cache.attach(model)
     return cache

@@ -274,6 +274,7 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
         image_only.visual.proj.add_(1)
         image_only.logit_scale.add_(1)
     assert fingerprint(image_only, "text", data, inputs=tokenizer) == first
+    assert fingerprint(model, "text", data, inputs=tokenizer, pixel_path="arrays") == first
     changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.text.proj.weight[0, 0] += 1e-6
@@ -281,6 +282,7 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
     others = [
         fingerprint(changed, "text", data, inputs=tokenizer),
         fingerprint(model, "image", data, inputs=tokenizer),
+        fingerprint(model, "image", data, inputs=tokenizer, pixel_path="arrays"),
         fingerprint(model, "text", sources(7, 6), inputs=tokenizer),
         fingerprint(model, "text", data, inputs=tokenizer, precision="amp_bf16"),
         fingerprint(model, "text", data, inputs=HFTokenizer(str(folder), context_length=11)),
@@ -293,7 +295,7 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
     others.append(fingerprint(model, "text", clusters, inputs=tokenizer))
     clusters[0] = dataclasses.replace(clusters[0], picked=np.arange(1, clusters[0].num_samples + 1))
     others.append(fingerprint(model, "text", clusters, inputs=tokenizer))
-    assert len({first, *others}) == 12
+    assert len({first, *others}) == 13
 
 
 def test_augmented_images_are_refused():

@@ -8,6 +8,5 @@ __getattr__, __dir__, __all__ = handed_on(
         "open_clip_zerovl.plan.make": ["make_plan"],
         "open_clip_zerovl.plan.answer": ["Plan"],
         "open_clip_zerovl.plan.settings": ["PlanSettings"],
-        "open_clip_zerovl.plan.report": ["report"],
     },
 )

@@ -296,7 +296,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def fingerprint(
-    model: nn.Module, tower: str, sources: Sequence[Source], *, inputs: Any, precision: str = "fp32"
+    model: nn.Module,
+    tower: str,
+    sources: Sequence[Source],
+    *,
+    inputs: Any,
+    precision: str = "fp32",
+    pixel_path: str = "pil",
 ) -> str:
     """A digest of all that a frozen tower's features depend on.
 
@@ -306,6 +312,7 @@ def fingerprint(
         sources: their names, shards and sizes, in order.
         inputs: what makes the tower's input: the tokenizer of a text tower, the transform of an image tower.
         precision: of the forward passes (open_clip's `--precision`).
+        pixel_path: of an image tower's pictures: the paths agree to two grey levels, not bit for bit.
     """
     digest = hashlib.blake2b(digest_size=16)
     wanted = {f"{tower} tower", f"{tower} projection"}
@@ -317,7 +324,8 @@ def fingerprint(
         [source.name, [os.path.basename(shard) for shard in source.shards], list(source.sizes), _picked(source)]
         for source in sources
     ]
-    digest.update(json.dumps([tower, precision, _described(inputs), data]).encode())
+    path = [pixel_path] if tower == "image" and pixel_path != "pil" else []  # left out, older caches stay valid
+    digest.update(json.dumps([tower, precision, _described(inputs), data, *path]).encode())
     return digest.hexdigest()
 
 
