@@ -379,11 +379,10 @@ def test_an_interrupted_call_is_taken_up(registry, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(emoji, "write_bert", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(emoji, "write_bert", interrupt)
         prepare_emoji(out, **SMALL)
     assert contents(out) == {}  # nothing half-made in sight
-    monkeypatch.undo()
     monkeypatch.setattr(emoji, "rasterise", interrupt)  # the drawings are kept, ...
     monkeypatch.setattr(fetch, "find_npm", interrupt)  # ... and so are the packages
     prepare_emoji(out, **SMALL)

@@ -612,7 +612,11 @@ def test_an_earlier_stop_is_not_taken_for_this_ones(workplace, tmp_path):
     (tmp_path / "logs" / "a" / "requeue").touch()
     command = [sys.executable, "-m", "scripts.paper.launch", "--ranks", "1", "--", "--name", "a"]
     done = subprocess.run(
-        [*command, "--model", "nothing"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [*command, "--dataset-type", "synthetic", "--model", "nothing"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2 and "knows no model 'nothing'" in done.stderr
 
