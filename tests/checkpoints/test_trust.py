@@ -55,9 +55,12 @@ def evil(exported, tmp_path, monkeypatch):
     """(the folder, the file that its code would make)."""
     import shutil
 
+    import transformers
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    # transformers marks the class that it has loaded so, for the rest of the process.
+    monkeypatch.setattr(transformers.BertTokenizer, "_auto_class", None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     return with_code(shutil.copytree(exported, tmp_path / "evil"), tmp_path / "ran"), tmp_path / "ran"

@@ -39,7 +39,7 @@ def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
     assert stopped["results"] == {"one": {"value": 1.5}}
     done = run(program("assert have == ['one'], have", told(SECOND)), file).parts["part"]
     assert done["status"] == "done" and list(done["results"]) == ["one", "two"]
-    assert done["seconds"] > stopped["seconds"]
+    assert done["seconds"] >= stopped["seconds"]  # both calls' time, rounded
 
 
 def test_a_part_that_fails_says_how(tmp_path):
