@@ -194,7 +194,7 @@ class FrozenCache:
 
     def _rows(self, origin: Tensor) -> list[tuple[int, int]]:
         """(source, row) of each sample: positions count on through the epochs, rows start over."""
-        return [(source, position % self._sizes[source]) for source, position in origin.tolist()]
+        return [(source, position % self._sizes[source]) for source, position, *_ in origin.tolist()]
 
     # --- in a model --------------------------------------------------------------------------------------------------
 
@@ -226,13 +226,13 @@ class FrozenCache:
         """Announce the samples to the next forward pass; images and texts pass through.
 
         Args:
-            origin: (B, 2) int64 on the CPU, the source and position of each sample.
+            origin: (B, 2 or more) int64 on the CPU, in the first two columns the source and position of each sample.
 
         Raises:
             UserError: an origin of another shape.
         """
-        if origin.shape != (len(texts), 2):
-            raise UserError(f"origin must be ({len(texts)}, 2), but is {tuple(origin.shape)}.")
+        if origin.ndim != 2 or len(origin) != len(texts) or origin.shape[1] < 2:
+            raise UserError(f"origin must be ({len(texts)}, 2) or wider, but is {tuple(origin.shape)}.")
         self._origin = origin
         return images, texts
 

@@ -66,7 +66,7 @@ def prepare(
     """
     if cache is not None:
         assert origin is not None, "a run with a cache reads its samples with their origin"
-        images, texts = cache.prepare(images, texts, origin[:, :2])
+        images, texts = cache.prepare(images, texts, origin)
     if normalize is not None:
         images = normalize(images)
     if mix is not None:
