@@ -8,7 +8,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -98,16 +97,3 @@ def install(name: str | None, step: int = 2) -> None:
     _step = step
     if name is not None:
         FAULTS[name]()
-
-
-def left_of(session: int) -> list[int]:
-    """Processes of a session that still run, from /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended since it was listed
-            continue
-        if int(of) == session and state != "Z":
-            found.append(int(stat.parent.name))
-    return found

@@ -27,6 +27,7 @@ import time
 
 import open_clip
 
+from scripts.soak import processes_of
 from support import faults
 from training.main import run_as_program
 
@@ -74,10 +75,10 @@ def run(request: dict) -> dict:
                 # a rank that was ended from outside is no longer waited for by the others for longer than the limit
                 deadline = min(deadline, ended[0] + request.get("after", 600))
         time.sleep(0.02)
-    left = [pid for rank in ranks for pid in faults.left_of(rank)]
+    left = [pid for rank in ranks for pid in processes_of(rank)]
     if left:  # loader workers may need a moment to see that their training process is gone
         time.sleep(1)
-        left = [pid for rank in ranks for pid in faults.left_of(rank)]
+        left = [pid for rank in ranks for pid in processes_of(rank)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     for pid in ranks:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from scripts.paper.launch import children_of
-from support import ROOT, faults
+from scripts.soak import processes_of
+from support import ROOT
 from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
@@ -246,9 +247,9 @@ def test_ranks_end_with_a_torchrun_that_is_killed(train):
     torchrun.kill()
     torchrun.wait()
     deadline = time.monotonic() + 10
-    while any(faults.left_of(rank) for rank in ranks) and time.monotonic() < deadline:
+    while any(processes_of(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
-    left = [pid for rank in ranks for pid in faults.left_of(rank)]
+    left = [pid for rank in ranks for pid in processes_of(rank)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
