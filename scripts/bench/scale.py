@@ -39,7 +39,7 @@ def shard_sizes(pairs: int) -> list[list[int]]:
 def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
     """Seconds and MiB of one reader from nothing to its first samples, in this process."""
     from open_clip_zerovl.data.dealing import deal
-    from open_clip_zerovl.data.schedule import Batching, cut, epoch_pieces, source_schedule
+    from open_clip_zerovl.data.schedule import Batching, epoch_pieces, slice_pieces, source_schedule
     from open_clip_zerovl.data.shares import LocalOrder
     from open_clip_zerovl.randomness import Purpose, stream
 
@@ -52,9 +52,9 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
     step = schedule.steps // 2 if jump else 0
     rank, worker = ranks // 2, workers // 2
     dealt = deal(schedule, batching)
-    before, owed, done = dealt.before(rank, worker), dealt.owed(rank, worker), dealt.owed(rank, worker, step)
+    before, quota, done = dealt.before(rank, worker), dealt.quota(rank, worker), dealt.quota(rank, worker, step)
     for index, of_shards in enumerate(sizes):
-        stretch = cut(epoch_pieces(of_shards, schedule, index), int(before[index]), int(owed[index]))
+        stretch = slice_pieces(epoch_pieces(of_shards, schedule, index), int(before[index]), int(quota[index]))
         order = LocalOrder(stretch.samples, 1250, partial(stream, 0, Purpose.ORDER, 1, index, rank * workers + worker))
         first = int(done[index])
         if first < len(order):

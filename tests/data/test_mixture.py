@@ -14,7 +14,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import LocalOrder, follow
+from open_clip_zerovl.data.shares import LocalOrder, reordered
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, seeded, stream_seed
@@ -147,7 +147,7 @@ def test_local_order_is_a_permutation_within_its_window():
             assert abs(np.corrcoef(order[:-1] % window, order[1:] % window)[0, 1]) < 0.05  # neighbours are torn apart
     ahead: list[int] = []
     order = np.concatenate([*order_of(2000, 50).chunks()])
-    assert list(follow(order_of(2000, 50).chunks(), (ahead.append(i) or i for i in range(2000)))) == order.tolist()
+    assert list(reordered(order_of(2000, 50).chunks(), (ahead.append(i) or i for i in range(2000)))) == order.tolist()
 
 
 def test_fewer_shards_than_readers(tmp_path):

@@ -14,8 +14,8 @@ from open_clip_zerovl.data.schedule import (
     MIXED,
     STRATEGIES,
     Batching,
-    cut,
     epoch_pieces,
+    slice_pieces,
     source_schedule,
 )
 from open_clip_zerovl.data.shares import LocalOrder
@@ -82,9 +82,9 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
     for rank, worker in readers:
         assert (dealt.before(rank, worker) == before).all()
         mine = counts[worker :: batching.workers, rank]
-        assert (dealt.owed(rank, worker) == mine.sum(axis=0)).all()
+        assert (dealt.quota(rank, worker) == mine.sum(axis=0)).all()
         done = counts[worker : step * batching.dga_steps : batching.workers, rank]
-        assert (dealt.owed(rank, worker, step) == done.sum(axis=0)).all()
+        assert (dealt.quota(rank, worker, step) == done.sum(axis=0)).all()
         assert np.array_equal(
             [*dealt.counts(rank, worker, step)], [*mine[len(done) :]]
         )  # any step, without those before
@@ -99,7 +99,7 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
         seen: list[int] = []
         low = 0
         for quota in (int(quota[source]) for quota in quotas):
-            mine = cut(pieces, low, quota)
+            mine = slice_pieces(pieces, low, quota)
             low += quota
             assert sum(map(len, mine)) == quota
             for piece in mine:
@@ -162,8 +162,8 @@ def test_at_the_size_of_a_cluster():
     sizes = [860_000, 500_000, 2_810_000, 10_060_000]
     schedule = source_schedule(sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3)
     dealt = deal(schedule, batching)
-    of_rank = [dealt.owed(0, worker) for worker in range(8)]
-    assert all((dealt.owed(rank, worker) == of_rank[worker]).all() for rank in (1, 500, 1023) for worker in range(8))
+    of_rank = [dealt.quota(0, worker) for worker in range(8)]
+    assert all((dealt.quota(rank, worker) == of_rank[worker]).all() for rank in (1, 500, 1023) for worker in range(8))
     assert (1024 * sum(of_rank) == schedule.taken).all()
     assert (dealt.before(1023, 7) + of_rank[7] == schedule.taken).all()
     emitted = np.sum(of_rank, axis=1)
@@ -171,9 +171,9 @@ def test_at_the_size_of_a_cluster():
     shards = [10_000] * 1006
     pieces = epoch_pieces(shards, schedule, 3)
     for rank, worker in ((0, 0), (0, 1), (511, 7), (1023, 7)):
-        owed = int(dealt.owed(rank, worker)[3])
-        mine = cut(pieces, int(dealt.before(rank, worker)[3]), owed)
-        assert sum(map(len, mine)) == owed
+        quota = int(dealt.quota(rank, worker)[3])
+        mine = slice_pieces(pieces, int(dealt.before(rank, worker)[3]), quota)
+        assert sum(map(len, mine)) == quota
         assert len(mine) <= 2  # a boundary shard is read by its neighbours, nothing else twice
 
 
@@ -228,14 +228,14 @@ def test_a_billion_pairs_take_no_array_of_them():
     step = schedule.steps // 2
     tracemalloc.start()
     row = next(dealt.counts(511, 3, step))
-    before, owed, done = dealt.before(511, 3), dealt.owed(511, 3), dealt.owed(511, 3, step)
+    before, quota, done = dealt.before(511, 3), dealt.quota(511, 3), dealt.quota(511, 3, step)
     pieces = epoch_pieces([50_000] * 160_000, schedule, 2)
-    mine = cut(pieces, int(before[2]), int(owed[2]))
+    mine = slice_pieces(pieces, int(before[2]), int(quota[2]))
     order = LocalOrder(mine.samples, 3000, lambda block: np.random.default_rng([1, block]))
     next(order.chunks(int(done[2])))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert row.sum() == 64 and abs(done.sum() / owed.sum() - 0.5) < 1e-3 and owed.sum() == 64 * dealt.of_reader(3)
+    assert row.sum() == 64 and abs(done.sum() / quota.sum() - 0.5) < 1e-3 and quota.sum() == 64 * dealt.of_reader(3)
     assert peak < 64 << 20
 
 
@@ -275,7 +275,7 @@ def test_cut_refuses_what_does_not_add_up():
     pieces = epoch_pieces([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0)
     for low, length in ((4, 8), (-1, 4), (2, -1)):
         with pytest.raises(ValueError, match="add up"):
-            cut(pieces, low, length)
+            slice_pieces(pieces, low, length)
 
 
 def test_sequential_takes_one_source_after_the_other():

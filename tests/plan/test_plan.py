@@ -387,7 +387,7 @@ def test_open_clips_own_towers_in_mixed_precision(tmp_path, precision):
 
 
 def missing_of(**values) -> dict[str, str]:
-    return {one.what: one.way_out for one in check_data(settings_of(**values)).missing}
+    return {one.what: one.advice for one in check_data(settings_of(**values)).missing}
 
 
 def test_sources_table(tmp_path):
@@ -411,7 +411,7 @@ def test_a_source_smaller_than_a_batch_is_named(tmp_path):
     data = check_data(settings)
     schedule_steps(settings, data, 32)
     (missing,) = data.missing
-    assert "source 'b' gives 30 samples" in missing.what and "lower --batch-size" in missing.way_out
+    assert "source 'b' gives 30 samples" in missing.what and "lower --batch-size" in missing.advice
 
 
 def test_source_order_names_each_source(tmp_path):
@@ -424,9 +424,9 @@ def test_wrong_sizes_json_is_named(tmp_path):
     train_data = two_sources(tmp_path)
     sizes = tmp_path / "a" / "sizes.json"
     sizes.write_text(json.dumps({**json.loads(sizes.read_text()), "00003.tar": 12}))
-    (what, way_out), *others = missing_of(train_data=train_data).items()
+    (what, advice), *others = missing_of(train_data=train_data).items()
     assert not others and "00003.tar holds 10 samples, its sizes.json says 12" in what
-    assert way_out == f"zerovl data index {tmp_path}/a"
+    assert advice == f"zerovl data index {tmp_path}/a"
 
 
 def test_missing_shard_and_missing_folder_are_named(tmp_path):
@@ -463,7 +463,7 @@ def test_retrieval_sets(tmp_path):
     write_retrieval_set(tmp_path / "coco", [5, 5, 4])
     data = check_data(settings_of(retrieval_data=f"coco={tmp_path}/coco::f30k={tmp_path}/f30k"))
     assert data.retrieval["coco"] == "3 images, 14 captions"
-    assert any(one.way_out == f"zerovl data f30k --out {tmp_path}/f30k" for one in data.missing)
+    assert any(one.advice == f"zerovl data f30k --out {tmp_path}/f30k" for one in data.missing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ def test_too_little_memory_is_missing_with_a_way_out(model):
         model, train_data=None, train_num_samples=10**7, assume="t4", batch_size=2**18, dga_steps=1, precision="amp"
     )
     (missing,) = make_plan(settings).missing
-    assert missing.what.startswith("memory:") and f"--batch-size {2**17} --dga-steps 2" in missing.way_out
+    assert missing.what.startswith("memory:") and f"--batch-size {2**17} --dga-steps 2" in missing.advice
 
 
 def test_checkpoints_that_are_kept():

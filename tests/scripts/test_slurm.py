@@ -26,7 +26,7 @@ from support.tars import write_source
 from support.tiny_clip import WORDS, write_bert
 
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
-RECIPES = ROOT / "scripts" / "recipes.py"
+RECIPES = ("-m", "scripts.paper.recipes")
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 
@@ -278,7 +278,7 @@ def settings(tmp_path_factory) -> tuple[Path, list[str]]:
 def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[str, Path]:
     """Submit train-14m on two nodes; its job id and log."""
     out = cluster(
-        sys.executable, str(RECIPES), "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
+        sys.executable, *RECIPES, "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
         "--sbatch=--cpus-per-task=1", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
     )  # fmt: skip
     job = out.split()[-1]
@@ -321,7 +321,7 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
     for step in (first, second):
         assert f"step_0000_{step:08d}.pt" in words
 
-    whole = [sys.executable, RECIPES, "train-14m", "--no-slurm", "--gpus", "0", "--processes", "2", *values]
+    whole = [sys.executable, *RECIPES, "train-14m", "--no-slurm", "--gpus", "0", "--processes", "2", *values]
     done = subprocess.run(
         [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
     )

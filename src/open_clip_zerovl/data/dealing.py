@@ -53,7 +53,7 @@ class Deal:
         """(S,) samples that all readers before this one deliver in the epoch."""
         raise NotImplementedError
 
-    def owed(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
+    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
         """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class Pure(Deal):
         of_workers = self._owed(self.schedule.steps)
         return rank * of_workers.sum(axis=0) + of_workers[:worker].sum(axis=0)
 
-    def owed(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
+    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
         return self._owed(self.schedule.steps if step is None else step)[worker]
 
     def _owed(self, steps: int) -> np.ndarray:
@@ -120,7 +120,7 @@ class Shuffled(Deal):
     def before(self, rank: int, worker: int) -> np.ndarray:
         return self._up_to(self._place(rank, worker))
 
-    def owed(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
+    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
         end = None if step is None else step * self.batching.dga_steps
         start = self._place(rank, worker)
         return self._up_to(start + self.of_reader(worker, end)) - self._up_to(start)

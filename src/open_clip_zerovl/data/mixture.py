@@ -33,8 +33,8 @@ from open_clip_zerovl.data.reading import RawSample, Reading
 from open_clip_zerovl.data.schedule import (
     Batching,
     Schedule,
-    cut,
     epoch_pieces,
+    slice_pieces,
     source_schedule,
 )
 from open_clip_zerovl.data.shares import LocalOrder, Share
@@ -176,8 +176,8 @@ class Mixture(IterableDataset):
         except UserError as error:
             yield Failure(str(error))
 
-    def _micro_batches(self, epoch: int, step: int, slot: int) -> Iterator[Any]:
-        """The micro-batches that loader process number `slot` delivers of an epoch that begins at a step.
+    def _micro_batches(self, epoch: int, step: int, worker: int) -> Iterator[Any]:
+        """The micro-batches that loader process number `worker` delivers of an epoch that begins at a step.
 
         A DataLoader asks process 0 first, wherever the epoch begins, and an epoch's micro-batch j belongs to reader j % V. An
         epoch that is entered at micro-batch j0 therefore has process v read as reader (j0 + v) % V, from its place there:
@@ -188,12 +188,12 @@ class Mixture(IterableDataset):
         workers = self.batching.workers
         schedule = self.schedule(epoch)
         dealt = deal(schedule, self.batching)
-        reader = (step * self.batching.dga_steps + slot) % workers
-        before, mine = dealt.before(self.rank, reader), dealt.owed(self.rank, reader)  # (S,) each
-        done = dealt.owed(self.rank, reader, step)  # (S,) delivered before the jump
+        reader = (step * self.batching.dga_steps + worker) % workers
+        before, mine = dealt.before(self.rank, reader), dealt.quota(self.rank, reader)  # (S,) each
+        done = dealt.quota(self.rank, reader, step)  # (S,) delivered before the jump
         notes: list[str] = []
         shares = [
-            self._share(schedule, index, int(before[index]), int(mine[index]), reader, int(done[index]), slot, notes)
+            self._share(schedule, index, int(before[index]), int(mine[index]), reader, int(done[index]), worker, notes)
             for index in range(len(self.sources))
         ]
         left = dealt.of_reader(reader) - dealt.of_reader(reader, step * self.batching.dga_steps)
@@ -211,27 +211,30 @@ class Mixture(IterableDataset):
         schedule: Schedule,
         index: int,
         before: int,
-        owed: int,
-        worker: int,
+        quota: int,
+        reader: int,
         done: int,
-        slot: int,
+        worker: int,
         notes: list[str],
     ) -> Share:
-        """What a reader delivers of a source: `owed` samples after the first `before` of the epoch, `done` of them already."""
+        """What reader `reader` of this rank delivers of a source, in loader process `worker`.
+
+        These are `quota` samples after the first `before` of the epoch; `done` of them are delivered already.
+        """
         source, epoch = self.sources[index], schedule.epoch
-        reader = self.rank * self.batching.workers + worker
+        of_all = self.rank * self.batching.workers + reader
         pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
-        mine = cut(pieces, before, owed)
+        mine = slice_pieces(pieces, before, quota)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
-        draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, reader)
-        order = LocalOrder(owed, max(window, self.batching.micro_batch), draws)
+        draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
+        order = LocalOrder(quota, max(window, self.batching.micro_batch), draws)
         reading = Reading(
             source,
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
             stall_seconds=self.stall_seconds,
-            opens=lambda shard: self.activity[slot].set(os.getpid(), index, shard),
+            opens=lambda shard: self.activity[worker].set(os.getpid(), index, shard),
             notes=notes.append,
         )
         return Share(PieceReader(reading, mine, pieces), order, done)

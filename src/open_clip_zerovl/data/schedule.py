@@ -15,7 +15,7 @@ Three layers:
                  paper's released code does);
    - sequential: as debiased, one source after the other (A.4).
 2. `dealing`: what each micro-batch holds, and so what each (rank, worker) must deliver.
-3. `cut`: which stretch of a source's shards each (rank, worker) reads to deliver it.
+3. `slice_pieces`: which stretch of a source's shards each (rank, worker) reads to deliver it.
 
 An epoch takes the next `taken[s]` samples of source s's endless cycle over its shards, starting at `begin[s]`, which is what
 all epochs before took.
@@ -248,10 +248,10 @@ def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, 
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def cut(pieces: Pieces, low: int, length: int) -> Pieces:
+def slice_pieces(pieces: Pieces, low: int, length: int) -> Pieces:
     """Samples low .. low + length - 1 of the sequence of pieces, as pieces.
 
-    Readers get consecutive stretches (`dealing.Deal.before` and `owed`): whole shards but for the first and the last, and a
+    Readers get consecutive stretches (`dealing.Deal.before` and `quota`): whole shards but for the first and the last, and a
     shard on a boundary is read by both neighbours, each taking its own part. All readers' cuts together are the sequence,
     nothing twice.
 

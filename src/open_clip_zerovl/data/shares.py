@@ -1,6 +1,6 @@
 """One reader's share of a source in an epoch: shuffled within a window, every bad sample replaced, entered at any place.
 
-    pieces --PieceReader--> stream of n raw samples --LocalOrder, follow--> n places --Share.take--> n good samples
+    pieces --PieceReader--> stream of n raw samples --LocalOrder, reordered--> n places --Share.take--> n good samples
 
 Place p shows item `order[p]` of the stream. Where that cannot be shown, the nearest good one of the places p+1, p-1, p+2, p-2
 ... stands in for it, up to MARGIN_SAMPLES away; the order is shuffled, so that a run of rotten samples in a shard has good
@@ -108,12 +108,12 @@ class LocalOrder:
         return first + inside[np.argsort(keys[inside], kind="stable")]
 
 
-def follow(
+def reordered(
     order: Iterable[np.ndarray], stream: Iterator[Item], arrived: int = 0, passed: AbstractSet[int] = frozenset()
 ) -> Iterator[Item]:
     """The items of a stream in another order, reading no further ahead than the order asks for.
 
-        follow([array([1, 0, 2])], iter("abc"))  ->  b, a, c; "b" comes after two were read, "c" after three
+        reordered([array([1, 0, 2])], iter("abc"))  ->  b, a, c; "b" comes after two were read, "c" after three
 
     Args:
         order: numbers of items, each at most once, in arrays.
@@ -160,7 +160,7 @@ class Share:
         margin = max(0, self.begin - MARGIN_SAMPLES)
         first = self.order.lowest(margin)
         passed = self.order.passed(margin, first)
-        places = follow(self.order.chunks(margin), self.pieces.samples(first), first, passed)
+        places = reordered(self.order.chunks(margin), self.pieces.samples(first), first, passed)
         for _ in range(self.begin - margin):
             self._past.append(next(places))
         yield from places

@@ -16,10 +16,12 @@ from open_clip_zerovl.losses.gathering import Ranks
 
 @dataclass(frozen=True)
 class Normaliser:
-    """Normalisers of softmaxes as maximum and sum of exponentials of what lies below it; both (rows,).
+    """What a softmax over each row divides by, in two parts: `maximum` and `total`, both (rows,).
 
-    Kept apart rather than as a log-sum-exp: logits near 100 leave its sum only five digits in fp32, and a softmax
-    divided by it would miss one by 1e-5.
+        softmax(logits)[i, j] = exp(logits[i, j] - maximum[i]) / total[i]
+
+    The two are kept apart. Their log-sum-exp would have only five digits after a maximum near 100 in fp32, and the softmax
+    would sum to one only to 1e-5.
     """
 
     maximum: Tensor

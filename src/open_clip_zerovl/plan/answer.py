@@ -48,7 +48,7 @@ class Plan:
         checkpoint_bytes, checkpoints: size of one, and how many will be kept at the same time.
         free_disk_bytes: where --logs lies, None for hardware assumed.
         timed: (K, R, seconds) of the steps that were taken.
-        missing: what the run needs and has not; `elsewhere`: what is not here and need not be, as hardware is assumed.
+        missing: what the run needs and has not; `elsewhere`: what this machine lacks, where the plan is for other hardware.
     """
 
     settings: PlanSettings

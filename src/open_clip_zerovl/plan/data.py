@@ -31,7 +31,7 @@ class Missing:
     """Something the run needs that is not there, and the way out."""
 
     what: str
-    way_out: str
+    advice: str
 
 
 @dataclass
@@ -62,7 +62,7 @@ class DataCheck:
         opened: the sources that training could read, in order.
         sizes, weights: pairs and passes of each source that is counted.
         retrieval: name -> what the set holds, or what is the matter.
-        elsewhere: what is not here and need not be, because the plan assumes other hardware.
+        elsewhere: what this machine lacks, where the plan is for other hardware.
     """
 
     sources: list[SourceCheck]
@@ -120,8 +120,8 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             names=names,
         )
     except UserError as error:  # a source, or all of them, that does not fill one effective batch
-        what, _, way_out = str(error).partition("; ")
-        data.missing.append(Missing(what, way_out))
+        what, _, advice = str(error).partition("; ")
+        data.missing.append(Missing(what, advice))
         data.steps = sum(sizes) // effective_batch
         return
     data.steps = schedule.steps
@@ -191,8 +191,8 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
     if not troubles:
         reason = _first_sample(source)
         if reason is not None:
-            way_out = "look with zerovl data check at the folder, and write the shard again"
-            troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", way_out))
+            advice = "look with zerovl data check at the folder, and write the shard again"
+            troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", advice))
     if troubles:
         row.state = "broken"
         found.missing += troubles
@@ -270,8 +270,8 @@ def _add_absent(settings: PlanSettings, component: str, reason: str, found: Data
     found.sources.append(row)
     folder = _folder(where)
     if folder.exists():
-        what, _, way_out = reason.rpartition("; ")
-        missing = Missing(f"{name}: {what}", way_out)
+        what, _, advice = reason.rpartition("; ")
+        missing = Missing(f"{name}: {what}", advice)
         row.state = "broken"
     else:
         missing = Missing(f"{name}: there is no {folder}", _made_by(name, folder))

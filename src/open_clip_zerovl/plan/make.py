@@ -66,11 +66,11 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         data.notes.append("There is no CUDA device here: the run would train on the CPU.")
     say("building the model with random weights")
     planned = build(settings, device, precision)
-    for what, way_out in weights_to_fetch(settings, planned).items():
+    for what, advice in weights_to_fetch(settings, planned).items():
         if constants.HF_HUB_OFFLINE and gpu is None:
-            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", way_out))
+            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
         else:
-            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {way_out}).")
+            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
     if gpu is not None:
         plan = _estimated(settings, hardware, planned, data, say)
         if not gpu.bf16 and "bf" in settings.precision:

@@ -143,7 +143,7 @@ def measure_step(
         kinds = kinds_of_steps(k, retained, high=4)
         once = {kind: take(kind) for kind in kinds}
         slow = max(once.values()) > step_seconds / 4  # where a second warm-up would only make people wait
-        if max(once.values()) < step_seconds / 20:  # a longer lever
+        if max(once.values()) < step_seconds / 20:  # short steps: more of them, for a steadier figure
             kinds = kinds_of_steps(k, retained, high=8)
             for kind in set(kinds) - set(once):
                 take(kind)

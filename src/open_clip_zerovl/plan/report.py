@@ -48,7 +48,7 @@ def report(plan: Plan) -> str:
 def _ways_out(missing: Iterable[Missing]) -> list[str]:
     lines = []
     for one in missing:
-        text = f"- {one.what}  ->  {one.way_out}"
+        text = f"- {one.what}  ->  {one.advice}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     return lines
 
