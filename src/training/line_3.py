@@ -9,6 +9,7 @@ from typing import Any
 
 from training.codebase import copy_codebase
 from training.pieces import Pieces
+from training.resume import PREFIX
 
 VERSIONS = "3.3."  # releases whose main was read
 
@@ -29,8 +30,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "pt_load": ("file_path", "map_location"),
     "get_latest_checkpoint": ("path", "remote"),
 }  # fmt: skip
-
-PREFIX = "module."  # what DDP puts before every name, in main's checkpoints too
 
 
 def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
