@@ -40,7 +40,7 @@ from open_clip_zerovl.clustering.folders import write_clusters
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching, epoch_pieces
@@ -123,9 +123,11 @@ def _mixture(train_data: str, workers: int, decode: bool = True) -> Mixture:
     return Mixture(
         sources,
         Batching(BATCH, workers=workers),
+        Preprocessing(
+            split_normalize(image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)}))[0],
+            SimpleTokenizer(context_length=25) if decode else lambda texts: torch.zeros(len(texts), 1),
+        ),
         sampling=Sampling("random" if len(sources) == 1 else "debiased"),
-        transform=split_normalize(image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)}))[0],
-        tokenizer=SimpleTokenizer(context_length=25) if decode else lambda texts: torch.zeros(len(texts), 1),
     )
 
 

@@ -42,7 +42,7 @@ from PIL import Image
 
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
@@ -92,9 +92,7 @@ def ours(shards: str, transform: Any, tokenizer: Any, workers: int, pixel_path: 
     mixture = Mixture(
         parse_sources(f"bench={shards}", "8"),
         Batching(BATCH, workers=workers),
-        transform=split_normalize(transform)[0],
-        tokenizer=tokenizer,
-        pixel_path=pixel_path,
+        Preprocessing(split_normalize(transform)[0], tokenizer, pixel_path=pixel_path),
     )
     return iter(MixtureLoader(mixture, workers=workers))
 
@@ -227,8 +225,7 @@ def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         mixture = Mixture(
             (source,),
             Batching(64),
-            transform=lambda image: torch.zeros(1),
-            tokenizer=lambda texts: torch.zeros(len(texts), 1),
+            Preprocessing(lambda image: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1)),
         )
         made = MixtureLoader(mixture, workers=0)
         made.set_epoch(0, step)

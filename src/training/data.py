@@ -14,7 +14,7 @@ from open_clip_train.distributed import all_gather_object, is_master, world_info
 
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling, schedule_of
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
 from open_clip_zerovl.data.schedule import Batching, Schedule
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
@@ -153,16 +153,18 @@ def _mixture_data(
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
+        Preprocessing(
+            transform,
+            tokenizer,
+            augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
+            pixel_path=config.pixel_path,
+            with_origin=own_step,
+            with_content=config.positives != "pair",
+        ),
         rank=args.rank,
         sampling=_sampling(config, args),
         seed=args.seed,
-        transform=transform,
-        tokenizer=tokenizer,
-        augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
         on_bad_sample=config.on_bad_sample,
-        pixel_path=config.pixel_path,
-        with_origin=own_step,
-        with_content=config.positives != "pair",
     )
     loader = MixtureLoader(
         mixture,

@@ -25,7 +25,7 @@ from torchvision import transforms
 
 from open_clip_zerovl.data.health import JUDGED_SAMPLES, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -214,10 +214,10 @@ def loader_of(
     mixture = Mixture(
         sources,
         Batching(batch, workers=max(1, workers)),
-        transform=transforms.Compose([transforms.Resize((6, 6)), transforms.PILToTensor()]),
-        tokenizer=ids_of,
+        Preprocessing(
+            transforms.Compose([transforms.Resize((6, 6)), transforms.PILToTensor()]), ids_of, with_origin=True
+        ),
         on_bad_sample=on_bad_sample,
-        with_origin=True,
     )
     return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, **options})
 
@@ -392,9 +392,8 @@ def test_one_bad_sample_that_is_all_that_a_reader_has(tmp_path):
         mixture = Mixture(
             (source,),
             Batching(1, world_size=2 * SIZE),
+            Preprocessing(transforms.PILToTensor(), ids_of),
             rank=rank,
-            transform=transforms.PILToTensor(),
-            tokenizer=ids_of,
         )
         seen += [int(ids[0]) for _, ids in MixtureLoader(mixture, workers=0)]
     assert len(seen) == 2 * SIZE and set(seen) == set(range(2 * SIZE)) - {BAD}

@@ -23,7 +23,7 @@ from open_clip_zerovl.data.clusters import (
     save_clustering,
 )
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching, epoch_pieces
@@ -78,10 +78,9 @@ def epoch_of(
         mixture = Mixture(
             sources,
             batching,
+            Preprocessing(transforms.PILToTensor(), ids_of),
             rank=rank,
             sampling=Sampling(strategy),
-            transform=transforms.PILToTensor(),
-            tokenizer=ids_of,
             on_bad_sample=policy,
         )
         loader = MixtureLoader(mixture, workers=workers, max_bad_share=max_bad_share)
@@ -284,7 +283,7 @@ def test_a_piece_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch)
             reading.os, name, lambda *args, _stock=stock, _book=book: (_book.append(args), _stock(*args))[1]
         )
     monkeypatch.setattr(reading.os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
-    schedule = Mixture((source,), Batching(1), transform=transforms.PILToTensor(), tokenizer=ids_of).schedule(0)
+    schedule = Mixture((source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)).schedule(0)
     pieces = epoch_pieces(source.sizes, schedule, 0)
     list(PieceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
     opened.clear(), bytes_read.clear(), announced.clear()

@@ -24,7 +24,7 @@ from open_clip_zerovl.data.images import (
     split_normalize,
 )
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
@@ -156,8 +156,7 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     mixture = Mixture(
         parse_sources(f"s={tmp_path}/s"),
         Batching(10),
-        transform=PILToTensor(),
-        tokenizer=lambda texts: torch.zeros(len(texts), 1),
+        Preprocessing(PILToTensor(), lambda texts: torch.zeros(len(texts), 1)),
         shuffle_window_samples=window,
     )
     peaks = []

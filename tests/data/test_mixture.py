@@ -11,7 +11,7 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling, content_numbers
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.shares import LocalOrder, reordered
@@ -44,12 +44,11 @@ def epoch_of(train_data, batching, epoch=0, *, workers=0, strategy="debiased", s
         mixture = Mixture(
             parse_sources(train_data),
             batching,
+            Preprocessing(transform or transforms.PILToTensor(), ids_of),
             rank=rank,
             sampling=Sampling(strategy, **sampling),
             seed=seed,
-            transform=transform or transforms.PILToTensor(),
             on_bad_sample="fail",
-            tokenizer=ids_of,
         )
         loader = MixtureLoader(mixture, workers=workers)
         loader.set_epoch(epoch)
@@ -122,7 +121,7 @@ def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):
 
 def test_persistent_workers_follow_the_epoch(train_data):
     mixture = Mixture(
-        parse_sources(train_data), Batching(4, workers=2), transform=transforms.PILToTensor(), tokenizer=ids_of
+        parse_sources(train_data), Batching(4, workers=2), Preprocessing(transforms.PILToTensor(), ids_of)
     )
     loader = MixtureLoader(mixture, workers=2)
     orders = []
@@ -213,7 +212,7 @@ def test_a_truncated_or_vanished_shard_ends_with_a_sentence(tmp_path):
         epoch_of(data, Batching(4, workers=2), workers=2)
     sources = parse_sources(data)
     shard.unlink()
-    mixture = Mixture(sources, Batching(4), transform=transforms.PILToTensor(), tokenizer=ids_of, on_bad_sample="fail")
+    mixture = Mixture(sources, Batching(4), Preprocessing(transforms.PILToTensor(), ids_of), on_bad_sample="fail")
     with pytest.raises(UserError, match="00001.tar of source 'cut' cannot be read"):
         list(MixtureLoader(mixture, workers=0))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
@@ -54,13 +54,10 @@ def loader_of(
     mixture = Mixture(
         sources,
         batching,
+        Preprocessing(crop, ids_of, pixel_path=pixel_path, with_origin=True),
         rank=rank,
         sampling=Sampling(strategy),
         seed=3,
-        pixel_path=pixel_path,
-        transform=crop,
-        tokenizer=ids_of,
-        with_origin=True,
         shuffle_window_samples=window,
     )
     return MixtureLoader(mixture, workers=workers, max_bad_share=1.0, **options)

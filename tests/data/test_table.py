@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import BLOCK_SAMPLES, CsvFormat, open_table
@@ -29,8 +29,10 @@ def captions_of_epochs(
     mixture = Mixture(
         sources,
         Batching(batch, workers=max(1, workers)),
-        transform=transforms.PILToTensor(),
-        tokenizer=lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts]),
+        Preprocessing(
+            transforms.PILToTensor(),
+            lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts]),
+        ),
     )
     loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
     shown = []

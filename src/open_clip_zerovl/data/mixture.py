@@ -4,9 +4,15 @@
         --> shuffled, bad ones replaced (shares.py) --> decode, transform, tokenize, collate
         --> (images (B, C, H, W), texts (B, L))
 
-Each (rank, worker) reads its own stretch of every source and emits the micro-batches that the schedule gives to it, so that
-homogeneity (invariant 2) and exactly-once (invariant 3) hold together for any number of shards, ranks and workers, without
-communication. All randomness derives from (seed, epoch, source, position): the same seed gives the same batches.
+Each reader reads its own stretch of every source and emits the micro-batches that the schedule gives to it. Batches of one
+source (invariant 2) and each sample once an epoch (invariant 3) therefore hold for any number of shards, ranks and workers,
+without communication.
+
+    rank     a training process, 0..W-1
+    worker   a loader process of a rank, 0..V-1
+    reader   what one worker reads in an epoch: reader r of a rank delivers its micro-batches r, r + V, r + 2V ...
+
+All randomness derives from (seed, epoch, source, position): the same seed gives the same batches.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,22 +49,26 @@ from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
 
-SHUFFLE_WINDOW_SAMPLES = 5000  # in memory, encoded, over all sources of a worker; open_clip's figure
+SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker hands over instead of a batch when it cannot go on."""
+    """What a worker yields instead of a batch when it cannot go on: the sentence for the user."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How sources make batches: the strategy and its details, as `source_schedule` and `epoch_pieces` take them.
+    """How sources make batches: the arguments of `source_schedule` and `epoch_pieces` that a run chooses.
 
     Attributes:
-        source_order: names of the sources in sequential order.
+        strategy: of STRATEGIES.
+        draw: of DRAWS, for debiased sampling.
+        source_order: names of the sources in the order of sequential sampling; None for the order given.
+        epoch_samples: length of an epoch in samples; None for what the sources hold.
+        resampled: draw shards with replacement.
     """
 
     strategy: str = "debiased"
@@ -71,10 +81,10 @@ class Sampling:
 def schedule_of(
     sources: Sequence[Source], effective_batch: int, sampling: Sampling, *, seed: int, epoch: int
 ) -> Schedule:
-    """`source_schedule` of named sources.
+    """`source_schedule` of `Source` records, whose order may be given by name.
 
     Raises:
-        UserError: what `source_schedule` refuses, and a source order that names an unknown source or leaves one out.
+        UserError: what `source_schedule` refuses; a source order that names an unknown source or leaves one out.
     """
     names = [source.name for source in sources]
     order = None
@@ -99,64 +109,100 @@ def schedule_of(
     )
 
 
+@dataclass(frozen=True)
+class Preprocessing:
+    """What a sample becomes, and what a batch holds besides images and texts.
+
+    Attributes:
+        transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
+        tokenizer: list of captions -> LongTensor (B, L).
+        augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
+        pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
+            in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
+        reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`images.Crop`).
+        with_origin: yield the (source, position) of each sample as a third item (B, 2).
+        with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
+            and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
+    """
+
+    transform: Callable[[Image.Image], torch.Tensor]
+    tokenizer: Callable[[list[str]], torch.Tensor]
+    augment_caption: Callable[[str, int], str] | None = None
+    pixel_path: str = "pil"
+    reduce_jpegs: bool = True
+    with_origin: bool = False
+    with_content: bool = False
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """One reader of this rank in one epoch: what it delivers, and the loader process that runs it.
+
+    Attributes:
+        number: 0..V-1; reader r delivers the rank's micro-batches j with j % V == r.
+        worker: number of the loader process.
+        before: (S,) samples that all readers before this one deliver in the epoch.
+        quota: (S,) samples that this one delivers in the epoch.
+        done: (S,) those of them that lie before the step at which the epoch is entered.
+        notes: sentences for the next batch's report.
+    """
+
+    number: int
+    worker: int
+    before: np.ndarray
+    quota: np.ndarray
+    done: np.ndarray
+    notes: list[str] = field(default_factory=list)
+
+
 class Mixture(IterableDataset):
     """Micro-batches of one rank for one epoch at a time.
 
     Args:
         sources: what to mix.
         batching: B, K, W and loader workers V (V is 1 when the loader has no worker processes).
+        preprocessing: what a sample becomes.
         rank: of this process.
         sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
-        transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
-        tokenizer: list of captions -> LongTensor (B, L).
-        augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
-        pixel_path: of PIXEL_PATHS; "arrays" shows the same pictures to rounding (`pixels`), and is PIL's with a line in the log
-            where the decoder is not installed or the transform has a step that takes PIL images only.
-        reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`decoding.Crop`).
-        with_origin: also yield the (source, position) of each sample, as a third item (B, 2).
-        with_content: let that item have two more columns (B, 4): numbers of the caption, as it was before augmentation, and of
-            the image file; the same text (but for case and white space) or the same bytes have the same number.
+        shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
-        (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` keeps both to itself.
+        (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` takes both out.
+
+    Raises:
+        UserError: an unknown `on_bad_sample` or pixel path.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         batching: Batching,
+        preprocessing: Preprocessing,
         *,
         rank: int = 0,
         sampling: Sampling = Sampling(),  # frozen
         seed: int = 0,
-        transform: Callable[[Image.Image], torch.Tensor],
-        tokenizer: Callable[[list[str]], torch.Tensor],
-        augment_caption: Callable[[str, int], str] | None = None,
         on_bad_sample: str = "replace",
-        pixel_path: str = "pil",
-        reduce_jpegs: bool = True,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
-        with_origin: bool = False,
-        with_content: bool = False,
     ) -> None:
         super().__init__()
         if on_bad_sample not in POLICIES:
             raise UserError(f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}")
         self.sources = tuple(sources)
         self.batching = batching
+        self.preprocessing = preprocessing
         self.rank = rank
         self.sampling = sampling
         self.seed = seed
-        self.transform, self.decode = pictures(transform, pixel_path)
-        self.tokenizer = tokenizer
-        self.augment_caption = augment_caption
         self.on_bad_sample = on_bad_sample
-        self.crop = crop_of(transform) if reduce_jpegs else None
         self.shuffle_window_samples = shuffle_window_samples
-        self.with_origin, self.with_content = with_origin or with_content, with_content
-        self.stall_seconds = 0.0  # set by a loader without worker processes, which nobody else can watch
+        self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
+        self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
+        self.stall_seconds = (
+            0.0  # set by a loader without worker processes: no other process can time such a loader out
+        )
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
 
@@ -177,55 +223,43 @@ class Mixture(IterableDataset):
             yield Failure(str(error))
 
     def _micro_batches(self, epoch: int, step: int, worker: int) -> Iterator[Any]:
-        """The micro-batches that loader process number `worker` delivers of an epoch that begins at a step.
+        """The micro-batches of an epoch that loader process `worker` delivers, from optimizer step `step` on.
 
-        A DataLoader asks process 0 first, wherever the epoch begins, and an epoch's micro-batch j belongs to reader j % V. An
-        epoch that is entered at micro-batch j0 therefore has process v read as reader (j0 + v) % V, from its place there:
+        A DataLoader asks process 0 first, wherever the epoch is entered, while micro-batch j always belongs to reader j % V.
+        Where the first micro-batch is j0, process v therefore runs reader (j0 + v) % V:
 
-            V = 2, from the start    process 0 is reader 0: micro-batches 0, 2, 4 ...    process 1 is reader 1: 1, 3, 5 ...
-            V = 2, entered at 3      process 0 is reader 1: micro-batches 3, 5 ...       process 1 is reader 0: 4, 6 ...
+            V = 2, from the start    process 0 runs reader 0: micro-batches 0, 2, 4 ...    process 1 runs reader 1: 1, 3, 5 ...
+            V = 2, entered at 3      process 0 runs reader 1: micro-batches 3, 5 ...       process 1 runs reader 0: 4, 6 ...
         """
-        workers = self.batching.workers
         schedule = self.schedule(epoch)
         dealt = deal(schedule, self.batching)
-        reader = (step * self.batching.dga_steps + worker) % workers
-        before, mine = dealt.before(self.rank, reader), dealt.quota(self.rank, reader)  # (S,) each
-        done = dealt.quota(self.rank, reader, step)  # (S,) delivered before the jump
-        notes: list[str] = []
-        shares = [
-            self._share(schedule, index, int(before[index]), int(mine[index]), reader, int(done[index]), worker, notes)
-            for index in range(len(self.sources))
-        ]
-        left = dealt.of_reader(reader) - dealt.of_reader(reader, step * self.batching.dga_steps)
-        for number, row in enumerate(dealt.counts(self.rank, reader, step), start=1):
+        number = (step * self.batching.dga_steps + worker) % self.batching.workers
+        reader = _Reader(
+            number,
+            worker,
+            before=dealt.before(self.rank, number),
+            quota=dealt.quota(self.rank, number),
+            done=dealt.quota(self.rank, number, step),
+        )
+        shares = [self._share(schedule, index, reader) for index in range(len(self.sources))]
+        left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
+        for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
             batch = self._batch([shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))])
-            if number == left:
+            if count == left:
                 for share in shares:
                     share.finish()
             batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
-            batch[-1].notes, notes[:] = list(notes), []
+            batch[-1].notes, reader.notes[:] = list(reader.notes), []
             yield batch
 
-    def _share(
-        self,
-        schedule: Schedule,
-        index: int,
-        before: int,
-        quota: int,
-        reader: int,
-        done: int,
-        worker: int,
-        notes: list[str],
-    ) -> Share:
-        """What reader `reader` of this rank delivers of a source, in loader process `worker`.
-
-        These are `quota` samples after the first `before` of the epoch; `done` of them are delivered already.
-        """
+    def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
+        """What a reader delivers of source `index`: its quota, after what the readers before it deliver."""
         source, epoch = self.sources[index], schedule.epoch
-        of_all = self.rank * self.batching.workers + reader
+        quota = int(reader.quota[index])
         pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
-        mine = slice_pieces(pieces, before, quota)
+        mine = slice_pieces(pieces, int(reader.before[index]), quota)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
+        of_all = self.rank * self.batching.workers + reader.number  # the reader's number over all ranks
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, max(window, self.batching.micro_batch), draws)
         reading = Reading(
@@ -234,13 +268,14 @@ class Mixture(IterableDataset):
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
             stall_seconds=self.stall_seconds,
-            opens=lambda shard: self.activity[worker].set(os.getpid(), index, shard),
-            notes=notes.append,
+            opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
+            notes=reader.notes.append,
         )
-        return Share(PieceReader(reading, mine, pieces), order, done)
+        return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
 
     def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
         """The next sample of each share, as (images, texts, origin if asked for, report)."""
+        wanted = self.preprocessing
         images, captions, origins, report = [], [], [], Report()
         with preserved():
             for share in shares:
@@ -248,25 +283,26 @@ class Mixture(IterableDataset):
                 reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                 images.append(self.transform(image))  # at once: decoded images are large
                 captions.append(self._caption(sample))
-                content = content_numbers(sample) if self.with_content else ()
+                content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
-        texts = self.tokenizer(captions)
-        origin = (torch.tensor(origins),) if self.with_origin else ()
+        texts = wanted.tokenizer(captions)
+        origin = (torch.tensor(origins),) if wanted.with_origin or wanted.with_content else ()
         return (collate_images(images), texts, *origin, report)
 
     def _caption(self, sample: RawSample) -> str:
-        if self.augment_caption is None:
+        augment = self.preprocessing.augment_caption
+        if augment is None:
             return sample.caption
-        return self.augment_caption(sample.caption, stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place))
+        return augment(sample.caption, stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place))
 
     def _decode(self, sample: RawSample) -> Any:
         return self.decode(sample.image, self.crop)
 
 
 def content_numbers(sample: RawSample) -> tuple[int, int]:
-    """(number of the caption, number of the image file), both int64: hashes, so that all readers agree without talking."""
+    """(number of the caption, number of the image file), both int64: hashes, equal in every process for equal content."""
     caption = " ".join(sample.caption.casefold().split()).encode()
     return tuple(  # type: ignore[return-value]
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

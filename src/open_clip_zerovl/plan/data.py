@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.data.mixture import Failure, Mixture, Sampling
+from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.schedule import Batching, source_schedule
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
@@ -252,9 +252,11 @@ def _first_sample(source: Source) -> str | None:
     mixture = Mixture(
         [source],
         Batching(1),
+        Preprocessing(
+            transform=lambda image: torch.zeros(1, 1, 1),
+            tokenizer=lambda captions: torch.tensor([len(caption) for caption in captions]),
+        ),
         sampling=Sampling(epoch_samples=1),
-        transform=lambda image: torch.zeros(1, 1, 1),
-        tokenizer=lambda captions: torch.tensor([len(caption) for caption in captions]),
         on_bad_sample="fail",
     )
     try:

@@ -23,7 +23,7 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Retention, most_graphs
@@ -279,13 +279,10 @@ def _mixture(
     return Mixture(
         sources,
         Batching(batching.micro_batch, 1, 1, max(1, workers)),
+        Preprocessing(planned.transform, planned.tokenizer, planned.augment_caption, pixel_path=settings.pixel_path),
         sampling=Sampling("random", epoch_samples=_epoch(batching, sources, workers)),
         seed=settings.seed,
-        transform=planned.transform,
-        tokenizer=planned.tokenizer,
-        augment_caption=planned.augment_caption,
         on_bad_sample=settings.on_bad_sample,
-        pixel_path=settings.pixel_path,
     )
 
 

@@ -4,7 +4,7 @@ Shapes: `B` micro-batch per rank, `L` tokens, `D` width of the tower's output, `
 
 A frozen tower gives a sample the same features in every epoch, as long as its input is not augmented. They are kept
 before L2 normalisation, where mixup still applies, in one file per source: a row of D numbers for each of its samples. A
-sample is known by (source, position), as `Mixture(with_origin=True)` yields them.
+sample is known by (source, position), as `Preprocessing(with_origin=True)` has them yielded.
 
     cache = FrozenCache(folder, sources, tower="text", width=512, fingerprint=fingerprint(...))
     cache.attach(model)                                          # after `towers.freeze`
