@@ -164,7 +164,11 @@ class Run:
             UserError: what stopped it.
         """
         try:
-            with replaced(self.line.filled(self._pieces(), host)), no_code_from_data(), ExitStack() as self._handlers:
+            with (
+                replaced(self.line.filled(self._pieces(), host), self._epoch_entry),
+                no_code_from_data(),
+                ExitStack() as self._handlers,
+            ):
                 try:
                     status = host.main([])  # parse_args is a seam: the arguments are parsed already
                 except preemption.Stopped as stopped:
@@ -286,13 +290,12 @@ class Run:
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
         position = resume.read_position(checkpoint)
-        if position is not None and position.step:
-            if not self.own_step or self.config.sampling is None:
-                raise UserError(
-                    f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
-                    "sampling flags it was trained with"
-                )
-            self.resumed = position
+        if position is not None and position.step and (not self.own_step or self.config.sampling is None):
+            raise UserError(
+                f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
+                "sampling flags it was trained with"
+            )
+        self.resumed = position
         return checkpoint
 
     def _undamaged(self, file_path: str) -> str:
@@ -334,6 +337,11 @@ class Run:
             raise UserError(sentence) from error
         finally:
             mark.remove()
+
+    def _epoch_entry(self) -> dict[str, Any]:
+        """What open_clip's checkpoint of an epoch needs besides, so that a run that goes on from it is the same."""
+        end = self.trainer.epoch_end if self.trainer is not None else None
+        return {} if end is None else {"zerovl": resume.entry_of(end)}
 
     def _stepped(self, *_: Any) -> None:
         self.trained = True

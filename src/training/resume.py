@@ -17,6 +17,7 @@ import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
+from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import STREAMS_VERSION
 
@@ -34,6 +35,7 @@ class Position:
         sources: names with numbers of samples, "" where open_clip's own pipeline reads the data.
         micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in checkpoints that do not say.
         order: flag -> value of what decides which samples come when; empty in checkpoints that do not say.
+        retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty where it has not decided.
     """
 
     epoch: int
@@ -45,6 +47,12 @@ class Position:
     micro_batch: int = 0
     dga_steps: int = 0
     order: Mapping[str, Any] = field(default_factory=dict)
+    retained: Mapping[str, float] = field(default_factory=dict)
+
+    def graphs_for(self, now: Position) -> Decision | None:
+        """What `--dga-retain auto` decided, where the split of the batch is that of `now`."""
+        same = (self.micro_batch, self.dga_steps, self.world_size) == (now.micro_batch, now.dga_steps, now.world_size)
+        return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position) -> int:
         """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate.

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -76,9 +77,12 @@ class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 
 @contextmanager
-def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
+def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]] = dict) -> Iterator[None]:
     """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
     `torch.save` that is atomic.
+
+    Args:
+        entry: what to add to each checkpoint that main saves.
 
     Raises:
         UserError: see `check_host`.
@@ -94,7 +98,7 @@ def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
         for name, replacement in replacements.items():
             setattr(host, name, replacement)
         torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel
-        torch.save = _save
+        torch.save = partial(_save, entry)
         yield
     finally:
         torch.save = torch.serialization.save
@@ -103,8 +107,10 @@ def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
             setattr(host, name, original)
 
 
-def _save(content: Any, file: Any, **options: Any) -> None:
-    """`torch.save`, atomic where it writes to a path."""
+def _save(entry: Callable[[], dict[str, Any]], content: Any, file: Any, **options: Any) -> None:
+    """`torch.save`, atomic where it writes to a path, of main's checkpoint and an entry."""
+    if isinstance(content, dict) and "optimizer" in content:
+        content = {**content, **entry()}
     if isinstance(file, str | os.PathLike):
         save_atomically(content, file, **options)
     else:

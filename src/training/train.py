@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from open_clip import create_loss as create_stock_loss
@@ -52,7 +52,7 @@ class TrainerInputs:
 
     Attributes:
         preemption: asked after every step whether the run is to stop.
-        resumed: where the checkpoint that this run began from was taken.
+        resumed: where the checkpoint that this run began from was taken, if it says so.
         mixup: draws a mix per step, if the recipe has it.
         cache: gives a frozen tower's features, if they are kept.
     """
@@ -65,12 +65,17 @@ class TrainerInputs:
 
 
 class Trainer:
-    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the `RecipeStep` between epochs."""
+    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the `RecipeStep` between epochs.
+
+    Attributes:
+        epoch_end: after an epoch with `--dga-retain auto`, what open_clip's checkpoint of it has to say.
+    """
 
     def __init__(self, inputs: TrainerInputs) -> None:
         self.config, self.preemption, self.resumed = inputs.config, inputs.preemption, inputs.resumed
         self.mixup, self.cache = inputs.mixup, inputs.cache
         self.step: RecipeStep | None = None
+        self.epoch_end: Position | None = None
 
     def __call__(self, model, data, loss, epoch, optimizer, scaler, scheduler, args, tb_writer=None) -> None:
         """Train one epoch, or what a step checkpoint left of it.
@@ -78,6 +83,9 @@ class Trainer:
         Raises:
             Stopped: the run was asked to stop, and a step checkpoint is written.
         """
+        loader = data["train"].dataloader
+        sources = getattr(getattr(loader, "mixture", None), "sources", ())
+        here = self._position(args, epoch, 0, sources)
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -93,13 +101,11 @@ class Trainer:
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,
+                adopted=self.resumed.graphs_for(here) if self.resumed is not None else None,
             )
         self.preemption.training = True
         model.train()
-        loader = data["train"].dataloader
         steps = loader.num_batches
-        sources = getattr(getattr(loader, "mixture", None), "sources", ())
-        here = self._position(args, epoch, 0, sources)
         start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
             data["train"].set_epoch(epoch, start)
@@ -125,9 +131,17 @@ class Trainer:
                 self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
-                checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1))
+                checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1, retained=self._retained()))
             if stop:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
+        if self.config.dga_retain == "auto":
+            self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
+
+    def _retained(self) -> dict[str, float]:
+        """What `--dga-retain auto` has decided; it is asked for on every rank."""
+        assert self.step is not None
+        decision = self.step.decision() if self.config.dga_retain == "auto" else None
+        return {} if decision is None else asdict(decision)
 
     def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
         """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""

@@ -3,6 +3,7 @@
 The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in fp32, by the error that dga_reference.py defines, the worst parameter.
 """
 
+import dataclasses
 import logging
 import math
 import re
@@ -453,6 +454,37 @@ def test_memory_does_not_grow_with_k():
     one = peak_bytes(1)
     assert peak_bytes(16) <= 1.10 * one
     assert peak_bytes(8, retain=4) >= 3 * one  # the measure sees graphs
+
+
+def test_an_earlier_decision_of_auto_holds_while_it_fits(monkeypatch, caplog):
+    """A run that is resumed keeps as many graphs as before, or says that it cannot."""
+    model, micro_batches = bert_clip(), batches([4, 4, 4, 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def decided(adopted, free, steps=2):
+        monkeypatch.setattr(retain_module, "available_bytes", lambda device: free)
+        step = DecoupledGradientAccumulation(model, ClipLoss(), retain="auto")
+        if adopted is not None:
+            step.adopt(adopted)
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            found.append(step._retention.graphs([4, 4, 4, 2]))
+            step.backward(micro_batches)
+            optimizer.step()
+        optimizer.zero_grad()
+        return found, step.decision()
+
+    found, first = decided(None, 1e15, steps=1)
+    assert found == [1] and first.graphs == 4  # decided between the steps, when a checkpoint asks for it
+    adopted = dataclasses.replace(first, graphs=3)
+    assert decided(adopted, 1e15) == ([3, 3], adopted)
+    assert decided(adopted, adopted.needed_bytes) == ([3, 3], adopted)  # a new decision would leave a tenth free
+    assert "decided anew" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        found, last = decided(adopted, adopted.needed_bytes - 1)
+    assert found[0] == 1 and last.graphs < 3 and "the 3 graphs that were kept" in caplog.text
+    assert "decided anew" in caplog.text
 
 
 def test_retain_auto_fits_the_memory(monkeypatch, caplog):

@@ -13,6 +13,7 @@ import torch
 
 from open_clip_zerovl import losses
 from open_clip_zerovl.data import mixture
+from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
 _step = 2
@@ -74,6 +75,15 @@ def _kill_a_loader_worker() -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def _auto_keeps(graphs: int) -> Callable[[], None]:
+    """The memory is such that `--dga-retain auto` would decide for so many graphs."""
+
+    def install() -> None:
+        Retention._fitting = lambda self, size: graphs
+
+    return install
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "defect in the step": lambda: _in_step(_raises(ZeroDivisionError("a defect in the step"))),
     "out of memory": lambda: _in_step(
@@ -88,6 +98,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "full disk": lambda: _in_step(_full_disk),
     "defect in the loss": _defect_in_the_loss,
     "defect in a loader worker": _defect_in_a_worker,
+    "auto keeps 1 graph": _auto_keeps(1),
+    "auto keeps 3 graphs": _auto_keeps(3),
 }
 
 

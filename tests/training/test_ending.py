@@ -6,6 +6,7 @@ import atexit
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.paper.launch import children_of
 from scripts.soak import processes_of
@@ -204,6 +206,26 @@ def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of
     assert done["statuses"] == [0] and "does not match" in printed, printed[-3000:]
     assert printed.count("Train Epoch: 0 [") == STEPS - 4
     assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
+
+
+def test_what_auto_decided_holds_after_a_resume(train):
+    """With another number of retained graphs, gradients are added up in another order, and the last bits differ."""
+    extra = ["--dga-retain", "auto", "--batch-size", "2", "--dga-steps", "4", "--keep-checkpoints", "99"]
+    done, printed, whole = train("auto keeps 3 graphs", *extra, name="auto-whole", every=1)
+    assert done["statuses"] == [0], printed[-3000:]
+    for begin in ("step_0000_00000001.pt", "step_0000_00000004.pt", "epoch_1.pt"):
+        name = f"auto-{begin[:-3]}"
+        (train.folder / "logs" / name / "checkpoints").mkdir(parents=True)
+        shutil.copy(whole / "checkpoints" / begin, train.folder / "logs" / name / "checkpoints")
+        done, printed, resumed = train("auto keeps 1 graph", *extra, "--resume", "latest", name=name, every=1)
+        assert done["statuses"] == [0] and "3 graphs are kept, as before this run was resumed" in printed, printed[
+            -3000:
+        ]
+        wanted, found = (
+            torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
+            for folder in (whole, resumed)
+        )
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted), begin
 
 
 def test_each_line_of_the_log_comes_once(train):

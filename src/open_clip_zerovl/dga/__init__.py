@@ -7,6 +7,6 @@ __getattr__, __dir__, __all__ = handed_on(
     {
         "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],
-        "open_clip_zerovl.dga.retain": ["Retention"],
+        "open_clip_zerovl.dga.retain": ["Decision", "Retention"],
     },
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,28 @@ AUTO_SHARE = 0.9
 def most_graphs(k: int, world_size: int) -> int:
     """The largest R: over several ranks one of several micro-batches is replayed, as DDP synchronises there."""
     return k - 1 if world_size > 1 and k > 1 else k
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What "auto" has decided, so that a later process of the same run can keep as many graphs.
+
+    R decides the order in which gradients are added up: with another R they agree to rounding, and not bit for bit.
+
+    Attributes:
+        graphs: R.
+        graph_bytes: memory of one graph.
+        other_bytes: what a step needs at its peak beside what lives from step to step, one graph included.
+    """
+
+    graphs: int
+    graph_bytes: float
+    other_bytes: float
+
+    @property
+    def needed_bytes(self) -> float:
+        """Free memory that a step needs."""
+        return self.other_bytes + max(0, self.graphs - 1) * self.graph_bytes
 
 
 class Retention:
@@ -53,6 +76,8 @@ class Retention:
         self._transient_bytes = 0.0
         self._allocated_before = 0
         self._auto: int | None = None
+        self._adopted: Decision | None = None
+        self._sizes: list[int] = []  # of the last step
         self._parameters = list(parameters)
         self._versions: dict[int, int] = {}  # of each parameter that has got a gradient, as the first step left it
 
@@ -67,16 +92,69 @@ class Retention:
                     f"{self._world_size} rank(s) can keep at most {most}{reason if most < len(sizes) else ''}."
                 )
             return self._retain
-        if self._auto is None and self._bytes_per_sample:
-            self._auto = self._decide(max(sizes))
+        self._sizes = sizes
+        if self._adopted is not None and self._auto is None:
+            self._try_adopted(self._adopted)
+        self._settle()
         if self._device.type == "cuda" and self._auto is None:
             self._allocated_before = torch.cuda.memory_allocated(self._device)
         return min(most, 1 if self._auto is None else self._auto)
 
+    def adopt(self, decision: Decision) -> None:
+        """Before the first step: keep as many graphs as another process of this run has decided, if they still fit.
+
+        Over ranks, all adopt the same or none does.
+        """
+        if self._retain == "auto":
+            self._adopted = decision
+
+    def decision(self) -> Decision | None:
+        """What "auto" has decided, at the latest now if it can: None before an optimizer step, and for a given R.
+
+        For a time between two steps, with no gradients alive. Over ranks a collective until "auto" has decided.
+        """
+        if self._retain != "auto" or not self._sizes:
+            return None
+        self._settle()
+        if self._auto is None or self._adopted is not None:
+            return self._adopted
+        graphs = min(self._auto, most_graphs(len(self._sizes), self._world_size))
+        return Decision(graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes))
+
+    def _settle(self) -> None:
+        if self._auto is None and self._bytes_per_sample:
+            self._auto = self._decide(max(self._sizes))
+
+    def _try_adopted(self, decision: Decision) -> None:
+        """Take an earlier decision over where all ranks have the memory for it, else forget it."""
+        free = available_bytes(self._device)
+        fits = self._smallest(int(free is None or decision.needed_bytes <= free))
+        if fits:
+            self._auto = decision.graphs
+            log.info("retain='auto': %d graphs are kept, as before this run was resumed.", decision.graphs)
+            return
+        self._adopted = None
+        log.warning(
+            "retain='auto': the %d graphs that were kept before this run was resumed need %.0f MiB, and %s MiB are free on "
+            "this rank; their number is decided anew, so that gradients agree with an uninterrupted run to rounding and not "
+            "bit for bit.",
+            decision.graphs,
+            decision.needed_bytes / 2**20,
+            "unknown" if free is None else round(free / 2**20),
+        )
+
+    def _smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        if self._world_size == 1:
+            return number
+        agreed = torch.tensor([number], device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        return int(agreed.item())
+
     @contextmanager
     def measured(self, size: int) -> Iterator[None]:
         """Around the forward of a retained micro-batch of `size` samples: measures its graph if "auto" still needs to."""
-        if self._retain != "auto" or self._bytes_per_sample:
+        if self._retain != "auto" or self._bytes_per_sample or self._auto is not None:
             yield
         elif self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
@@ -107,12 +185,7 @@ class Retention:
 
     def _decide(self, size: int) -> int | None:
         """R if the optimizers of all ranks have stepped, else None."""
-        count = self._fitting(size) if self._optimizer_has_stepped() else 0
-        if self._world_size > 1:
-            agreed = torch.tensor([count], device=self._device)
-            dist.all_reduce(agreed, dist.ReduceOp.MIN)
-            count = int(agreed.item())
-        return count or None
+        return self._smallest(self._fitting(size) if self._optimizer_has_stepped() else 0) or None
 
     def _fitting(self, size: int) -> int:
         """R from the free memory: one graph is in the transient part already, more fill AUTO_SHARE of what is left."""

@@ -40,7 +40,7 @@ from open_clip_zerovl.dga.replay import (
     buffers_kept,
     replay_tolerance,
 )
-from open_clip_zerovl.dga.retain import Retention
+from open_clip_zerovl.dga.retain import Decision, Retention
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import RngState
 
@@ -222,6 +222,17 @@ class DecoupledGradientAccumulation:
                 rng_after.restore()
         self._retention.step_done(sizes)
         return losses | {name: value for name, value in first.scalars.items() if name == "logit_scale"}
+
+    def adopt(self, decision: Decision) -> None:
+        """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run did."""
+        self._retention.adopt(decision)
+
+    def decision(self) -> Decision | None:
+        """How many graphs retain="auto" keeps, for `adopt`; None while it has not decided and where R was given.
+
+        Call it between two steps after `zero_grad`, on every rank.
+        """
+        return self._retention.decision()
 
     def _first_pass(self, plan: StepPlan, micro_batches: Sequence[Sequence[Any]], prepare: Prepare | None) -> FirstPass:
         """(1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded."""

@@ -17,6 +17,7 @@ import torch
 from open_clip import get_input_dtype
 from torch import Tensor, nn
 
+from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
@@ -95,6 +96,7 @@ class RecipeStep:
         mixup: attached to the model.
         cache: of a frozen tower's features, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
+        adopted: how many graphs retain="auto" kept before the run was resumed.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class RecipeStep:
         retain: int | str = 1,
         check: str = "first",
         replay_rng: bool = True,
+        adopted: Decision | None = None,
     ) -> None:
         without_host_waits(unwrapped(model)[0])
         self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
@@ -121,6 +124,16 @@ class RecipeStep:
         self._dga = DecoupledGradientAccumulation(
             model, loss, autocast=self.autocast, scaler=scaler, retain=retain, check=check, replay_rng=replay_rng
         )
+        if adopted is not None:
+            self._dga.adopt(adopted)
+
+    def decision(self) -> Decision | None:
+        """How many graphs retain="auto" keeps from the next step on; None while it cannot decide and where R was given.
+
+        Between two steps, on every rank. The gradients of the last step are dropped, as the next step would do first.
+        """
+        self.optimizer.zero_grad()
+        return self._dga.decision()
 
     def take(self, micro_batches: Sequence[MicroBatch], step: int) -> dict[str, Tensor]:
         """Take the optimizer step number `step`, counted from the run's first.
