@@ -21,12 +21,13 @@ from timm.optim.lars import Lars
 from torch import nn
 from torchvision.transforms import ToTensor
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.probe import features as probe_features
 from open_clip_zerovl.probe.charts import confusion_picture
-from open_clip_zerovl.probe.features import cached_features, tower_before_projection
+from open_clip_zerovl.probe.features import TowerSettings, cached_features, tower_before_projection
 from open_clip_zerovl.probe.lars import LarsSettings, lars, learning_rate, linear_head, train_lars
 from open_clip_zerovl.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
 from open_clip_zerovl.probe.run import run_linear_probe
@@ -77,8 +78,8 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
         name: cached_features(tower, images, ToTensor(), classes, tmp_path / "cache", name=name)
         for name, images in (("train", train), ("test", test))
     }
-    settings = LarsSettings(epochs=60, batch_size=30, lr=6.4, micro_batch=30)
-    head, history = fit_colours(tmp_path, train, settings)
+    settings = LarsSettings(epochs=60, batch_size=30, lr=6.4)
+    head, history = fit_colours(tmp_path, train, settings, tower_settings=TowerSettings(micro_batch=30))
     by_lars = classification_metrics(head_scores(head, features["test"][0]), features["test"][1])[0]["top1"]
     by_logistic = classification_metrics(
         fit_logistic(*features["train"]).scores(features["test"][0]), features["test"][1]
@@ -144,8 +145,8 @@ def test_micro_batches_do_not_change_the_step(tmp_path: Path):
     heads = []
     for micro_batch in (48, 7):
         folder = tmp_path / str(micro_batch)
-        settings = LarsSettings(epochs=3, batch_size=48, lr=1.0, micro_batch=micro_batch)
-        heads.append(fit_colours(folder, colour_set(96), settings)[0].state_dict())
+        settings, by = LarsSettings(epochs=3, batch_size=48, lr=1.0), TowerSettings(micro_batch=micro_batch)
+        heads.append(fit_colours(folder, colour_set(96), settings, tower_settings=by)[0].state_dict())
     for name in heads[0]:
         torch.testing.assert_close(heads[0][name], heads[1][name], rtol=1e-5, atol=1e-7)
 
@@ -179,8 +180,12 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path):
     """Bit for bit, with a real tower and AutoAugment; cut in the middle of the third epoch."""
     name = tiny_clip.register(tmp_path, "probe-resume", tiny_clip.NATIVE_VISION, tiny_clip.CLIP_TEXT)
     tower = tower_before_projection(tiny_clip.random_model(name).visual)
-    options = {"tower": tower, "transform": image_transform_train(32, area=(0.08, 1.0), auto_augment="imagenet")}
-    settings = LarsSettings(epochs=5, batch_size=12, lr=3.0, micro_batch=5)
+    options = {
+        "tower": tower,
+        "transform": image_transform_train(32, area=(0.08, 1.0), auto_augment="imagenet"),
+        "tower_settings": TowerSettings(micro_batch=5),
+    }
+    settings = LarsSettings(epochs=5, batch_size=12, lr=3.0)
     train = colour_set(30)
     whole, history = fit_colours(tmp_path / "whole", train, settings, **options)
 
@@ -206,6 +211,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path):
     assert not torch.equal(other[1].weight, whole[1].weight)
     with pytest.raises(UserError, match="another model, data set or other settings"):
         fit_colours(tmp_path / "cut", train, LarsSettings(**{**vars(settings), "lr": 2.0}), **options)
+    with pytest.raises(UserError, match="another model, data set or other settings"):
+        fit_colours(tmp_path / "cut", train, settings, **{**options, "tower_settings": TowerSettings(micro_batch=4)})
 
 
 def test_cached_features_go_on_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -506,8 +513,7 @@ def test_emoji_groups_are_told_better_by_the_trained_tower(tmp_path: Path):
         top1 = {}
         for name, checkpoint in (("trained", DEMO_CHECKPOINT), ("random", random_weights)):
             out = tmp_path / f"{name}-{way}"
-            result = run_linear_probe(
-                str(checkpoint), train, test, out=out, way=way, label="json:group", settings=settings, device="cpu"
-            )
+            encoder = Encoder(str(checkpoint), device="cpu", batch_size=256)
+            result = run_linear_probe(encoder, train, test, out=out, way=way, label="json:group", settings=settings)
             top1[name] = result["top1"]
         assert top1["trained"] > top1["random"] + 0.02, (way, top1)

@@ -6,6 +6,6 @@ __getattr__, __dir__, __all__ = handed_on(
     __name__,
     {
         "open_clip_zerovl.bias.measures": ["mean_log_p_negatives", "pool_metrics", "source_probe_accuracy"],
-        "open_clip_zerovl.bias.run": ["measure_bias", "run_bias"],
+        "open_clip_zerovl.bias.run": ["BiasSettings", "measure_bias", "run_bias"],
     },
 )

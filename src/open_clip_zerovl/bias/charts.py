@@ -22,7 +22,7 @@ from open_clip_zerovl.figures.plot import (
 
 
 def log_p_picture(report: BiasReport) -> bytes:
-    """Figure 4: mean log p of negatives over the batch size, a panel for each source of the query."""
+    """Figure 4: mean log p of negatives by batch size, a panel for each source of the query."""
     sources = report.sources
     columns = min(4, len(sources))
     rows = math.ceil(len(sources) / columns)
@@ -57,13 +57,13 @@ def _line_legend(figure: Any, report: BiasReport) -> None:
     handles += [
         Line2D([], [], color=INK, linestyle="-", label="same source"),
         Line2D([], [], color=INK, linestyle="--", label="other source"),
-        Line2D([], [], color=FAINT, linestyle=":", label="all alike: -ln(batch)"),
+        Line2D([], [], color=FAINT, linestyle=":", label="uniform softmax: -ln(batch)"),
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(handles)), frameon=False, fontsize=9)
 
 
 def probe_picture(report: BiasReport) -> bytes:
-    """How often a linear probe guesses the source, from images and from texts, with the level of chance."""
+    """How often a linear probe guesses the source, from images and from texts, beside the chance level."""
     figure = new_figure(6.2, 2.8)
     axes = figure.add_subplot()
     colours = colours_of(list(report.models), MODEL_COLOURS)
@@ -91,7 +91,7 @@ def map_picture(report: BiasReport) -> bytes:
     owners = np.array([report.samples[row].source for row in report.map_rows])
     figure = new_figure(8.4, 3.9 * len(report.models) + 0.4)
     grid = figure.subplots(len(report.models), 2, squeeze=False)
-    # Drawn in one shuffled order, or the last source would cover the others.
+    # In shuffled order: drawn source by source, the last one would cover the others.
     order = np.random.default_rng(0).permutation(len(owners))
     shades = np.array([colours[owner] for owner in owners], dtype=object)
     for (name, one), line in zip(report.models.items(), grid, strict=True):

@@ -1,11 +1,12 @@
 """Did the model learn its sources instead of their content? The measurements of section 3.1, figures 3 and 4.
 
-Figure 4 averages `log p_jk` over negative pairs: p is the softmax of eq. 2, the stop-gradient weight that a negative pair
-has in eq. 3. Figure 3 shows embeddings that fall apart by source; a linear probe puts a number on it, and retrieval over
-three kinds of pools says what it costs.
+- `mean_log_p_negatives` (figure 4): the mean of `log p_jk` over negative pairs. p is the softmax of eq. 2, which is the
+  stop-gradient weight of a negative pair in eq. 3.
+- `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe says how far they do.
+- `pool_metrics`: what that costs, as RSUM of retrieval in three kinds of pools.
 
 Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources, `C` concepts of one source. Features are
-L2-normalised, float, on the CPU or elsewhere; row i of images and texts is a pair.
+L2-normalised, float, on any device; row i of images and row i of texts are a pair.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ def mean_log_p_negatives(
 ) -> dict[str, Any]:
     """Mean of log p_jk over negative pairs j != k, by whether both come from one source (figure 4).
 
-    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, the sum running over the batch, positive included;
-    for text queries alike over images. The lower a group lies, the less its pairs contribute to the gradient: a model
-    that tells sources apart pushes the other-source negatives down without learning what they show.
+    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
+    queries sum over images. The lower the mean of a group, the less its pairs contribute to the gradient. A model that tells
+    sources apart pushes the other-source negatives down without learning what they show.
 
     Args:
         image_features, text_features: (N, D).
         source: (N,) the source of each pair, any hashable names.
         logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
-        batch_size: `B`; the pairs are shuffled and cut into batches of B, a last incomplete one is left out. None takes
-            all pairs as one batch. The mean falls with the batch size, as log p of a uniform softmax is -ln B.
+        batch_size: `B`; the pairs are shuffled and cut into batches of B, and a last incomplete one is left out. None takes
+            all pairs as one batch. The mean falls as B grows: log p of a uniform softmax is -ln B.
         seed: of the shuffle.
         chunk_size: rows of the logit matrix alive at once; it does not change the result.
 
     Returns:
         `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
-        `by_source`, such a dict (both directions averaged) for each source of the query. None where there is no pair.
+        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None where a group
+        has no pair.
 
     Raises:
         UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
@@ -82,30 +84,46 @@ def mean_log_p_negatives(
         batch = order[start : start + size].to(image_features.device)
         images, texts, own = image_features[batch].double(), text_features[batch].double(), codes[batch]
         for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
-            for low in range(0, size, chunk_size):
-                rows = torch.arange(low, min(low + chunk_size, size), device=own.device)
-                log_p = (logit_scale * queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
-                negative = rows[:, None] != torch.arange(size, device=own.device)
-                same = own[rows][:, None] == own
-                for group, mask in enumerate((negative & same, negative & ~same)):
-                    sums[direction, group].index_add_(0, own[rows].cpu(), (log_p * mask).sum(dim=1).cpu())
-                    counts[direction, group].index_add_(0, own[rows].cpu(), mask.sum(dim=1).double().cpu())
+            _add_log_p(sums[direction], counts[direction], logit_scale * queries, keys, own, chunk_size)
 
-    def means(values: Tensor, numbers: Tensor) -> dict[str, float | None]:
-        """Of sums (2,) and counts (2,) for same and other source."""
-        pairs = ((values.sum(), numbers.sum()), (values[0], numbers[0]), (values[1], numbers[1]))
-        return {g: float(v / n) if n > 0 else None for g, (v, n) in zip(GROUPS, pairs, strict=True)}
-
-    result: dict[str, Any] = {way: means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)}
+    result: dict[str, Any] = {
+        way: _group_means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)
+    }
     # Both directions hold the same pairs, so the mean over both is the mean of the two.
-    result["mean"] = means(sums.sum(dim=(0, 2)), counts.sum(dim=(0, 2)))
+    result["mean"] = _group_means(sums.sum(dim=(0, 2)), counts.sum(dim=(0, 2)))
     result["by_source"] = {
-        name: means(sums[:, :, i].sum(dim=0), counts[:, :, i].sum(dim=0)) for i, name in enumerate(names)
+        name: _group_means(sums[:, :, i].sum(dim=0), counts[:, :, i].sum(dim=0)) for i, name in enumerate(names)
     }
     return result
 
 
+def _add_log_p(sums: Tensor, counts: Tensor, queries: Tensor, keys: Tensor, codes: Tensor, chunk_size: int) -> None:
+    """Add the log p of one batch's negative pairs in one direction.
+
+    Args:
+        sums, counts: (2, S), added to; row 0 for pairs of one source, row 1 for pairs of two, column the query's source.
+        queries, keys: (B, D), the queries times the logit scale.
+        codes: (B,) source of each pair.
+    """
+    size = len(codes)
+    for low in range(0, size, chunk_size):
+        rows = torch.arange(low, min(low + chunk_size, size), device=codes.device)
+        log_p = (queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
+        negative = rows[:, None] != torch.arange(size, device=codes.device)
+        same = codes[rows][:, None] == codes
+        for group, mask in enumerate((negative & same, negative & ~same)):
+            sums[group].index_add_(0, codes[rows].cpu(), (log_p * mask).sum(dim=1).cpu())
+            counts[group].index_add_(0, codes[rows].cpu(), mask.sum(dim=1).double().cpu())
+
+
+def _group_means(sums: Tensor, counts: Tensor) -> dict[str, float | None]:
+    """The mean of each of GROUPS, from sums (2,) and counts (2,) for same and other source."""
+    pairs = ((sums.sum(), counts.sum()), (sums[0], counts[0]), (sums[1], counts[1]))
+    return {g: float(v / n) if n > 0 else None for g, (v, n) in zip(GROUPS, pairs, strict=True)}
+
+
 def _source_codes(source: Sequence[Any], image_features: Tensor, text_features: Tensor) -> tuple[Tensor, list[Any]]:
+    """(N,) index of each pair's source in the sorted names of the sources, and these names."""
     if image_features.ndim != 2 or image_features.shape != text_features.shape:
         raise UserError(
             "image and text features of the same pairs must have one shape (N, D), got "
@@ -136,14 +154,15 @@ def source_probe_accuracy(
 ) -> float:
     """Accuracy with which a linear probe guesses the source from one embedding; chance is the largest source's share.
 
-    Logistic regression on standardised features (L2, C = 0.1, chosen once: as many as 0.2 dimensions a sample overfit
-    without), cross-validated in stratified, shuffled folds; each sample is guessed once by a probe that did not see it.
+    The probe is logistic regression on standardised features with an L2 penalty (C = 0.1, fixed: without one, 0.2 dimensions a
+    sample are enough to overfit). Folds are stratified and shuffled; each sample is guessed once, by a probe that was not
+    fitted on it.
 
     Args:
         features: (N, D).
         source: (N,).
-        concepts: (N,) what each sample shows. Where concepts come in several sources, all of a concept goes to one
-            fold, so that a probe cannot fail, or succeed, by remembering concepts. Without it each sample stands alone.
+        concepts: (N,) what each sample shows. All samples of a concept go to one fold, so that remembering a concept does
+            not help the probe. None: each sample is a concept of its own.
         seed: of the folds.
         folds: at least 2; no source may have fewer samples (or concepts).
 
@@ -151,20 +170,17 @@ def source_probe_accuracy(
         The share of right guesses, 0 to 1.
 
     Raises:
-        UserError: scikit-learn is missing, fewer than two sources, or a source smaller than the number of folds.
+        UserError: scikit-learn is missing, shapes that do not fit, fewer than two sources, a source smaller than the number of
+            folds, or a probe that does not converge.
     """
     try:
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
     except ImportError as error:
         raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
     x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
     y = np.asarray(source)
     if x.ndim != 2 or y.shape != (len(x),):
-        raise UserError(f"the probe wants features (N, D) and N sources, got {x.shape} and {y.shape}")
+        raise UserError(f"the probe takes features (N, D) and N sources, got {x.shape} and {y.shape}")
     names, sizes = np.unique(y, return_counts=True)
     if len(names) < 2:
         raise UserError("a source probe needs at least two sources to tell apart")
@@ -177,17 +193,25 @@ def source_probe_accuracy(
         splits = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(x, y, groups)
     right = 0
     for train, test in splits:
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", ConvergenceWarning)
-            try:
-                probe.fit(x[train], y[train])
-            except ConvergenceWarning as error:
-                raise UserError(
-                    "the source probe did not converge in 2000 steps; look for NaN or huge features"
-                ) from error
+        probe = _fitted_probe(x[train], y[train])
         right += int((probe.predict(x[test]) == y[test]).sum())
     return right / len(x)
+
+
+def _fitted_probe(x: np.ndarray, y: np.ndarray) -> Any:
+    """The probe of `source_probe_accuracy`, fitted on features (n, D) and sources (n,)."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            return probe.fit(x, y)
+        except ConvergenceWarning as error:
+            raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,9 +221,15 @@ def source_probe_accuracy(
 
 @dataclass(frozen=True)
 class SourceFeatures:
-    """One source's version of its concepts: pictures and captions, and which of the pairs it never trained on.
+    """The pairs of one source, one a concept.
 
-    `image_features` and `text_features` are (C, D), `concepts` and `held_out` (C,).
+    Attributes:
+        image_features, text_features: (C, D).
+        concepts: (C,) names, each once.
+        held_out: (C,) whether the pair was kept out of training.
+
+    Raises:
+        UserError: lengths that differ, or a concept that comes twice.
     """
 
     image_features: Tensor
@@ -210,7 +240,7 @@ class SourceFeatures:
     def __post_init__(self) -> None:
         lengths = {len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}
         if len(lengths) != 1 or len(set(self.concepts)) != len(self.concepts):
-            raise UserError("a source's features, concepts and held-out marks must be as many, each concept once")
+            raise UserError("a source's features, concepts and held-out marks must have one length, each concept once")
 
     def held_out_rows(self) -> Tensor:
         """Rows of the held-out pairs."""
@@ -220,21 +250,21 @@ class SourceFeatures:
 def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
     """RSUM (0 to 600) of retrieval in three kinds of pools.
 
-    - `within`: the held-out pairs of one source, averaged over sources: nothing but the content tells them apart.
-    - `across`: held-out pictures of one source with the captions of the same concepts in another (whose pair with that
-      source's own picture may have been trained on), averaged over all ordered pairs of sources: the source is of no
-      use, and a model that relies on it fails.
-    - `mixed`: the held-out pairs of all sources in one pool. Knowing the source of the query alone shrinks this pool
-      S-fold, so it rewards the very bias that the other two lay open; a drop here can go with a better model.
+    - `within`: the held-out pairs of one source; mean over sources. Only the content tells them apart.
+    - `across`: held-out pictures of one source, with the captions that another source has of the same concepts; mean over all
+      ordered pairs of sources. A model that relies on the source fails here. (The other source's own pairs of these concepts
+      may have been in training.)
+    - `mixed`: the held-out pairs of all sources in one pool. A model that knows the query's source has to search one S-th of
+      the pool only, so this RSUM rewards source bias: it can fall while the model gets better.
 
     Each pool's RSUM sums the recalls of both directions.
 
     Args:
-        features: by source; concepts that two sources share are matched by name.
+        features: source -> its pairs; concepts of two sources are matched by name.
 
     Returns:
-        `within`, `across`, `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values;
-        `pool_sizes` of the three kinds (a pool of another size has another chance level).
+        `within`, `across` (None with one source), `mixed`; `by_source` and `by_pair` ("image source->text source") with the
+        single values; `pool_sizes` of the three kinds, since the chance level depends on the size.
 
     Raises:
         UserError: no source, a source without held-out pairs, two sources without shared concepts.

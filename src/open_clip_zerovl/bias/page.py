@@ -15,7 +15,11 @@ SHOWN_SAMPLES = 6  # of each source
 
 
 def bias_page(path: str | Path, report: BiasReport, *, title: str = "Did the models learn their sources?") -> Path:
-    """Write a bias report as one HTML file."""
+    """Write a bias report as one HTML file; returns its path.
+
+    Raises:
+        UserError: matplotlib is missing, or the file cannot be written.
+    """
     body = [
         paragraph(
             f"{_list([f'{name} ({len(words)})' for name, words in report.caption_words.items()])}: "
@@ -53,18 +57,18 @@ def bias_sections(report: BiasReport) -> list[str]:
         table(header, rows),
         heading("Can the source be read off an embedding?"),
         paragraph(
-            f"A linear probe guesses the source from one embedding that it was not fitted on. Chance is "
-            f"{100 * report.probe_chance:.1f} %; the lower, the less the model kept of its sources. Pictures and captions of "
-            "different sources do differ, so that chance itself is not expected."
+            f"A linear probe guesses the source from one embedding that it was not fitted on. The lower its accuracy, the less "
+            f"the model kept of its sources. Chance is {100 * report.probe_chance:.1f} %. No model is expected to reach it: "
+            "pictures and captions of different sources do differ."
         ),
         chart(probe_picture(report), "Accuracy of the source probe by model, from images and from texts"),
         heading("Do negatives still teach? (figure 4)"),
         paragraph(
             "Mean log p of negative pairs, by the source of the query. A negative's p is its weight in the gradient: the "
-            "lower a line, the less those pairs teach. Where the dashed line lies far under the solid one, the model pushes "
-            "other sources away as a whole."
+            "lower a line, the less the model learns from those pairs. Where the dashed line lies far below the solid one, the "
+            "model pushes other sources away as a whole."
         ),
-        chart(log_p_picture(report), "Mean log p of negatives over the batch size, by source and model"),
+        chart(log_p_picture(report), "Mean log p of negatives by batch size, for each source and model"),
         heading("Where the embeddings lie (figure 3)"),
         paragraph(
             f"t-SNE maps of {len(report.map_rows)} samples, each dot one sample in the colour of its source. Islands of one "
@@ -72,7 +76,7 @@ def bias_sections(report: BiasReport) -> list[str]:
         ),
         chart(map_picture(report), "t-SNE maps of image and text embeddings, coloured by source"),
         heading("How long the captions are"),
-        paragraph("A difference here is a mark that a model can learn instead of the content (appendix A.5)."),
+        paragraph("Where sources differ here, a model can learn the length instead of the content (appendix A.5)."),
         chart(caption_picture(report), "Share of captions by number of words, for each source"),
         heading("What the sources look like"),
         *_source_samples(report),

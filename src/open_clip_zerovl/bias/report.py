@@ -1,4 +1,4 @@
-"""What the bias report holds: measurements by model, and what was measured on; as JSON and as a table."""
+"""What the bias report holds: the measurements of each model and the samples they were taken on; as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from open_clip_zerovl.bias.samples import SourceSample
 class ModelBias:
     """The measurements of one model.
 
-    `log_p` maps a batch size to what `measures.mean_log_p_negatives` returns; probe accuracies are shares; the maps are (M, 2),
-    row i being sample `BiasReport.map_rows[i]`.
+    Attributes:
+        logit_scale: the factor `model.logit_scale.exp()`.
+        log_p: batch size -> what `measures.mean_log_p_negatives` returns.
+        probe_images, probe_texts: accuracy of the source probe, 0..1.
+        map_images, map_texts: (M, 2) t-SNE maps; row i is sample `BiasReport.map_rows[i]`.
     """
 
     logit_scale: float
@@ -31,7 +34,13 @@ class ModelBias:
 class BiasReport:
     """Several models on the same N samples.
 
-    `probe_chance` is the share of the largest source. `caption_words` holds the number of words of each caption by source.
+    Attributes:
+        samples: the N samples.
+        skipped: source -> samples passed over.
+        probe_chance: the share of the largest source, 0..1.
+        caption_words: source -> number of words of each of its captions.
+        map_rows: (M,) rows of the samples that the maps show.
+        models: name -> measurements.
     """
 
     samples: Sequence[SourceSample]
@@ -43,11 +52,11 @@ class BiasReport:
 
     @property
     def sources(self) -> list[str]:
-        """In the order given."""
+        """The sources' names, in the order given."""
         return list(self.caption_words)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; of the captions their summary, of the maps source and coordinates."""
+        """The report as plain numbers: captions as mean and quartiles, maps as source and coordinates of each point."""
         words = {name: np.asarray(counts) for name, counts in self.caption_words.items()}
         return {
             "sources": {
@@ -77,7 +86,7 @@ class BiasReport:
 
 
 def bias_table(report: BiasReport) -> str:
-    """One row a model: the source probe in percent, mean log p of negatives at the largest batch."""
+    """A text table, one row a model: source probe in percent, mean log p of negatives at the largest batch."""
     size = max(next(iter(report.models.values())).log_p)
     width = max(len("model"), *(len(name) for name in report.models))
     lines = [

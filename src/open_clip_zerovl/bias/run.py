@@ -1,8 +1,8 @@
 """`zerovl bias`: what several models learned of their sources, measured on the same samples (figures 3 and 4, A.5).
 
 For each model: mean log p of negatives at several batch sizes (figure 4), how well a linear probe guesses the source from
-an image or a text embedding, and a t-SNE map of the embeddings coloured by source (figure 3). For the data: how many words
-the captions of each source have. Written as JSON and as one HTML page (page.py).
+an image or a text embedding, and a t-SNE map of the embeddings coloured by source (figure 3). For the data: the number of
+words of each source's captions. The report is written as JSON and as one HTML page (page.py).
 
 Legend: `N` samples of all sources together, `M` of them on the maps, `D` embedding width.
 """
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from tqdm import tqdm
 from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
 from open_clip_zerovl.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
-from open_clip_zerovl.checkpoints.loading import choose_device, load_model
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
 
-ALIKE = 1e-6  # standard deviation of an entry of L2-normalised features below which they are rounding errors
+ALIKE = 1e-6  # a standard deviation of L2-normalised features below this one is rounding error
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,15 @@ def embed_samples(
     device: str | torch.device = "cpu",
     name: str = "embedding",
 ) -> tuple[Tensor, Tensor]:
-    """L2-normalised image_features and text_features (N, D), float32, on the CPU; the model is in eval mode."""
+    """L2-normalised image_features and text_features (N, D) of the samples, float32, on the CPU.
+
+    Args:
+        model: an open_clip model in eval mode, on `device`.
+        name: for the progress bar.
+
+    Raises:
+        BadImage: a picture that cannot be decoded; `read_source_samples` yields none such.
+    """
     images, texts = [], []
     for start in tqdm(range(0, len(samples), batch_size), desc=name, unit="batch", leave=False):
         batch = samples[start : start + batch_size]
@@ -67,10 +76,15 @@ def measure_model(
     map_rows: Sequence[int],
     seed: int = 0,
 ) -> ModelBias:
-    """All measurements of one model's features (N, D) of the samples; see `ModelBias`.
+    """All measurements of one model; see `ModelBias`.
+
+    Args:
+        image_features, text_features: (N, D), L2-normalised, of the samples in their order.
+        logit_scale: the factor `model.logit_scale.exp()`.
+        map_rows: rows of the samples that the maps show.
 
     Raises:
-        UserError: what `measures` refuses: fewer samples than a batch, a single source, a source too small for the probe.
+        UserError: fewer samples than a batch, a single source, a source too small for the probe.
     """
     sources = [sample.source for sample in samples]
     known = [sample.concept for sample in samples]
@@ -92,7 +106,7 @@ def measure_model(
 def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
     """t-SNE (scikit-learn, started from PCA, perplexity 30 or less) of L2-normalised features (M, D) -> (M, 2).
 
-    Features that are all alike, those of a collapsed model, give one point, with a warning.
+    Where all features are alike, as a collapsed model's are, the map is one point, with a warning.
 
     Raises:
         UserError: scikit-learn is missing, fewer than 5 samples, or features that are not finite.
@@ -124,13 +138,15 @@ def measure_bias(
     """Measure models side by side.
 
     Args:
-        features: by model, image_features and text_features (N, D), and the factor `logit_scale.exp()`.
+        features: model name -> (image_features (N, D), text_features (N, D), the factor `logit_scale.exp()`).
         samples: the N samples, in the features' order.
-        batch_sizes: None takes those of 16, 64, 256, 1024, 4096 that the samples fill, else all samples as one batch.
-        map_samples: samples of each source on the maps, spaced evenly.
+        skipped: source -> samples passed over, for the report.
+        batch_sizes: of log p. None takes those of 16, 64, 256, 1024, 4096 that are at most N; where N is below 16, N.
+        map_samples: samples of each source on the maps, evenly spaced.
+        seed: of batches, folds and maps.
 
     Raises:
-        UserError: no model, and what `measure_model` refuses.
+        UserError: no model, a batch larger than N, and what `measure_model` refuses.
     """
     if not features:
         raise UserError("a bias report needs at least one model")
@@ -157,11 +173,31 @@ def measure_bias(
     )
 
 
+@dataclass(frozen=True)
+class BiasSettings:
+    """What is measured.
+
+    Attributes:
+        samples_per_source: samples taken of each source, at most.
+        batch_sizes, map_samples: see `measure_bias`.
+        concept_field: see `read_source_samples`.
+        seed: of batches, folds and maps.
+    """
+
+    samples_per_source: int = 500
+    batch_sizes: Sequence[int] | None = None
+    map_samples: int = 300
+    concept_field: str | None = None
+    seed: int = 0
+
+
 def name_models(models: Sequence[str]) -> dict[str, str]:
-    """`["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]` -> {"random": "a.pt", "run": "logs/..."}.
+    """Names of models, given as `NAME=MODEL` or told from the path.
+
+        ["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]  ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt"}
 
     Raises:
-        UserError: two models of one name.
+        UserError: two models of one name, or one without a name.
     """
     named: dict[str, str] = {}
     for entry in models:
@@ -178,51 +214,48 @@ def name_models(models: Sequence[str]) -> dict[str, str]:
 
 
 def run_bias(
-    models: Sequence[str],
+    encoders: Mapping[str, Encoder],
     data: str,
+    settings: BiasSettings | None = None,
     *,
     out: str | os.PathLike[str],
-    samples_per_source: int = 500,
-    batch_sizes: Sequence[int] | None = None,
-    map_samples: int = 300,
-    concept_field: str | None = None,
-    text_model: str | None = None,
-    seed: int = 0,
-    batch_size: int = 64,
-    device: str = "auto",
 ) -> BiasReport:
     """Measure checkpoints on named sources; prints a table, writes `bias.json` and `bias.html` into `out`.
 
     Args:
-        models: `NAME=MODEL` or `MODEL`, each what `checkpoints.load_model` takes.
+        encoders: the checkpoints, by the names that the report gives them.
         data: `name=shards::name=shards`, as `--train-data`; held-out pairs tell more than pairs trained on.
-        batch_size: samples encoded at once.
 
     Raises:
-        UserError: whatever of this cannot be read, does not fit, or is missing.
+        UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
     """
     from open_clip_zerovl.bias.page import bias_page
     from open_clip_zerovl.figures.plot import require_matplotlib
 
     require_matplotlib()
-    out = Path(out)
+    settings, out = settings or BiasSettings(), Path(out)
     check_writable(out, folder=True)
-    named = name_models(models)
     sources = parse_sources(data)
     if len(sources) < 2:
-        raise UserError(f"--data {data!r} names one source; bias is told between two or more: a=SHARDS::b=SHARDS")
-    samples, skipped = read_source_samples(sources, samples_per_source, concept_field=concept_field)
+        raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")
+    samples, skipped = read_source_samples(sources, settings.samples_per_source, concept_field=settings.concept_field)
     for name, count in skipped.items():
         if count:
             log.warning("Source %s: %d samples without a readable picture and a caption were passed over.", name, count)
-    where = choose_device(device)
     features = {}
-    for name, path in named.items():
-        model, preprocess, tokenizer = load_model(path, text_model=text_model, device=where)
-        pair = embed_samples(model, preprocess, tokenizer, samples, batch_size=batch_size, device=where, name=name)
+    for name, encoder in encoders.items():
+        model, preprocess, tokenizer, device = encoder.load()
+        pair = embed_samples(
+            model, preprocess, tokenizer, samples, batch_size=encoder.batch_size, device=device, name=name
+        )
         features[name] = (*pair, model.logit_scale.exp().item())
     report = measure_bias(
-        features, samples, skipped=skipped, batch_sizes=batch_sizes, map_samples=map_samples, seed=seed
+        features,
+        samples,
+        skipped=skipped,
+        batch_sizes=settings.batch_sizes,
+        map_samples=settings.map_samples,
+        seed=settings.seed,
     )
     write_atomically(out / "bias.json", json.dumps(report.to_json(), indent=1) + "\n")
     bias_page(out / "bias.html", report)

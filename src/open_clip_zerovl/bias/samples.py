@@ -13,12 +13,12 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import REMOTE, TEXT_EXTENSION, image_of, read_samples
 
-SHARDS_READ = 8  # a source's samples come from at most that many shards, evenly spaced, while those suffice
+SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
 
 
 @dataclass(frozen=True)
 class SourceSample:
-    """One pair: its source, its encoded picture, its caption, and what it shows where a field of its json says so."""
+    """One pair: its source, its encoded picture, its caption, and the concept that a field of its json names."""
 
     source: str
     image: bytes
@@ -26,30 +26,31 @@ class SourceSample:
     concept: str | None = None
 
     def picture(self) -> Image.Image:
-        """As RGB. BadImage where it cannot be decoded."""
+        """The picture as RGB. BadImage where it cannot be decoded."""
         return decode_image(self.image)
 
 
 def read_source_samples(
     sources: Sequence[Source], limit: int, *, concept_field: str | None = None
 ) -> tuple[list[SourceSample], dict[str, int]]:
-    """Up to `limit` pairs of each source, out of up to 8 evenly spaced shards, in their order there.
+    """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
-    A sample without a caption or a picture that decodes is passed over and counted.
+    The other shards follow where these 8 hold fewer than `limit` pairs. A sample without a caption, or without a picture that
+    can be decoded, is passed over and counted.
 
     Args:
-        concept_field: a field of each sample's json that says what it shows; the source probe then keeps all samples of a
-            concept together, so that it cannot succeed by remembering what a source shows.
+        concept_field: a field of each sample's json that names its concept. The source probe keeps all samples of a concept
+            in one fold (`measures.source_probe_accuracy`).
 
     Returns:
-        The samples, source by source, and how many were passed over by source.
+        The samples, source by source; source -> samples passed over.
 
     Raises:
-        UserError: remote shards, clusters read by index, a shard that is no tar, a source without a usable sample, a sample
-            without the field.
+        UserError: a limit below 2, remote shards, clusters read by index, a shard that is no tar, a source without a usable
+            pair, a sample without the field.
     """
     if limit < 2:
-        raise UserError(f"{limit} samples a source measure nothing; take at least 2")
+        raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
     samples: list[SourceSample] = []
     skipped: dict[str, int] = {}
     for source in sources:

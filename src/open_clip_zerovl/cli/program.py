@@ -180,29 +180,33 @@ def _add_linear_probe(commands) -> None:
 
 
 def _run_linear_probe(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.probe.lars import LarsSettings
     from open_clip_zerovl.probe.run import run_linear_probe
 
+    encoder = Encoder(
+        arguments.model,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+        device=arguments.device,
+        batch_size=arguments.micro_batch,
+        workers=arguments.workers,
+    )
     settings = LarsSettings(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,
         lr=arguments.lr,
         weight_decay=arguments.wd,
-        micro_batch=arguments.micro_batch,
         seed=arguments.seed,
     )
     run_linear_probe(
-        arguments.model,
+        encoder,
         arguments.train,
         arguments.test,
         out=arguments.out,
         way=arguments.way,
         settings=settings,
         label=arguments.label,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
-        num_workers=arguments.workers,
-        device=arguments.device,
         amp=arguments.amp,
     )
 
@@ -239,21 +243,21 @@ def _add_bias(commands) -> None:
 
 
 def _run_bias(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.bias.run import run_bias
+    from open_clip_zerovl.bias.run import BiasSettings, name_models, run_bias
+    from open_clip_zerovl.checkpoints.loading import Encoder
 
-    run_bias(
-        arguments.models,
-        arguments.data,
-        out=arguments.out,
+    encoders = {
+        name: Encoder(model, text_model=arguments.text_model, device=arguments.device, batch_size=arguments.batch_size)
+        for name, model in name_models(arguments.models).items()
+    }
+    settings = BiasSettings(
         samples_per_source=arguments.samples,
         batch_sizes=arguments.batch_sizes,
         map_samples=arguments.map_samples,
         concept_field=arguments.concept,
-        text_model=arguments.text_model,
         seed=arguments.seed,
-        batch_size=arguments.batch_size,
-        device=arguments.device,
     )
+    run_bias(encoders, arguments.data, settings, out=arguments.out)
 
 
 def _add_export(commands) -> None:

@@ -8,14 +8,17 @@ import numpy as np
 
 from open_clip_zerovl.figures.plot import INK, new_figure, png_bytes
 
-NAMED_CLASSES = 40  # more do not fit beside a confusion matrix
-COUNTED_CLASSES = 15
+NAMED_CLASSES = 40  # more names do not fit beside a confusion matrix
+COUNTED_CLASSES = 15  # more numbers do not fit into its cells
 
 
 def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -> bytes:
     """A confusion matrix (C, C), row the class and column the guess, shown as shares of each class.
 
-    Up to 40 classes are named on the axes, up to 15 have their percentage in each cell.
+    Up to 40 classes are named on the axes; up to 15 classes have a percentage in each cell.
+
+    Raises:
+        UserError: matplotlib is missing.
     """
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)

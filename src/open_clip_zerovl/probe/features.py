@@ -1,6 +1,6 @@
 """Features of a frozen image tower before its projection, for the linear probe (section 5.3, A.7): computed, and cached.
 
-Legend: `N` images, `n` images of one pass, `F` width of the features.
+Legend: `N` images of a set, `b` images of one micro-batch, `F` width of the features.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,30 @@ from open_clip_zerovl.files import save_atomically
 from open_clip_zerovl.probe.sets import ProbeSet
 from open_clip_zerovl.randomness import Purpose, stream_seed
 
-PART_SAMPLES = 8192  # features per cache file: what an interruption costs at most
+PART_SAMPLES = 8192  # images per cache file: an interrupted call loses at most the features of so many
 
 Transform = Callable[[Any], Tensor]
 
 
+@dataclass(frozen=True)
+class TowerSettings:
+    """How the frozen tower is run over images.
+
+    Attributes:
+        micro_batch: images in the tower at once.
+        workers: loader processes; 0 reads in this one.
+        device: where the tower lies.
+        amp: run the tower in bf16.
+    """
+
+    micro_batch: int = 256
+    workers: int = 0
+    device: str | torch.device = "cpu"
+    amp: bool = False
+
+
 class _TimmFeatures(nn.Module):
-    """A timm trunk up to its pooled, normalised features, whether its classifier serves as projection or not."""
+    """A timm trunk up to its pooled, normalised features, without its classifier (which some towers use as projection)."""
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
@@ -53,14 +71,14 @@ class _FirstOutput(nn.Module):
 
 
 def tower_before_projection(visual: nn.Module) -> nn.Module:
-    """The image tower without its projection: images (n, 3, H, W) -> features (n, F). It shares the weights of `visual`.
+    """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
 
     Args:
-        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet,
-            whose attention pool keeps all but its output projection.
+        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Of a
+            ResNet's attention pool only the output projection is left out.
 
     Raises:
-        UserError: another kind of tower, or timm's attention pools, which end in a projection of their own.
+        UserError: another kind of tower; a timm tower whose attention pool ends in a projection of its own.
     """
     kind = type(visual).__name__
     if kind == "TimmModel":
@@ -90,7 +108,13 @@ def tower_before_projection(visual: nn.Module) -> nn.Module:
 
 
 class TransformedSet(ItemSet):
-    """Transformed images with their class index; the randomness of image i in an epoch is a function of its seed."""
+    """Transformed images with their class index.
+
+    Args:
+        transform: image -> (3, H, W); what it draws for image i depends on (seed, epoch, i) alone.
+        targets: (N,) class index of each image.
+        seed: (seed, epoch) of the draws; None for a transform that draws nothing.
+    """
 
     def __init__(
         self, images: ProbeSet, transform: Transform, targets: Sequence[int], seed: tuple[int, int] | None
@@ -114,19 +138,27 @@ def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
 
 
+def class_indices(images: ProbeSet, classes: Sequence[str]) -> list[int]:
+    """(N,) index in `classes` of each image's class."""
+    index_of = {label: i for i, label in enumerate(classes)}
+    return [index_of[label] for label in images.labels]
+
+
 def tower_features(
-    tower: nn.Module,
-    data: TransformedSet,
-    batches: Sequence[Sequence[int]],
-    *,
-    num_workers: int,
-    device: str | torch.device,
-    amp: bool,
+    tower: nn.Module, data: TransformedSet, batches: Sequence[Sequence[int]], settings: TowerSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(features (b, F) float32, targets (b,)) of each batch of indices, both on the device."""
-    device = torch.device(device)
-    for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=num_workers):
-        context = torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
+    """(features (b, F) float32, targets (b,)) of each micro-batch, both on the device.
+
+    Args:
+        tower: images (b, 3, H, W) -> features (b, F), in eval mode on the device.
+        batches: the indices of the images of each micro-batch.
+
+    Raises:
+        UserError: an image that cannot be read.
+    """
+    device = torch.device(settings.device)
+    for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=settings.workers):
+        context = torch.autocast(device.type, torch.bfloat16) if settings.amp else nullcontext()
         with torch.no_grad(), context:
             features = tower(images.to(device))
         yield features.float(), targets.to(device)
@@ -138,26 +170,27 @@ def cached_features(
     transform: Transform,
     classes: Sequence[str],
     folder: Path,
+    settings: TowerSettings | None = None,
     *,
-    micro_batch: int = 256,
-    num_workers: int = 0,
-    device: str | torch.device = "cpu",
-    amp: bool = False,
     name: str = "features",
 ) -> tuple[Tensor, Tensor]:
     """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder`.
 
-    The cache is written in parts of 8192 images, each whole or not there, under a name made of the tower's weights, the
-    set, the transform and the precision: a call after an interruption goes on with the missing parts.
+    The cache is written in parts of 8192 images, each whole or not there. Its folder's name is a hash of the tower's weights,
+    the set, the transform and the precision. A call after an interruption computes the missing parts.
+
+    Args:
+        tower: see `tower_features`.
+        classes: the names of the classes in the order of their indices.
+        name: of the set, for the folder and the progress bar.
 
     Raises:
         UserError: an image that cannot be read.
     """
-    index_of = {label: i for i, label in enumerate(classes)}
-    targets = [index_of[label] for label in images.labels]
-    key = hashlib.sha256(
-        json.dumps([tower_fingerprint(tower), images.fingerprint(), transform_fingerprint(transform), amp]).encode()
-    ).hexdigest()[:16]
+    settings = settings or TowerSettings()
+    targets = class_indices(images, classes)
+    parts_of = [tower_fingerprint(tower), images.fingerprint(), transform_fingerprint(transform), settings.amp]
+    key = hashlib.sha256(json.dumps(parts_of).encode()).hexdigest()[:16]
     folder = Path(folder) / f"{name}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     data = TransformedSet(images, transform, targets, None)
@@ -167,11 +200,10 @@ def cached_features(
             part = range(start, min(start + PART_SAMPLES, len(images)))
             file = folder / f"{start // PART_SAMPLES:05d}.pt"
             if not file.is_file():
-                batches = [part[low : low + micro_batch] for low in range(0, len(part), micro_batch)]
+                size = settings.micro_batch
+                batches = [part[low : low + size] for low in range(0, len(part), size)]
                 done = []
-                for features, _ in tower_features(
-                    tower, data, batches, num_workers=num_workers, device=device, amp=amp
-                ):
+                for features, _ in tower_features(tower, data, batches, settings):
                     done.append(features.cpu())
                     bar.update(len(features))
                 save_atomically(torch.cat(done), file)
@@ -182,7 +214,7 @@ def cached_features(
 
 
 def tower_fingerprint(tower: nn.Module) -> str:
-    """Of the names and values of all its tensors."""
+    """A hash of the names and values of all the tower's tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tower.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -191,5 +223,5 @@ def tower_fingerprint(tower: nn.Module) -> str:
 
 
 def transform_fingerprint(transform: Transform) -> str:
-    """What a transform prints, without the addresses that a function in it brings."""
+    """The transform's `repr`, without the memory addresses of functions in it."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(transform))

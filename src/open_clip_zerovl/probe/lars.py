@@ -1,9 +1,11 @@
 """The paper's linear probe (section 5.3, A.7): a linear classifier on the frozen image tower, trained by LARS.
 
-LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0, a crop of 8-100 % of the area and AutoAugment. The tower runs
-in micro-batches, the classifier sees the whole batch. Where the paper is silent, as large-batch linear probes are usually
-run: momentum 0.9, cosine to 0 after 1/9 of the steps as warm-up, trust coefficient 0.001, features standardised by a batch
-norm without parameters, the bias without LARS's adaptation.
+The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0, crops of 8-100 % of the area, AutoAugment.
+The tower runs in micro-batches; the classifier takes its step on the whole batch.
+
+What the paper does not say is set as large-batch linear probes usually have it: momentum 0.9, trust coefficient 0.001, warm-up
+over 1/9 of the steps and then a cosine to 0, features standardised by a batch norm without parameters, no LARS adaptation for
+the bias.
 
 Legend: `N` images, `B` effective batch, `F` width of the features, `C` classes.
 """
@@ -13,9 +15,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +29,10 @@ from tqdm import tqdm
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import save_atomically
 from open_clip_zerovl.probe.features import (
+    TowerSettings,
     Transform,
     TransformedSet,
+    class_indices,
     tower_features,
     tower_fingerprint,
     transform_fingerprint,
@@ -40,10 +45,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LarsSettings:
-    """The paper's settings, see the module's text.
+    """How the classifier is trained; the defaults are the paper's, see the module's text.
 
-    A batch above the training set becomes the training set. The learning rate does not follow the batch: LARS's step is
-    relative to the weights' norm, whatever the size of the gradient.
+    A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
+    a step to the norm of the weights, whatever the norm of the gradient.
+
+    Attributes:
+        batch_size: effective batch B, in images.
+        lr: at the end of the warm-up.
+        warmup_share: of all steps, 0..1.
+        seed: of the order, the augmentation and the initial weights.
+
+    Raises:
+        UserError: a value out of range.
     """
 
     epochs: int = 90
@@ -53,15 +67,11 @@ class LarsSettings:
     momentum: float = 0.9
     trust_coefficient: float = 0.001
     warmup_share: float = 1 / 9
-    micro_batch: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 2 or self.micro_batch < 1:
-            raise UserError(
-                f"a probe needs at least 1 epoch, a batch of 2 and a micro-batch of 1; got {self.epochs}, "
-                f"{self.batch_size} and {self.micro_batch}"
-            )
+        if self.epochs < 1 or self.batch_size < 2:
+            raise UserError(f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}")
         if not self.lr > 0 or self.weight_decay < 0 or not 0 <= self.warmup_share < 1:
             raise UserError(
                 f"lr {self.lr} must be positive, weight decay {self.weight_decay} at least 0, and the warm-up's share "
@@ -70,7 +80,7 @@ class LarsSettings:
 
 
 def linear_head(width: int, num_classes: int, seed: int = 0) -> nn.Sequential:
-    """Batch norm without parameters and a linear layer: features (n, F) -> scores (n, C); weights N(0, 0.01^2), bias 0."""
+    """Batch norm without parameters, then a linear layer: features (b, F) -> scores (b, C); weights N(0, 0.01^2), bias 0."""
     linear = nn.Linear(width, num_classes)
     with torch.no_grad():
         linear.weight.normal_(std=0.01, generator=torch.Generator().manual_seed(stream_seed(seed, Purpose.PROBE_HEAD)))
@@ -81,8 +91,8 @@ def linear_head(width: int, num_classes: int, seed: int = 0) -> nn.Sequential:
 def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
     """timm's LARS over the linear layer.
 
-    timm adapts the step only with weight decay or `always_adapt`; with the paper's weight decay of 0 it would quietly be
-    plain SGD. The bias, one-dimensional, takes the plain step.
+    timm adapts the step only with weight decay or `always_adapt`. With the paper's weight decay of 0 and without
+    `always_adapt` it is plain SGD. The bias takes SGD's step.
     """
     linear = head[-1]
     groups = [{"params": [linear.weight], "always_adapt": True}, {"params": [linear.bias], "weight_decay": 0.0}]
@@ -109,21 +119,20 @@ def train_lars(
     transform: Transform,
     classes: Sequence[str],
     settings: LarsSettings,
+    tower_settings: TowerSettings | None = None,
     *,
     state_file: Path,
     evaluate: Callable[[nn.Module], float],
-    num_workers: int = 0,
-    device: str | torch.device = "cpu",
-    amp: bool = False,
 ) -> tuple[nn.Sequential, list[dict[str, float]]]:
-    """Train the linear head; each epoch is saved, and a call after an interruption goes on after the last whole epoch.
+    """Train the linear head. Each epoch is saved; a call after an interruption goes on after the last whole epoch.
 
-    Order, augmentation and initial weights are functions of (seed, epoch, image), so that a resumed run repeats them: on
-    the CPU in fp32 its weights are those of a run never interrupted, bit for bit.
+    Order, augmentation and initial weights are functions of (seed, epoch, image). On the CPU in fp32 a resumed run therefore
+    ends with the weights of a run never interrupted, bit for bit.
 
     Args:
-        tower: images -> features (n, F), in eval mode on `device`; it is not changed.
+        tower: see `tower_features`; it is not changed.
         transform: the augmentation, drawing from torch's default generator.
+        classes: the names of the classes in the order of their indices.
         state_file: written after each epoch.
         evaluate: accuracy of a head on the test set, for the history.
 
@@ -134,25 +143,24 @@ def train_lars(
     Raises:
         UserError: an image that cannot be read, a state file of other settings, a loss that is not finite.
     """
-    index_of = {label: i for i, label in enumerate(classes)}
-    targets = [index_of[label] for label in images.labels]
+    tower_settings = tower_settings or TowerSettings()
+    targets = class_indices(images, classes)
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
-    fingerprint = json.dumps(
-        [
-            tower_fingerprint(tower),
-            images.fingerprint(),
-            transform_fingerprint(transform),
-            list(classes),
-            asdict(settings),
-            amp,
-            STREAMS_VERSION,
-        ]
-    )
+    recorded = {**asdict(settings), "micro_batch": tower_settings.micro_batch}
+    fingerprint = [
+        tower_fingerprint(tower),
+        images.fingerprint(),
+        transform_fingerprint(transform),
+        list(classes),
+        recorded,
+        tower_settings.amp,
+        STREAMS_VERSION,
+    ]
     with torch.no_grad():
-        width = tower(transform(images.image(0))[None].to(device)).shape[1]
-    head = linear_head(width, len(classes), settings.seed).to(device)
+        width = tower(transform(images.image(0))[None].to(tower_settings.device)).shape[1]
+    head = linear_head(width, len(classes), settings.seed).to(tower_settings.device)
     optimizer = lars(head, settings)
     history: list[dict[str, float]] = []
     if state_file.is_file():
@@ -163,53 +171,82 @@ def train_lars(
         range(len(history), settings.epochs), desc="LARS", unit="epoch", initial=len(history), total=settings.epochs
     )
     for epoch in bar:
-        generator = torch.Generator().manual_seed(stream_seed(settings.seed, Purpose.PROBE_ORDER, epoch))
-        order = torch.randperm(len(images), generator=generator).tolist()
-        batches = [  # micro-batches that do not straddle an effective batch
-            order[step * batch : (step + 1) * batch][low : low + settings.micro_batch]
-            for step in range(per_epoch)
-            for low in range(0, batch, settings.micro_batch)
-        ]
         data = TransformedSet(images, transform, targets, (settings.seed, epoch))
-        waiting: list[tuple[Tensor, Tensor]] = []
-        loss_sum, right, step = 0.0, 0, epoch * per_epoch
-        head.train()
-        for piece in tower_features(tower, data, batches, num_workers=num_workers, device=device, amp=amp):
-            waiting.append(piece)
-            if sum(len(own) for _, own in waiting) < batch:
-                continue
-            features, target = (torch.cat(column) for column in zip(*waiting, strict=True))  # (B, F), (B,)
-            waiting = []
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, settings.lr, settings.warmup_share)
-            scores = head(features)
-            loss = F.cross_entropy(scores, target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loss_sum, right, step = loss_sum + loss.item(), right + int((scores.argmax(1) == target).sum()), step + 1
+        micro_batches = _micro_batches(len(images), batch, tower_settings.micro_batch, settings.seed, epoch)
+        batches = _effective_batches(tower_features(tower, data, micro_batches, tower_settings), batch)
+        rates = [
+            learning_rate(epoch * per_epoch + step, steps, settings.lr, settings.warmup_share)
+            for step in range(per_epoch)
+        ]
+        loss_sum, right = _train_epoch(head, optimizer, batches, rates)
         if not math.isfinite(loss_sum):
             raise UserError(f"the probe's loss is not finite in epoch {epoch + 1}; lower --lr (it was {settings.lr:g})")
-        head.eval()
         history.append(
             {
                 "loss": loss_sum / per_epoch,
                 "train_accuracy": right / (per_epoch * batch),
-                "test_accuracy": evaluate(head),
+                "test_accuracy": evaluate(head.eval()),
             }
         )
         bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, test {100 * history[-1]['test_accuracy']:.1f} %")
         state_file.parent.mkdir(parents=True, exist_ok=True)
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
-        save_atomically({"fingerprint": fingerprint, **state}, state_file)
+        save_atomically({"fingerprint": json.dumps(fingerprint), **state}, state_file)
     return head.eval(), history
 
 
+def _micro_batches(count: int, batch: int, micro_batch: int, seed: int, epoch: int) -> list[list[int]]:
+    """The indices of an epoch's images in shuffled order, as micro-batches; each effective batch begins with a new one.
+
+    7 images, batches of 3, micro-batches of 2: [[a, b], [c], [d, e], [f]]
+    """
+    generator = torch.Generator().manual_seed(stream_seed(seed, Purpose.PROBE_ORDER, epoch))
+    order = torch.randperm(count, generator=generator).tolist()
+    return [
+        order[begin : begin + batch][low : low + micro_batch]
+        for begin in range(0, count // batch * batch, batch)
+        for low in range(0, batch, micro_batch)
+    ]
+
+
+def _effective_batches(pieces: Iterable[tuple[Tensor, Tensor]], batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(features (B, F), targets (B,)) of each effective batch, put together from its micro-batches."""
+    waiting: list[tuple[Tensor, Tensor]] = []
+    for piece in pieces:
+        waiting.append(piece)
+        if sum(len(targets) for _, targets in waiting) == batch:
+            features, targets = (torch.cat(column) for column in zip(*waiting, strict=True))
+            yield features, targets
+            waiting = []
+
+
+def _train_epoch(
+    head: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    rates: Sequence[float],
+) -> tuple[float, int]:
+    """One optimizer step a batch, at its learning rate; the sum of the losses, and how many guesses were right."""
+    loss_sum, right = 0.0, 0
+    head.train()
+    for (features, targets), rate in zip(batches, rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        scores = head(features)
+        loss = F.cross_entropy(scores, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss_sum, right = loss_sum + loss.item(), right + int((scores.argmax(1) == targets).sum())
+    return loss_sum, right
+
+
 def _load_state(
-    file: Path, fingerprint: str, head: nn.Module, optimizer: torch.optim.Optimizer
+    file: Path, fingerprint: list[Any], head: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, float]]:
+    """The history of a state file, whose weights and optimizer state are put into `head` and `optimizer`."""
     state = torch.load(file, weights_only=True, map_location="cpu")
-    if state.get("fingerprint") != fingerprint:
+    if json.loads(state.get("fingerprint", "null")) != fingerprint:
         raise UserError(
             f"{file} belongs to a probe of another model, data set or other settings, or of another release; give another "
             "--out, or remove it"

@@ -28,33 +28,39 @@ log = logging.getLogger(__name__)
 class LogisticFit:
     """A fitted logistic regression on standardised features.
 
-    `chosen_c` is scikit-learn's C (inverse strength of the L2 penalty), `split_accuracy` the accuracy by C on the fifth
-    of the training set that chose it.
+    Attributes:
+        mean, scale: (F,) by which features are standardised.
+        classifier: scikit-learn's.
+        chosen_c: scikit-learn's C, the inverse strength of the L2 penalty.
+        split_accuracy: C -> accuracy on the held-out fifth of the training set, by which C was chosen.
+        converged: whether L-BFGS did.
     """
 
-    mean: np.ndarray  # (F,)
-    scale: np.ndarray  # (F,)
+    mean: np.ndarray
+    scale: np.ndarray
     classifier: Any
     chosen_c: float
     split_accuracy: dict[float, float]
     converged: bool
 
     def scores(self, features: Tensor) -> Tensor:
-        """log p of each class, (n, C)."""
+        """log p of each class (N, C) for features (N, F) on the CPU."""
         x = (features.double().numpy() - self.mean) / self.scale
         return torch.from_numpy(self.classifier.predict_log_proba(x))
 
 
 def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID) -> LogisticFit:
-    """L-BFGS logistic regression (scikit-learn); C by the accuracy on a fifth of each class, then fitted again on everything.
+    """L-BFGS logistic regression (scikit-learn). C is chosen on a held-out fifth, then the fit is repeated on all images.
 
-    After the grid, half-decades beside its best C are tried too. Of equally good ones the middle C is taken: the ends of the
-    grid, no fit and no penalty, are the worst guesses. Where all are equally good, a warning says that nothing was chosen.
-    Features are standardised, so that one grid serves any tower.
+    After the grid, its best C divided and multiplied by sqrt(10) are tried. Of several Cs with the best accuracy the middle one
+    is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. Where all Cs are equally
+    good, a warning says so. Features are standardised, so that one grid serves any tower.
 
     Args:
         features: (N, F) on the CPU.
-        targets: (N,) class indices 0..C-1, each there at least once.
+        targets: (N,) class indices 0..C-1, each of which occurs.
+        seed: of the held-out fifth.
+        grid: values of C.
 
     Raises:
         UserError: scikit-learn is missing, fewer than 5 images, or one class only.
@@ -68,7 +74,7 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         raise UserError(f"a fifth of {len(features)} training images cannot choose C; give at least 5")
     x, y = features.double().numpy(), targets.numpy()
     mean, scale = x.mean(axis=0), x.std(axis=0)
-    scale = np.where(scale > 0, scale, 1.0)  # a feature that never changes says nothing, and must not become NaN
+    scale = np.where(scale > 0, scale, 1.0)  # a constant feature becomes 0, not NaN
     x = (x - mean) / scale
     if len(np.unique(y)) < 2:
         raise UserError("the training images show one class only; a probe needs at least two to tell apart")
@@ -90,7 +96,7 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         best = middle_of_best(accuracy)
     if len(set(accuracy.values())) == 1:
         log.warning(
-            "Every C gives %.1f %% on the fifth of the training images that chooses it (%d images), so that C = %g is a guess; "
+            "Every C gives %.1f %% on the held-out fifth of the training images (%d images), so that C = %g is a guess; "
             "give more images.", 100 * accuracy[best], len(held), best,
         )  # fmt: skip
     classifier, converged = fit(np.arange(len(x)), best)
@@ -100,10 +106,13 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
 
 
 def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a random fifth of each class, and the others: (N,) class indices -> rows held out, rows left.
+    """Rows of a random fifth of each class, and the other rows: (N,) class indices -> rows held out, rows left.
 
-    Each class keeps a row at least. Small classes share the fifth: of five classes with one to four images each, about a fifth
-    of all images is held out, from some of them.
+    Each class keeps at least one row. What does not divide by five is carried on to the next class: of three classes with two
+    images each, one image is held out.
+
+    Raises:
+        UserError: no row could be held out.
     """
     rng = np.random.default_rng(seed)
     held: list[np.ndarray] = []
@@ -114,13 +123,13 @@ def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.nda
         held.append(rows[: min(share, len(rows) - 1)])
         seen += len(rows)
     out = np.concatenate(held)
-    if not len(out):  # a fifth of five classes with one image each
+    if not len(out):  # one image in each class, for instance
         raise UserError(f"{len(targets)} training images leave none to choose C with; give several of each class")
     return out, np.setdiff1d(np.arange(len(targets)), out)
 
 
 def middle_of_best(accuracy: dict[float, float]) -> float:
-    """The middle of the Cs with the best accuracy; of an even number of them the smaller, which penalises more."""
+    """The middle one of the Cs with the best accuracy; of two middle ones the smaller, which penalises more."""
     best = max(accuracy.values())
     tied = sorted(c for c, value in accuracy.items() if value == best)
     return tied[(len(tied) - 1) // 2]

@@ -2,36 +2,37 @@
 
 The features are the tower's pooled output *before* the projection into the shared space (CLIP's protocol).
 
-`paper`  LARS on augmented images (lars.py).
-`quick`  features of the unaugmented images, cached; logistic regression by L-BFGS (logistic.py); C chosen on a fifth of the
-         training set.
+    paper   LARS on augmented images (lars.py)
+    quick   logistic regression by L-BFGS (logistic.py) on cached features of the unaugmented images
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.loading import choose_device, load_model
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import require_matplotlib
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.probe.charts import confusion_picture
-from open_clip_zerovl.probe.features import cached_features, tower_before_projection
+from open_clip_zerovl.probe.features import TowerSettings, Transform, cached_features, tower_before_projection
 from open_clip_zerovl.probe.lars import LarsSettings, train_lars
 from open_clip_zerovl.probe.logistic import fit_logistic
 from open_clip_zerovl.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.probe.sets import class_list, open_probe_set
+from open_clip_zerovl.probe.sets import ProbeSet, class_list, open_probe_set
 
 
 def run_linear_probe(
-    model: str,
+    encoder: Encoder,
     train: str,
     test: str,
     *,
@@ -39,20 +40,16 @@ def run_linear_probe(
     way: str = "paper",
     settings: LarsSettings | None = None,
     label: str = "cls",
-    model_name: str | None = None,
-    text_model: str | None = None,
-    num_workers: int = 0,
-    device: str = "auto",
     amp: bool = False,
 ) -> dict[str, Any]:
     """Probe a checkpoint; prints a row, writes `linear_probe.json` and `confusion.png` into `out`.
 
     Args:
-        model: what `checkpoints.load_model` takes.
+        encoder: the checkpoint; its `batch_size` is the number of images in the tower at once.
         train, test: what `sets.open_probe_set` takes.
-        out: folder of the results, the cache of features and the state that a later call goes on from.
-        way: `paper` or `quick`, see the module's text. `settings` belong to the paper's way; their seed and micro-batch
-            to both.
+        out: folder of the results, the cached features and the state that a later call goes on from.
+        way: `paper` or `quick`, see the module's text.
+        settings: of the paper's way; the quick way takes its seed.
         label: where shards keep the class.
         amp: run the tower (not the classifier) in bf16.
 
@@ -60,10 +57,10 @@ def run_linear_probe(
         What the JSON holds.
 
     Raises:
-        UserError: whatever of this cannot be read, does not fit, or is missing.
+        UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
     """
     if way not in ("paper", "quick"):
-        raise UserError(f"a linear probe goes the 'paper' or the 'quick' way, not {way!r}")
+        raise UserError(f"unknown way {way!r} of a linear probe; use 'paper' or 'quick'")
     require_matplotlib()  # before hours of training
     settings = settings or LarsSettings()
     out = Path(out)
@@ -71,41 +68,38 @@ def run_linear_probe(
     # The cheap checks come before the model is loaded.
     train_set, test_set = open_probe_set(train, "train", label=label), open_probe_set(test, "test", label=label)
     classes = class_list(train_set, test_set)
-    where = choose_device(device)
-    loaded, preprocess, _ = load_model(model, model_name=model_name, text_model=text_model, device=where)
+    loaded, preprocess, _, device = encoder.load()
     tower = tower_before_projection(loaded.visual).eval()
-    common: dict[str, Any] = {"num_workers": num_workers, "device": where, "amp": amp}
-    cache: dict[str, Any] = {**common, "folder": out / "features", "micro_batch": settings.micro_batch}
-    test_features, test_targets = cached_features(tower, test_set, preprocess, classes, name="test", **cache)
-    details: dict[str, Any]
+    tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
+
+    def features_of(images: ProbeSet, name: str) -> tuple[Tensor, Tensor]:
+        return cached_features(tower, images, preprocess, classes, out / "features", tower_settings, name=name)
+
+    test_features, test_targets = features_of(test_set, "test")
     if way == "quick":
-        features, targets = cached_features(tower, train_set, preprocess, classes, name="train", **cache)
-        fit = fit_logistic(features, targets, seed=settings.seed)
-        scores = fit.scores(test_features)
-        details = {
-            "C": fit.chosen_c,
-            "split_accuracy_by_C": {f"{c:.3g}": value for c, value in sorted(fit.split_accuracy.items())},
-            "converged": fit.converged,
-        }
+        scores, details = _quick(*features_of(train_set, "train"), test_features, settings.seed)
     else:
-        visual_cfg = loaded.visual.preprocess_cfg
-        side = visual_cfg["size"] if isinstance(visual_cfg["size"], int) else visual_cfg["size"][0]
-        augment = image_transform_train(
-            side, visual_cfg["mean"], visual_cfg["std"], area=(0.08, 1.0), auto_augment="imagenet"
-        )
 
         def evaluate(head: nn.Module) -> float:
             return classification_metrics(head_scores(head, test_features), test_targets)[0]["top1"]
 
         head, history = train_lars(
-            tower, train_set, augment, classes, settings, state_file=out / "state.pt", evaluate=evaluate, **common
+            tower,
+            train_set,
+            _paper_augmentation(loaded.visual),
+            classes,
+            settings,
+            tower_settings,
+            state_file=out / "state.pt",
+            evaluate=evaluate,
         )
         scores = head_scores(head, test_features)
-        details = {"settings": asdict(settings), "history": history}
+        recorded = {**asdict(settings), "micro_batch": tower_settings.micro_batch}
+        details = {"settings": recorded, "history": history}
     metrics, counts = classification_metrics(scores, test_targets)
     names = [train_set.names.get(label, label) for label in classes]
     result = {
-        "model": str(model),
+        "model": str(encoder.model),
         "way": way,
         "train": {"path": train_set.path, "images": len(train_set)},
         "test": {"path": test_set.path, "images": len(test_set)},
@@ -115,10 +109,35 @@ def run_linear_probe(
         "most_confused": most_confused(counts, names),
         **details,
     }
+    _write(out, result, metrics, counts, names)
+    return result
+
+
+def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
+    """Scores (N, C) of the test set by logistic regression, and what the JSON says of the fit."""
+    fit = fit_logistic(features, targets, seed=seed)
+    return fit.scores(test_features), {
+        "C": fit.chosen_c,
+        "split_accuracy_by_C": {f"{c:.3g}": value for c, value in sorted(fit.split_accuracy.items())},
+        "converged": fit.converged,
+    }
+
+
+def _paper_augmentation(visual: nn.Module) -> Transform:
+    """The paper's training transform for a probe (A.7), at the size, mean and standard deviation of a tower."""
+    config = visual.preprocess_cfg
+    side = config["size"] if isinstance(config["size"], int) else config["size"][0]
+    return image_transform_train(side, config["mean"], config["std"], area=(0.08, 1.0), auto_augment="imagenet")
+
+
+def _write(
+    out: Path, result: dict[str, Any], metrics: dict[str, float], counts: np.ndarray, names: Sequence[str]
+) -> None:
+    """The picture, the JSON, and the row that is printed."""
     out.mkdir(parents=True, exist_ok=True)
-    title = f"{100 * metrics['top1']:.1f} % of {len(test_set)} test images right ({way} linear probe of {model})"
+    way, images = result["way"], result["test"]["images"]
+    title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
     write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
-    print(f"{way} linear probe, {len(classes)} classes, {len(test_set)} test images: {row}\nWritten to {out}")
-    return result
+    print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")

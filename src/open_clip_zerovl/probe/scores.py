@@ -1,4 +1,7 @@
-"""Scores of a linear probe: accuracy, per-class accuracy, the pairs of classes most often confused."""
+"""Scores of a linear probe: accuracy, accuracy by class, the pairs of classes most often confused.
+
+Legend: `N` images, `F` width of the features, `C` classes.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,15 @@ def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) ->
 
 
 def classification_metrics(scores: Tensor, targets: Tensor) -> tuple[dict[str, float], np.ndarray]:
-    """`top1`, `top5` (where there are more than 5 classes), `mean_per_class`, as shares; and the confusion matrix.
+    """Accuracies as shares, and the confusion matrix.
 
     Args:
         scores: (N, C).
-        targets: (N,) class indices. Classes that do not occur are left out of the mean over classes.
+        targets: (N,) class indices.
 
     Returns:
-        The metrics, and counts (C, C): row is the class, column the guess.
+        `top1`, `top5` (with more than 5 classes), `mean_per_class` (over the classes that occur); and counts (C, C), row the
+        class, column the guess.
     """
     num_classes = scores.shape[1]
     guesses = scores.argmax(dim=1)
@@ -40,7 +44,7 @@ def classification_metrics(scores: Tensor, targets: Tensor) -> tuple[dict[str, f
 
 
 def most_confused(counts: np.ndarray, names: Sequence[str], limit: int = 20) -> list[dict[str, Any]]:
-    """The most frequent errors: class, guess, how many, of how many of that class."""
+    """The most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
     rows, columns = np.unravel_index(order, counts.shape)

@@ -53,19 +53,19 @@ class ProbeSet:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """UserError, with the set and the index, for an image that cannot be read."""
+        """Image `index` as RGB. UserError with the set and the index where it cannot be read."""
         try:
             return self.read(index).convert("RGB")
         except (BadImage, OSError) as error:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
-        """Of the path and the labels in their order: what a cache of features must not mix up."""
+        """A hash of the path and of the labels in their order, by which cached features are told apart."""
         return hashlib.sha256(json.dumps([self.path, list(self.labels)]).encode()).hexdigest()
 
 
 def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
-    """The classes of the training set, numbers in numerical order, else by name.
+    """The classes of the training set: numbers first, in numerical order, then names.
 
     Raises:
         UserError: one class only, or a class of the test set that the training set lacks.
@@ -85,7 +85,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     """Index a labelled set; see the module's text for what `spec` may be.
 
     Args:
-        role: `train` or `test`; it chooses the split of a dataset that brings its own.
+        role: `train` or `test`; it chooses the split of a dataset that has splits of its own.
         label: where shards keep the class: `cls`, or `json:FIELD`.
 
     Raises:
@@ -131,7 +131,7 @@ def _read_folder(path: Path) -> ProbeSet:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Datasets that bring their own split
+# Datasets with splits of their own
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +151,7 @@ def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
 
 
 def _from_torchvision(what: str, files: Sequence[Any], targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
-    """Of the files that torchvision lists; it would open pictures of any format."""
+    """A set of the files that torchvision lists, opened by this package: torchvision opens pictures of any format."""
     return ProbeSet(what, [classes[target] for target in targets], lambda index: _decode_file(files[index]))
 
 
@@ -215,7 +215,7 @@ _DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
 
 
 def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
-    """Where each image lies in its tar; only headers and classes are read here."""
+    """The images of shards. Only tar headers and classes are read here; an image is read when it is asked for."""
     kind, _, name = label.partition(":")
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
         raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
@@ -266,7 +266,7 @@ def _class(content: bytes, name: str, where: str) -> str:
 
 
 def _class_names(folder: Path) -> dict[str, str]:
-    """CLIP_benchmark keeps `classnames.txt`, one a line in the order of the numbers, above its split folders."""
+    """Class number -> name, from `classnames.txt` (one name a line), in the folder or, as CLIP_benchmark has it, above it."""
     for place in (folder, folder.parent):
         file = place / "classnames.txt"
         if file.is_file():
