@@ -30,7 +30,8 @@ LIMIT_SECONDS = 10.0
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 _LOST_RANK = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited",
+    r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited|"
+    r"wait timeout after \d+ms",
     re.I,
 )
 

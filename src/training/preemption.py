@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 REQUEUE_MARKER = "requeue"  # in the run's folder: the launcher is to start this run again with --resume latest
 PREEMPTED_STATUS = 85
+
+CONNECT_SECONDS = 60.0  # that ranks may be apart after their first step, in which they have met several times
 
 PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a person (Ctrl-C)
 
@@ -82,7 +86,8 @@ class Preemption:
         if not distributed:
             return self.asked
         if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
-            self._group = torch.distributed.new_group(backend="gloo")
+            on_cpu = torch.distributed.get_backend() == "gloo"
+            self._group = torch.distributed.group.WORLD if on_cpu else new_cpu_group()
         flag = torch.tensor([self.asked])
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
         return int(flag.item())
@@ -92,6 +97,23 @@ class Preemption:
         only the first rank has a checkpoint to write."""
         if self._group is not None:
             torch.distributed.barrier(group=self._group)
+
+
+def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
+    """A gloo group of all ranks. Every rank calls this at about the same time.
+
+    A rank connects to the others by addresses that it waits for in a store, where it hears of no signal and of no rank that
+    has ended: with torch's own time-out, the half hour that a collective may take, it would wait so long for a lost one.
+
+    Raises:
+        RuntimeError: a rank has not come within `seconds`.
+    """
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    set_timeout = (
+        getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    )  # before torch 2.15
+    set_timeout(distributed_c10d.default_pg_timeout, group)
+    return group
 
 
 def mark_requeue(args: argparse.Namespace) -> Path:

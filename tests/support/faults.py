@@ -15,6 +15,7 @@ from open_clip_zerovl import losses
 from open_clip_zerovl.data import mixture
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from training.preemption import Preemption
 
 _step = 2
 
@@ -75,6 +76,11 @@ def _kill_a_loader_worker() -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def _killed_after_the_first_step() -> None:
+    """Before it hears whether the others have been asked to stop."""
+    Preemption.agreed = lambda self, distributed: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _auto_keeps(graphs: int) -> Callable[[], None]:
     """The memory is such that `--dga-retain auto` would decide for so many graphs."""
 
@@ -94,6 +100,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "ctrl-c twice": lambda: _in_step(_signals(signal.SIGINT, signal.SIGINT)),
     "sigterm": lambda: _in_step(_signals(signal.SIGTERM)),
     "killed": lambda: _in_step(_signals(signal.SIGKILL)),
+    "killed after the first step": _killed_after_the_first_step,
     "loader worker killed": lambda: _in_step(_kill_a_loader_worker),
     "full disk": lambda: _in_step(_full_disk),
     "defect in the loss": _defect_in_the_loss,

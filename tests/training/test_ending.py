@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 from training import ending
+from training.preemption import new_cpu_group
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
 LIMIT_SECONDS = 90
@@ -147,6 +149,7 @@ def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
         ("defect in the step", 1, [1, 1], "[rank 0] training.main: error: another rank has ended"),
         ("killed", 1, [1, -9], "[rank 0] training.main: error: another rank has ended"),
         ("killed", 0, [-9, 1], "[rank 1] training.main: error: another rank has ended"),
+        ("killed after the first step", 1, [1, -9], "[rank 0] training.main: error: another rank has ended"),
         ("full disk", 0, [2, 1], "cannot be written"),
         ("ctrl-c", 1, [130, 130], "is saved. The same command goes on"),
     ],
@@ -156,6 +159,43 @@ def test_two_ranks_end(train, fault, fault_rank, statuses, words):
     done, printed, _ = train(fault, ranks=2, fault_rank=fault_rank)
     assert done["statuses"] == statuses and done["left"] == 0, printed[-3000:]
     assert done["seconds"] < AFTER_SECONDS and words in printed
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
+    """A group of ranks beside NCCL's is made in a store, where nobody hears that a rank has ended. Its collectives may last."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ready, done = os.pipe()
+    children = []
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                atexit._clear()
+                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+                torch.distributed.init_process_group("gloo")
+                group = new_cpu_group(1.0)
+                time.sleep(2.5 * rank)
+                torch.distributed.all_reduce(torch.ones(1), group=group)
+                if rank == 0:
+                    begin = time.monotonic()
+                    try:
+                        new_cpu_group(1.0)
+                    except RuntimeError as error:
+                        os.write(done, f"{ending.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
+                else:
+                    time.sleep(20)
+            finally:
+                os._exit(0)
+    os.close(done)
+    try:
+        words = os.read(ready, 1000).decode()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert words.startswith("another rank has ended") and float(words.split()[-1]) < 10, words
 
 
 def test_what_is_saved_most_recently_is_resumed_from(train):
