@@ -108,6 +108,13 @@ METHODS = (
     Refusal(
         "--torchscript",
         lambda f: f.torchscript,
+        "--torchcompile",
+        lambda f: f.torchcompile,
+        "torch.compile takes no scripted model; give one of them",
+    ),
+    Refusal(
+        "--torchscript",
+        lambda f: f.torchscript,
         "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
         lambda f: bool(
             f.lock_image
