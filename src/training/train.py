@@ -108,7 +108,9 @@ class Trainer:
         steps = loader.num_batches
         start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
-            data["train"].set_epoch(epoch, start)
+            assert self.resumed is not None
+            here = self.resumed.read_on(here)
+            data["train"].set_epoch(epoch, start, here.dealt)
         else:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
@@ -135,7 +137,7 @@ class Trainer:
             if stop:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
+            self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
 
     def _retained(self) -> dict[str, float]:
         """What `--dga-retain auto` has decided; it is asked for on every rank."""

@@ -7,6 +7,7 @@ worker process helps nobody, and an exception lost in one would leave the other 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import weakref
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.data.health import Ledger
 from open_clip_zerovl.data.mixture import Failure, Mixture
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.workers import begin_worker, explain_worker_error
 from open_clip_zerovl.errors import UserError
 
@@ -62,6 +64,7 @@ class MixtureLoader:
             )
         self.mixture = mixture
         self.workers = workers
+        self.pin_memory, self.prefetch = pin_memory, prefetch
         self.stall_timeout_seconds = stall_timeout_seconds
         self.gather = gather
         first = mixture.schedule(0)
@@ -82,6 +85,7 @@ class MixtureLoader:
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
         self._processes: list[Any] = []
+        self._begun: MixtureLoader | None = None
         atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
@@ -92,10 +96,17 @@ class MixtureLoader:
     def __len__(self) -> int:
         return self.num_batches
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+    def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
         """Choose the epoch that the next iteration yields, and the optimizer step that it begins with.
 
         The batches are those of the whole epoch from that step on, bit for bit; `start_step = num_batches` leaves none.
+
+        Args:
+            dealt: how the epoch was dealt when it was begun, if otherwise than this loader deals: of the same ranks and
+                effective batch. Its rest is read by as many processes as `dealt` has readers, and each step shows the
+                samples that it would have shown; they come in micro-batches of this loader's size:
+
+                    B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
 
         Raises:
             UserError: no such step.
@@ -103,8 +114,32 @@ class MixtureLoader:
         if not 0 <= start_step <= self.num_batches:
             raise UserError(f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}")
         self.mixture.start.set(epoch, start_step)
+        self._begun = None
+        if dealt is not None and dealt != self.mixture.batching:
+            self._begun = MixtureLoader(
+                self.mixture.dealt_as(dealt),
+                workers=dealt.workers if dealt.workers > 1 else min(1, self.workers),
+                pin_memory=self.pin_memory,
+                prefetch=self.prefetch,
+                stall_timeout_seconds=self.stall_timeout_seconds,
+                gather=self.gather,
+            )
+            self._begun.ledger = self.ledger
+            self._begun.set_epoch(epoch, start_step)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        if self._begun is None:
+            yield from self._micro_batches()
+            return
+        begun = self._begun
+        micro_batches = begun._micro_batches()
+        while step := list(itertools.islice(micro_batches, begun.mixture.batching.dga_steps)):
+            parts = [torch.cat(column).split(self.batch_size) for column in zip(*step, strict=True)]
+            yield from zip(*parts, strict=True)
+        begun.abandon()
+        self._begun = None
+
+    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
         epoch, step = self.mixture.start.get()
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
         self.ledger.open_epoch(self.mixture.schedule(epoch).taken.tolist())
@@ -145,6 +180,8 @@ class MixtureLoader:
 
         A worker that was killed may have held the lock that torch's shutdown waits for.
         """
+        if self._begun is not None:
+            self._begun.abandon()
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None and hasattr(iterator, "_workers"):
             iterator._shutdown = True
@@ -165,6 +202,8 @@ class MixtureLoader:
         Args:
             delivered: items that came before it.
         """
+        if self._begun is not None:
+            return self._begun.explain(error, delivered)
         return explain_worker_error(
             error,
             [activity.get() for activity in self.mixture.activity],

@@ -17,6 +17,7 @@ All randomness derives from (seed, epoch, source, position): the same seed gives
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -205,6 +206,13 @@ class Mixture(IterableDataset):
         )
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
+
+    def dealt_as(self, batching: Batching) -> Mixture:
+        """The same mixture, its effective batches divided otherwise."""
+        other = copy.copy(self)
+        other.batching, other.start = batching, SharedNumbers(0, 0)
+        other.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
+        return other
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
