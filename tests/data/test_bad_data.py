@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from open_clip_zerovl.data.health import JUDGED_SAMPLES, Ledger, Loss, Report
+from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
@@ -423,9 +423,9 @@ def test_the_books_are_judged_over_all_ranks():
     one = Ledger(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
     one.add(Report({0: 1000}, losses))  # 60 % of what this rank has seen so far
-    healthy = ({}, {"a": 999_000})
-    one.close_epoch([(one.lost, one.delivered), healthy])
-    uniform = ({"a": {"no image": 30_000}}, {"a": 125_000})
+    healthy = Books({"a": 999_000})
+    one.close_epoch([one.books, healthy])
+    uniform = Books({"a": 125_000}, {"a": {"no image": 30_000}})
     with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
         one.close_epoch([uniform] * 8)
 

@@ -74,7 +74,7 @@ class MixtureLoader:
         self.ledger = Ledger([source.name for source in mixture.sources], max_bad_share)
         if prefetch is None:
             prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
-        mixture.stall_seconds = stall_timeout_seconds if workers == 0 else 0
+        mixture.timeout_seconds = stall_timeout_seconds
         self._loader: DataLoader = DataLoader(
             mixture,
             batch_size=None,
@@ -91,7 +91,7 @@ class MixtureLoader:
     @property
     def lost(self) -> dict[str, dict[str, int]]:
         """source -> reason -> samples that this rank has replaced since it entered the epoch."""
-        return self.ledger.lost
+        return self.ledger.books.lost
 
     def __len__(self) -> int:
         return self.num_batches
@@ -155,7 +155,7 @@ class MixtureLoader:
             raise UserError(
                 f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
             )
-        mine = (self.ledger.lost, self.ledger.delivered)
+        mine = self.ledger.books
         self.ledger.close_epoch(self.gather(mine) if self.gather is not None else [mine])
 
     def _items(self) -> Iterator[Any]:

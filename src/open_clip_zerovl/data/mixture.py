@@ -49,6 +49,7 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
+from open_clip_zerovl.tar.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 
@@ -145,7 +146,7 @@ class _Reader:
         before: (S,) samples that all readers before this one deliver in the epoch.
         quota: (S,) samples that this one delivers in the epoch.
         done: (S,) those of them that lie before the step at which the epoch is entered.
-        notes: sentences for the next batch's report.
+        notes, waits: for the next batch's report.
     """
 
     number: int
@@ -154,6 +155,7 @@ class _Reader:
     quota: np.ndarray
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
+    waits: list[tuple[int, Wait]] = field(default_factory=list)
 
 
 class Mixture(IterableDataset):
@@ -201,9 +203,7 @@ class Mixture(IterableDataset):
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
-        self.stall_seconds = (
-            0.0  # set by a loader without worker processes: no other process can time such a loader out
-        )
+        self.timeout_seconds = 0.0  # of the loader that reads it, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
 
@@ -258,6 +258,7 @@ class Mixture(IterableDataset):
                     share.finish()
             batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
             batch[-1].notes, reader.notes[:] = list(reader.notes), []
+            batch[-1].waits, reader.waits[:] = list(reader.waits), []
             yield batch
 
     def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
@@ -275,7 +276,11 @@ class Mixture(IterableDataset):
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
-            stall_seconds=self.stall_seconds,
+            patience=Patience.within(
+                self.timeout_seconds,
+                watched=get_worker_info() is not None,
+                waits=lambda wait: reader.waits.append((index, wait)),
+            ),
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )

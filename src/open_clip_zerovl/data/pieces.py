@@ -65,7 +65,7 @@ class PieceReader:
             message = wrong_size(source, piece.shard, "more")
             if reading.fail:
                 raise UserError(message) from None
-            reading.notes(message)
+            reading.notes(f"{message}. What is beyond is not read")
             return
         except ShardError as error:
             if reading.fail:

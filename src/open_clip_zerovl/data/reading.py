@@ -19,7 +19,7 @@ import stat
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,16 +32,16 @@ from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
     Extent,
     ShardError,
-    StalledShard,
     image_of,
-    local_path,
     locate_samples,
     opened,
     stream_samples,
 )
+from open_clip_zerovl.tar.remote import Patience, StalledShard, local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
 _LARGEST_PICTURE_BYTES = 1 << 30
+_GONE_SHARDS = 8  # remote shards in a row that do not come: it is not they, but the place where they lie
 _ANNOUNCED_SAMPLES = 16  # of a piece of scattered samples: what lies in the page cache before it is asked for
 
 
@@ -87,7 +87,7 @@ class Reading:
         source, index: what is read, and its number in the mixture.
         seed: of the run.
         fail: end with a sentence instead of replacing.
-        stall_seconds: give up on a pipe that delivers nothing for so long, 0 = never.
+        patience: how long its remote shards are waited for.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd that loses nothing.
     """
@@ -96,7 +96,7 @@ class Reading:
     index: int
     seed: int = 0
     fail: bool = True
-    stall_seconds: float = 0
+    patience: Patience = field(default_factory=Patience)
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
@@ -106,7 +106,7 @@ class Reading:
         Raises:
             ShardError: the shard ends before it has given as many samples as were counted.
             Surplus: it goes on after that.
-            UserError: nothing opens such a shard, or a pipe has stalled.
+            UserError: nothing opens such a shard, a pipe has stalled, or one remote shard after the other does not come.
         """
         self.opens(shard)
         try:
@@ -116,6 +116,19 @@ class Reading:
             raise UserError(
                 f"shard {self.source.shards[shard]} of source {self.source.name!r} has stalled: {error}; check where it "
                 "comes from, or raise the loader's time-out"
+            ) from error
+        except ShardError as error:
+            self._raise_if_gone(shard, error)
+            raise
+
+    def _raise_if_gone(self, shard: int, error: ShardError) -> None:
+        """End the run where the place that shards come from is gone, and no shard of it could stand in."""
+        failed = len(self.patience.failed)
+        if failed >= min(_GONE_SHARDS, len(self.source.shards)):
+            others = f", nor have {failed - 1} others that were asked after it" if failed > 1 else ""
+            raise UserError(
+                f"source {self.source.name!r} is out of reach: shard {self.source.shards[shard]} has not come{others} "
+                f"({error}); check where it comes from, and go on with --resume latest"
             ) from error
 
     def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
@@ -165,7 +178,7 @@ class Reading:
 
     def _streamed(self, url: str, start: int, size: int):
         number = -1
-        with closing(stream_samples(url, stall_seconds=self.stall_seconds)) as samples:
+        with closing(stream_samples(url, patience=self.patience)) as samples:
             for number, (key, members) in enumerate(samples):
                 if number >= start:
                     text = members.get(TEXT_EXTENSION)

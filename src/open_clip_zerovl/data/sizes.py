@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import REMOTE, StalledShard, local_path, open_url
+from open_clip_zerovl.tar.remote import REMOTE, Patience, Unreachable, is_command, local_path, open_url
 from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes, read_sizes
 
 _NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
@@ -106,13 +106,15 @@ def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
 
 def _fetch(url: str, seconds: float) -> bytes:
     """The content behind a URL, in a thread that may be left behind: not every opener has a time-out."""
-    assert REMOTE.match(url) and not url.startswith("pipe:")  # no command is run here
+    assert REMOTE.match(url)
+    if is_command(url):
+        return b""  # no command is run here
     found: list[bytes] = []
     failed: list[Exception] = []
 
     def read() -> None:
         try:
-            with open_url(url, seconds) as file:
+            with open_url(url, Patience.within(seconds)) as file:
                 found.append(file.read(_LARGEST_BYTES))
         except Exception as error:  # handed to the waiting thread
             failed.append(error)
@@ -120,10 +122,11 @@ def _fetch(url: str, seconds: float) -> bytes:
     thread = threading.Thread(target=read, daemon=True, name="sizes")
     thread.start()
     thread.join(seconds or None)
-    if thread.is_alive() or any(isinstance(error, StalledShard) for error in failed):
+    late = next((error for error in failed if isinstance(error, Unreachable) and error.passing), None)
+    if thread.is_alive() or late is not None:
         raise UserError(
-            f"{url} has not come within {seconds:g} s; check the host, name a local copy (SHARDS@/path/{SIZES_FILE}), or raise "
-            "--loader-timeout"
+            f"{url} has not come{f' within {seconds:g} s' if seconds else ''}{f' ({late})' if late else ''}; check the host, "
+            f"name a local copy (SHARDS@/path/{SIZES_FILE}), or raise --loader-timeout"
         )
     if failed:
         raise failed[0]

@@ -32,14 +32,8 @@ from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import (
-    REMOTE,
-    ShardError,
-    check_openable,
-    local_path,
-    locate_samples,
-    stream_samples,
-)
+from open_clip_zerovl.tar.members import ShardError, locate_samples, stream_samples
+from open_clip_zerovl.tar.remote import REMOTE, check_openable, local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
 
