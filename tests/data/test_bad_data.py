@@ -374,7 +374,7 @@ def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):
     sources = parse_sources(f"s={folder}")
     for shard in folder.glob("*.tar"):
         shard.unlink()
-    with pytest.raises(UserError, match="nothing of source 's' can be read"):
+    with pytest.raises(UserError, match="none of the 2 shards of source 's' can be read"):
         list(loader_of(sources))
     members = [(name, b"rotten" if name.endswith("png") else content) for name, content in good_members()]
     write_tar(tmp_path / "t" / "0.tar", members)

@@ -1,6 +1,6 @@
-"""What a run loses to rotten data, and what it waits for: counted by source and reason, said once; too many losses end it.
+"""What a run loses to bad data and what it waits for: counted by source and reason, warned of once; too many losses end it.
 
-Workers hand a `Report` over with each batch; the training process keeps the books in a `Ledger`.
+Workers deliver a `Report` with each batch; the training process adds them up in a `Ledger`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from dataclasses import dataclass, field
 from open_clip_zerovl.errors import UserError, printable
 from open_clip_zerovl.tar.remote import Wait
 
-# A share is judged on no fewer samples: one shard written by a broken process must not end a run that loses nothing else.
+# Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a sample cannot be shown: the reason in a few words, and a verb phrase for messages."""
+    """Why a sample cannot be shown.
+
+    Attributes:
+        reason: a few words to count by ("no caption").
+        detail: a verb phrase for messages ("has no caption (txt)").
+    """
 
     reason: str
     detail: str
@@ -30,10 +35,10 @@ class Loss:
 
     Attributes:
         source: index of its source.
-        reason: in a few words, the same for all losses of a kind.
-        key, shard: where it lies; no key where the shard is lost.
+        reason: a few words to count by.
+        key, shard: where it lies; the key is empty where the shard is lost.
         detail: what exactly was wrong.
-        position: of the lost sample in its source's cycle.
+        position: number of the lost sample in its source's cycle.
     """
 
     source: int
@@ -46,9 +51,12 @@ class Loss:
 
 @dataclass
 class Report:
-    """What a worker says about a batch: samples delivered and lost of each source, and oddities that lose nothing.
+    """What a worker says about a batch.
 
     Attributes:
+        delivered: source -> samples in the batch, replaced ones included.
+        losses: one entry for each replaced sample.
+        notes: sentences about odd things through which no sample is lost.
         waits: (source, what one of its shards was waited for).
     """
 
@@ -102,11 +110,11 @@ class Books:
 
 @dataclass
 class Ledger:
-    """The books of one rank.
+    """The count of one rank's losses.
 
     Attributes:
         names: of the sources.
-        max_bad_share: of a source's samples that may be lost.
+        max_bad_share: share of a source's samples that may be lost.
         books: of this epoch.
         totals: source -> samples of this epoch on all ranks.
     """
@@ -118,15 +126,19 @@ class Ledger:
     _said: set[object] = field(default_factory=set, repr=False)
 
     def open_epoch(self, totals: Sequence[int]) -> None:
-        """Begin an epoch that takes this many samples of each source on all ranks together."""
+        """Begin an epoch.
+
+        Args:
+            totals: (S,) samples of each source in the epoch, on all ranks together.
+        """
         self.books = Books()
         self.totals = dict(zip(self.names, totals, strict=True))
 
     def add(self, report: Report) -> None:
-        """Book a batch, and warn of what is new.
+        """Count a batch, and warn of what is new.
 
         Raises:
-            UserError: a source has lost more than it may, whatever is still to come.
+            UserError: a source has lost too many samples, whatever the rest of the epoch brings.
         """
         lost, delivered = self.books.lost, self.books.delivered
         for source, count in report.delivered.items():
@@ -166,9 +178,9 @@ class Ledger:
             logging.warning(printable(message))
 
     def _judge(self, name: str, reasons: dict[str, int], delivered: int) -> None:
-        # Within an epoch a rank knows its own losses only. One that has lost one of its two shards has lost much of its share
-        # and perhaps little of the source. So it stops only where its losses alone are too many for the source as a whole
-        # (`totals`, all ranks' samples); the sum over ranks is judged at the epoch's end.
+        # Within an epoch a rank knows its own losses only. A rank that has lost one of its two shards has lost half of its
+        # share, but perhaps little of the source. So it stops only where its own losses are too many for the whole source
+        # (`totals`, the samples of all ranks). The sum over ranks is checked at the end of the epoch.
         count, of = sum(reasons.values()), min(self.totals[name], max(delivered, JUDGED_SAMPLES))
         if count > self.max_bad_share * of:
             raise UserError(
@@ -177,10 +189,10 @@ class Ledger:
             )
 
     def close_epoch(self, all_ranks: Iterable[Books] | None = None) -> None:
-        """Log what the epoch has lost and waited for, and judge it.
+        """Log what the epoch has lost and waited for, and check the losses against `max_bad_share`.
 
         Args:
-            all_ranks: the books of every rank; by default this one's alone.
+            all_ranks: the books of every rank; None for this rank alone.
 
         Raises:
             UserError: a source has lost more than `max_bad_share` of its epoch.
