@@ -46,6 +46,7 @@ from open_clip_zerovl.data.schedule import (
 )
 from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
@@ -125,6 +126,8 @@ class Preprocessing:
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
+        teachers: show the views that these have seen, in place of new augmentations, and yield their embeddings of pictures and
+            captions as a fourth item, a tuple of two tensors (B, D) a teacher. The third item is then yielded, too.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -134,6 +137,7 @@ class Preprocessing:
     reduce_jpegs: bool = True
     with_origin: bool = False
     with_content: bool = False
+    teachers: StoredTeachers | None = None
 
 
 @dataclass(frozen=True)
@@ -287,22 +291,31 @@ class Mixture(IterableDataset):
         return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
 
     def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
-        """The next sample of each share, as (images, texts, origin if asked for, report)."""
-        wanted = self.preprocessing
-        images, captions, origins, report = [], [], [], Report()
+        """The next sample of each share, as (images, texts, origin if asked for, teachers' embeddings likewise, report)."""
+        wanted, teachers = self.preprocessing, self.preprocessing.teachers
+        images, captions, origins, embeddings, report = [], [], [], [], Report()
         with preserved():
             for share in shares:
                 sample, image, loss = share.take(self._decode)
-                reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
-                images.append(self.transform(image))  # at once: decoded images are large
+                if teachers is None:
+                    reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
+                    images.append(self.transform(image))  # at once: decoded images are large
+                else:
+                    draw = stream_seed(self.seed, Purpose.VIEW, sample.source, sample.place)
+                    picture, of_teachers = teachers.show(sample, image, self.transform, draw)
+                    images.append(picture)
+                    embeddings.append(of_teachers)
                 captions.append(self._caption(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
         texts = wanted.tokenizer(captions)
-        origin = (torch.tensor(origins),) if wanted.with_origin or wanted.with_content else ()
-        return (collate_images(images), texts, *origin, report)
+        with_origin = wanted.with_origin or wanted.with_content or teachers is not None
+        besides: list[Any] = [torch.tensor(origins)] if with_origin else []
+        if teachers is not None:
+            besides.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
+        return (collate_images(images), texts, *besides, report)
 
     def _caption(self, sample: RawSample) -> str:
         augment = self.preprocessing.augment_caption

@@ -53,6 +53,8 @@ class RawSample:
         source: index of its source.
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
+        caption_number: which of the sample's captions `caption` is, from 0.
+        captions: all of them, "" for one that cannot be shown; only where `Reading.every_caption` asks for them.
         fault: why it cannot be shown; None for a good sample.
         stands_for: the loss that it replaces; None for a sample at its own place.
     """
@@ -65,6 +67,8 @@ class RawSample:
     shard: str
     fault: Fault | None = None
     stands_for: Loss | None = None
+    caption_number: int = 0
+    captions: tuple[str, ...] = ()
 
     @property
     def place(self) -> int:
@@ -89,6 +93,7 @@ class Reading:
         seed: of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         patience: how long its remote shards are waited for.
+        every_caption: hand on all captions of a sample besides the one to show.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
     """
@@ -98,6 +103,7 @@ class Reading:
     seed: int = 0
     fail: bool = True
     patience: Patience = field(default_factory=Patience)
+    every_caption: bool = False
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
@@ -275,7 +281,7 @@ class Reading:
 
     def _raw(self, image: bytes | None, texts: list[bytes] | None, key: str, shard: str, position: int) -> RawSample:
         """The sample, with its fault where it has no image or no usable caption."""
-        fault, caption = None, ""
+        fault, caption, number = None, "", 0
         if image is None:
             fault = Fault("no image", "has no image (jpg, png, jpeg or webp)")
             if self.source.table is not None:
@@ -283,22 +289,31 @@ class Reading:
         elif texts is None:
             fault = Fault("no caption", "has no caption (txt)")
         else:
-            try:
-                caption = self._choose(texts, position).decode("utf-8").strip("\ufeff \t\r\n\f\v")
-                if not caption.strip():
-                    fault = Fault("empty caption", "has an empty caption")
-            except UnicodeDecodeError as error:
-                fault = Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
-        caption = caption[:MAX_CAPTION_CHARACTERS]
-        return RawSample(image or b"", caption, self.index, position, key, shard, fault)
+            number = self._choose(len(texts), position)
+            shown = _caption(texts[number] if texts else b"")
+            caption, fault = ("", shown) if isinstance(shown, Fault) else (shown, None)
+        every: tuple[str, ...] = ()
+        if self.every_caption:
+            every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
+        return RawSample(
+            image or b"", caption, self.index, position, key, shard, fault, caption_number=number, captions=every
+        )
 
-    def _choose(self, texts: list[bytes], position: int) -> bytes:
-        """The caption of this pass: passes take an image's captions in turn, and the seed draws which is the first."""
-        if len(texts) <= 1:
-            return texts[0] if texts else b""
+    def _choose(self, captions: int, position: int) -> int:
+        """Which caption this pass shows: passes take an image's captions in turn, and the seed draws which is the first."""
+        if captions <= 1:
+            return 0
         lap, sample = divmod(position, self.source.num_samples)
-        first = stream_seed(self.seed, Purpose.CAPTION, self.index, sample)
-        return texts[(first + lap) % len(texts)]
+        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % captions
+
+
+def _caption(text: bytes) -> str | Fault:
+    """A caption as it is shown, or why it cannot be."""
+    try:
+        caption = text.decode("utf-8").strip("\ufeff \t\r\n\f\v")
+    except UnicodeDecodeError as error:
+        return Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
+    return caption[:MAX_CAPTION_CHARACTERS] if caption.strip() else Fault("empty caption", "has an empty caption")
 
 
 def _picture_file(path: str) -> bytes | None:
