@@ -10,7 +10,7 @@ import torch
 from open_clip.transform import image_transform
 from PIL import Image
 from sklearn.datasets import load_sample_image
-from torchvision.transforms import Compose, RandomHorizontalFlip, RandomResizedCrop
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, RandomHorizontalFlip, RandomResizedCrop
 
 from open_clip_zerovl.data import pixels
 from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image, split_normalize
@@ -126,6 +126,42 @@ def test_auto_augment_is_pils_on_the_crop(photographs):
         buffer = io.BytesIO()
         square.save(buffer, "PNG")
         assert difference(buffer.getvalue(), transform, seed).max() == 0  # nothing to resize: bit for bit
+
+
+@pytest.mark.parametrize("area", [(0.6, 1.0), (0.9, 1.0), (0.08, 1.0)])
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0)])
+def test_crops_are_torchvisions(area, ratio):
+    """The same box from the same numbers, and the generator is left in the same place."""
+    step = RandomResizedCrop(224, scale=area, ratio=ratio)
+    (crop,) = on_arrays(step).steps
+    for height, width in ((256, 384), (480, 640), (1000, 100), (33, 500), (224, 224)):
+        picture = torch.zeros(3, height, width, dtype=torch.uint8)
+        for seed in range(300):
+            torch.manual_seed(seed)
+            expected, following = step.get_params(picture, step.scale, step.ratio), torch.rand(1)
+            torch.manual_seed(seed)
+            assert (crop.box(height, width), torch.rand(1)) == (tuple(expected), following), (height, width, seed)
+
+
+@pytest.mark.parametrize("policy", AutoAugmentPolicy)
+def test_every_policy_is_pils(photographs, policy):
+    """Bit for bit, on a photograph, a picture of one colour and one with fewer pixels than grey levels."""
+    step = AutoAugment(policy)
+    (arrays,) = on_arrays(step).steps
+    pictures = [photographs[1].resize((60, 40)), Image.new("RGB", (30, 30), (7, 7, 200)), photographs[0].resize((9, 9))]
+    changed = 0
+    for seed in range(600):
+        picture = pictures[seed % 3]
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        before = pixels.clone()
+        torch.manual_seed(seed)
+        expected, following = np.array(step(picture)), torch.rand(1)
+        torch.manual_seed(seed)
+        found = arrays(pixels).permute(1, 2, 0).numpy()
+        assert np.array_equal(found, expected) and torch.equal(torch.rand(1), following), seed
+        assert torch.equal(pixels, before)  # what came in stays as it was
+        changed += not np.array_equal(found, np.asarray(picture))
+    assert changed > 300
 
 
 def test_what_cannot_be_shown_is_pils_to_say(photographs):

@@ -61,7 +61,7 @@ def _defect_in_the_loss() -> None:
 
 
 def _defect_in_a_worker() -> None:
-    def collate(images):
+    def collate(*_):
         raise LookupError("a defect in the transform")
 
     mixture.collate_images = collate

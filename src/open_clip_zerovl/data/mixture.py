@@ -17,7 +17,6 @@ All randomness derives from (seed, epoch, source, position): the same seed gives
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.data.dealing import deal
 from open_clip_zerovl.data.health import Report
-from open_clip_zerovl.data.images import collate_images, crop_of
+from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
+from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.pixels import pictures
@@ -46,11 +46,9 @@ from open_clip_zerovl.data.schedule import (
 )
 from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
-from open_clip_zerovl.tar.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 
@@ -126,8 +124,6 @@ class Preprocessing:
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
-        teachers: show the views that these have seen, in place of new augmentations, and yield their embeddings of pictures and
-            captions as a fourth item, a tuple of two tensors (B, D) a teacher. The third item is then yielded, too.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -137,7 +133,6 @@ class Preprocessing:
     reduce_jpegs: bool = True
     with_origin: bool = False
     with_content: bool = False
-    teachers: StoredTeachers | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class _Reader:
         before: (S,) samples that all readers before this one deliver in the epoch.
         quota: (S,) samples that this one delivers in the epoch.
         done: (S,) those of them that lie before the step at which the epoch is entered.
-        notes, waits: for the next batch's report.
+        notes: sentences for the next batch's report.
     """
 
     number: int
@@ -159,7 +154,6 @@ class _Reader:
     quota: np.ndarray
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
-    waits: list[tuple[int, Wait]] = field(default_factory=list)
 
 
 class Mixture(IterableDataset):
@@ -176,7 +170,8 @@ class Mixture(IterableDataset):
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
-        (images (B, C, H, W), texts (B, L), `Report`) or a `Failure`; `MixtureLoader` takes both out.
+        (images (B, C, H, W), texts (B, L), `Report`); in a loader's worker (`Lent`, `Report`); or a `Failure`. `MixtureLoader`
+        hands on images and texts alone.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.
@@ -207,16 +202,11 @@ class Mixture(IterableDataset):
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
-        self.timeout_seconds = 0.0  # of the loader that reads it, which sets it
+        self.lending: Lending | None = None  # set by a loader with worker processes
+        # set by a loader without worker processes: no other process can time such a loader out
+        self.stall_seconds = 0.0
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
-
-    def dealt_as(self, batching: Batching) -> Mixture:
-        """The same mixture, its effective batches divided otherwise."""
-        other = copy.copy(self)
-        other.batching, other.start = batching, SharedNumbers(0, 0)
-        other.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
-        return other
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
@@ -256,13 +246,13 @@ class Mixture(IterableDataset):
         shares = [self._share(schedule, index, reader) for index in range(len(self.sources))]
         left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
         for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
-            batch = self._batch([shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))])
+            takes = [shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
+            batch = self._batch(takes, worker)
             if count == left:
                 for share in shares:
                     share.finish()
             batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
             batch[-1].notes, reader.notes[:] = list(reader.notes), []
-            batch[-1].waits, reader.waits[:] = list(reader.waits), []
             yield batch
 
     def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
@@ -280,42 +270,34 @@ class Mixture(IterableDataset):
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
-            patience=Patience.within(
-                self.timeout_seconds,
-                watched=get_worker_info() is not None,
-                waits=lambda wait: reader.waits.append((index, wait)),
-            ),
+            stall_seconds=self.stall_seconds,
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )
         return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
 
-    def _batch(self, shares: Sequence[Share]) -> tuple[Any, ...]:
-        """The next sample of each share, as (images, texts, origin if asked for, teachers' embeddings likewise, report)."""
-        wanted, teachers = self.preprocessing, self.preprocessing.teachers
-        images, captions, origins, embeddings, report = [], [], [], [], Report()
+    def _batch(self, shares: Sequence[Share], worker: int) -> tuple[Any, ...]:
+        """The next sample of each share, as (images, texts, origin if asked for, report) or (`Lent`, report)."""
+        wanted = self.preprocessing
+        images, captions, origins, report = [], [], [], Report()
         with preserved():
             for share in shares:
                 sample, image, loss = share.take(self._decode)
-                if teachers is None:
-                    reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
-                    images.append(self.transform(image))  # at once: decoded images are large
-                else:
-                    draw = stream_seed(self.seed, Purpose.VIEW, sample.source, sample.place)
-                    picture, of_teachers = teachers.show(sample, image, self.transform, draw)
-                    images.append(picture)
-                    embeddings.append(of_teachers)
+                reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
+                images.append(self.transform(image))  # at once: decoded images are large
                 captions.append(self._caption(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
-        texts = wanted.tokenizer(captions)
-        with_origin = wanted.with_origin or wanted.with_content or teachers is not None
-        besides: list[Any] = [torch.tensor(origins)] if with_origin else []
-        if teachers is not None:
-            besides.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
-        return (collate_images(images), texts, *besides, report)
+        others = [wanted.tokenizer(captions)]
+        if wanted.with_origin or wanted.with_content:
+            others.append(torch.tensor(origins))
+        found = self.lending.block(worker, batch_layout(images)) if self.lending is not None else None
+        if found is None:
+            return (collate_images(images), *others, report)
+        block, memory = found
+        return (Lent.of(worker, block, collate_images(images, memory), others), report)
 
     def _caption(self, sample: RawSample) -> str:
         augment = self.preprocessing.augment_caption

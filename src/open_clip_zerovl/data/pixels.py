@@ -2,16 +2,18 @@
 
     bytes --decode_pixels--> (H, W, 3) uint8 --PixelTransform--> (3, S, S) uint8 in channels-last memory
 
-For the same random draws the picture is that of PIL and torchvision to rounding: at most 2 grey levels in 99.9 % of the pixels
-(`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
-`simplejpeg` decodes JPEGs in grey or colour. Everything else (CMYK, PNG, WebP, torn files) goes through `images.decode_image`,
-and so the same pictures are refused on both paths. AutoAugment's operations stay PIL's, on the small crop: torch's
-nearest-neighbour rotation and shear pick other pixels.
+It shows the picture that PIL and torchvision show for the same random draws, to rounding: at most 2 grey levels in 99.9 % of
+the pixels (`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as
+PIL's. JPEGs in grey or colour are decoded by `simplejpeg`; everything else (CMYK, PNG, WebP, torn files) goes through
+`images.decode_image`, whose rules on what cannot be shown hold for both. AutoAugment's operations stay PIL's, on the small
+crop: nearest-neighbour rotation and shear would otherwise pick other pixels.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -34,6 +36,7 @@ from torchvision.transforms.functional import _compute_resized_output_size
 
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
 from open_clip_zerovl.data.names import PIXEL_PATHS
+from open_clip_zerovl.data.policies import ArrayAutoAugment
 from open_clip_zerovl.errors import UserError
 
 try:
@@ -49,7 +52,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 @cache
 def has_decoder() -> bool:
-    """Whether the fast JPEG decoder is installed; warns once where it is not."""
+    """Whether the fast JPEG decoder is installed; says so once where it is not."""
     if simplejpeg is None:
         logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
     return simplejpeg is not None
@@ -59,35 +62,33 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
     """The RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
 
     Raises:
-        BadImage: as `decode_image`.
+        BadImage: what `decode_image` raises.
     """
     pixels = _decode_jpeg(data, crop) if data.startswith(_JPEG) else None
     return np.asarray(decode_image(data, crop)) if pixels is None else pixels
 
 
 def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
-    """A JPEG's pixels; None for what is left to PIL: unusual colour spaces, sizes that may be refused, torn files."""
+    """A JPEG's pixels; None where PIL is to decide: unusual colours, sizes that may be refused, anything torn."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
         if colours not in ("YCbCr", "Gray") or min(width, height) < MIN_SIDE_PX or (limit and width * height > limit):
             return None
         scale = crop.reduction(width, height) if crop is not None else 1
-        # The decoder picks the smallest scale that gives at least this size: the one reduced by `scale`.
+        # The decoder takes the smallest picture of at least this size: the one reduced by `scale`.
         least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
         return simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
-    except (ValueError, KeyError):  # KeyError: a colour space that the header's reader does not know
+    except (ValueError, KeyError):  # the header's reader looks up an unknown colour space
         return None
 
 
 def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
-    """(transform, decoder) of a pixel path; the transform takes what the decoder yields.
-
-    Where "arrays" is not possible, a warning says so and the pair is that of "pil".
+    """(transform, decoder) of a pixel path; what the decoder yields is what the transform takes.
 
     Args:
         transform: PIL image -> tensor (C, H, W).
-        path: of PIXEL_PATHS.
+        path: of `names.PIXEL_PATHS`.
 
     Raises:
         UserError: an unknown path.
@@ -106,14 +107,10 @@ def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], 
 
 
 class PixelTransform:
-    """A PIL transform on arrays, (H, W, 3) uint8 -> (3, S, S) uint8, with the same steps and the same draws.
-
-    Args:
-        transform: the PIL transform.
-        steps: its steps on tensors.
+    """A PIL transform on arrays: the same steps, the same draws, (H, W, 3) uint8 -> (3, S, S) uint8.
 
     Attributes:
-        transforms: the PIL transform's steps, for `images.crop_of`.
+        transforms: the PIL transform's steps (`images.crop_of` reads them).
     """
 
     def __init__(self, transform: Any, steps: list[Step]) -> None:
@@ -121,7 +118,7 @@ class PixelTransform:
         self.steps = steps
 
     def __call__(self, pixels: np.ndarray) -> torch.Tensor:
-        # Arrays of PIL images are read-only, and torch wants writable ones.
+        # PIL's arrays may not be written to; nothing here does.
         picture = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
         for step in self.steps:
             picture = step(picture)
@@ -129,11 +126,11 @@ class PixelTransform:
 
 
 def on_arrays(transform: Any) -> PixelTransform | None:
-    """A PIL transform that ends in uint8 (`images.split_normalize`), on arrays; None if a step has no such form."""
+    """A transform that ends in bytes (`images.split_normalize`) on arrays; None where one of its steps has no such form."""
     steps: list[Step] = []
     for step in getattr(transform, "transforms", None) or [transform]:
         if isinstance(step, MaybeConvertMode | ToBytes | PILToTensor):
-            continue  # pictures are RGB and uint8 tensors already
+            continue  # pictures come as RGB, and are tensors of bytes already
         found = _step(step)
         if found is None:
             return None
@@ -148,29 +145,60 @@ def _step(step: Any) -> Step | None:
     if kind is Resize and step.interpolation in _MODES:
         return _Resize(step)
     if kind is AutoAugment:
-        return _OnPil(step)
+        return ArrayAutoAugment(step)
     if kind in (CenterCrop, RandomHorizontalFlip):
-        return step  # the same on tensors as on PIL images
+        return step  # moves bytes only, on tensors as on pictures
     return None
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 def _resized(picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> torch.Tensor:
     if tuple(picture.shape[1:]) == size:
         return picture
     mode = _MODES[interpolation]
-    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # the strides of a channels-last batch of one
-    rows = rows.contiguous(memory_format=torch.channels_last)  # which the fast kernel needs; copies a crop
+    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # so that torch sees the layout of a batch of one
+    rows = rows.contiguous(memory_format=torch.channels_last)  # the fast kernel's; copies where rows were cropped
     return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 
 class _RandomResizedCrop:
     def __init__(self, step: RandomResizedCrop) -> None:
         self.step = step
+        self.size = (int(step.size[0]), int(step.size[1]))
+        self.area = (_fp32(step.scale[0]), _fp32(step.scale[1]))
+        self.log_ratio = torch.log(torch.tensor(step.ratio)).tolist()
 
     def __call__(self, picture: torch.Tensor) -> torch.Tensor:
-        top, left, height, width = self.step.get_params(picture, self.step.scale, self.step.ratio)
-        size = (int(self.step.size[0]), int(self.step.size[1]))
-        return _resized(picture[:, top : top + height, left : left + width], size, self.step.interpolation)
+        top, left, height, width = self.box(int(picture.shape[1]), int(picture.shape[2]))
+        return _resized(picture[:, top : top + height, left : left + width], self.size, self.step.interpolation)
+
+    def box(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """(top, left, height, width) that `RandomResizedCrop.get_params` draws, from the same numbers in a third of the time.
+
+        That one makes about ten tensors for each try, and half the tries do not fit a picture of 3 : 2. Here a try is one
+        draw of two numbers, from which torch's `uniform_` would make the same two: u (b - a) + a in fp64, rounded to fp32.
+        """
+        (least, most), (low, high) = self.area, self.log_ratio
+        pair = torch.empty(2)
+        for _ in range(10):
+            u, v = pair.uniform_().tolist()
+            area = height * width * _fp32(u * (most - least) + least)
+            ratio = _fp32(math.exp(_fp32(v * (high - low) + low)))
+            across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < across <= width and 0 < down <= height:
+                top = torch.randint(0, height - down + 1, size=(1,)).item()
+                return int(top), int(torch.randint(0, width - across + 1, size=(1,)).item()), down, across
+        # No try fitted: the largest central crop of an allowed ratio, which takes no draws.
+        narrowest, widest = min(self.step.ratio), max(self.step.ratio)
+        across, down = width, height
+        if width < height * narrowest:
+            down = round(width / narrowest)
+        elif width > height * widest:
+            across = round(height * widest)
+        return (height - down) // 2, (width - across) // 2, down, across
 
 
 class _Resize:
@@ -183,12 +211,3 @@ class _Resize:
         if len(size) == 1:
             size = _compute_resized_output_size((height, width), size, self.step.max_size)
         return _resized(picture, (int(size[0]), int(size[1])), self.step.interpolation)
-
-
-class _OnPil:
-    def __init__(self, step: Callable[[Image.Image], Image.Image]) -> None:
-        self.step = step
-
-    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
-        rows = picture.permute(1, 2, 0).contiguous().numpy()
-        return torch.from_numpy(np.array(self.step(Image.fromarray(rows)))).permute(2, 0, 1)
