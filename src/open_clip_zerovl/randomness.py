@@ -76,6 +76,8 @@ class Purpose(enum.Enum):
     SUBSTITUTES = "substitutes"  # source, position: which pieces stand in for a lost one
     CAPTION = "caption"  # source, sample: which of several captions is shown first
     IMAGE = "image"  # source, position: augmentation of the picture
+    VIEW = "view"  # source, position: which of the views that teachers have seen is shown
+    VIEW_IMAGE = "view image"  # source, sample, view: its augmentation
     WORDS = "words"  # source, position: augmentation of the caption
     MIXUP = "mixup"  # optimizer step: coin and lambda
     MODEL = "model"  # optimizer step, rank: dropout, token drop

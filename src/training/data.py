@@ -22,6 +22,7 @@ from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
 
@@ -40,9 +41,9 @@ class TrainData:
     dataloader: Any
     normalize: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Choose the epoch, and the optimizer step of it, that the next iteration begins with."""
-        self.dataloader.set_epoch(epoch, start_step)
+    def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
+        """Choose the epoch, and the optimizer step of it, that the next iteration begins with: `MixtureLoader.set_epoch`."""
+        self.dataloader.set_epoch(epoch, start_step, dealt)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Inputs:
     """What the command line points at, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
+    teachers: TeacherStore | None = None
     retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
 
 
@@ -85,8 +87,9 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             )
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
+    teachers = None if config.teacher is None else TeacherStore.open(config.teacher)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
-    return Inputs(sources, {name: open_retrieval_set(path) for name, path in paths.items()})
+    return Inputs(sources, teachers, {name: open_retrieval_set(path) for name, path in paths.items()})
 
 
 def get_data(
@@ -110,7 +113,7 @@ def get_data(
         data = stock(args)
     else:
         data = stock(argparse.Namespace(**{**vars(args), "train_data": None}))
-        data["train"] = _mixture_data(config, inputs.sources, args, transform_train, tokenizer)
+        data["train"] = _mixture_data(config, inputs, args, transform_train, tokenizer)
     if "train" in data:
         loader = data["train"].dataloader
         micro_batches = loader.num_batches
@@ -138,18 +141,21 @@ def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) ->
         )
 
 
-def _mixture_data(
-    config: RecipeConfig, sources: tuple[Source, ...], args: argparse.Namespace, transform, tokenizer
-) -> TrainData:
+def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
     assert config.sampling is not None
-    normalizer = None
+    sources, normalizer, teachers = inputs.sources, None, None
     own_step = uses_own_step(config, args)
     if own_step:  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
         try:
             transform, mean, std = split_normalize(transform)
             normalizer = partial(normalize, mean=mean, std=std)
         except UserError as reason:  # timm's transforms (--aug-cfg use_timm=True) order their steps otherwise
+            if inputs.teachers is not None:
+                raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
+    if inputs.teachers is not None:
+        augmentation = augmentation_of(transform, config.pixel_path)
+        teachers = TeacherRows(inputs.teachers, sources, augmentation=augmentation, captions=config.captions)
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -160,6 +166,7 @@ def _mixture_data(
             pixel_path=config.pixel_path,
             with_origin=own_step,
             with_content=config.positives != "pair",
+            teachers=teachers,
         ),
         rank=args.rank,
         sampling=_sampling(config, args),

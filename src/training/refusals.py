@@ -51,7 +51,9 @@ class Need:
 
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
-STEP_FLAGS = "--dga-steps, --dga-retain, --dga-check, --loss-chunk, --cross-source-weight, --positives or --ablate"
+STEP_FLAGS = (
+    "--dga-steps, --dga-retain, --dga-check, --loss-chunk, --cross-source-weight, --positives, --teacher or --ablate"
+)
 
 PROGRAM = (
     Refusal("--horovod", lambda f: f.horovod, THE_RECIPE, lambda f: f.active, "use torchrun"),
@@ -105,6 +107,13 @@ LOSS = (
     ),
 )
 METHODS = (
+    Refusal(
+        "--torchscript",
+        lambda f: f.torchscript,
+        "--torchcompile",
+        lambda f: f.torchcompile,
+        "torch.compile takes no scripted model; give one of them",
+    ),
     Refusal(
         "--torchscript",
         lambda f: f.torchscript,

@@ -10,13 +10,14 @@ import logging
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import STREAMS_VERSION
@@ -36,6 +37,7 @@ class Position:
         micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in checkpoints that do not say.
         order: flag -> value of what decides which samples come when; empty in checkpoints that do not say.
         retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty where it has not decided.
+        read_as: micro-batch, DGA steps and workers with which the epoch was begun and is read, if others than this run's.
     """
 
     epoch: int
@@ -48,6 +50,23 @@ class Position:
     dga_steps: int = 0
     order: Mapping[str, Any] = field(default_factory=dict)
     retained: Mapping[str, float] = field(default_factory=dict)
+    read_as: tuple[int, ...] = ()
+
+    @property
+    def dealt(self) -> Batching:
+        """How the epoch's effective batches are divided among those who read them."""
+        micro_batch, dga_steps, workers = self.read_as or (self.micro_batch, self.dga_steps, self.workers)
+        return Batching(micro_batch, dga_steps, self.world_size, workers)
+
+    def read_on(self, now: Position) -> Position:
+        """`now`, in an epoch whose rest is to be read as this position's epoch was begun, so that each sample comes once."""
+        if not self.micro_batch or self.dealt == now.dealt or self._batch != now._batch:
+            return now
+        return replace(now, read_as=(self.dealt.micro_batch, self.dealt.dga_steps, self.dealt.workers))
+
+    @property
+    def _batch(self) -> tuple[int, int]:
+        return self.effective_batch, self.world_size
 
     def graphs_for(self, now: Position) -> Decision | None:
         """What `--dga-retain auto` decided, where the split of the batch is that of `now`."""
@@ -77,22 +96,31 @@ class Position:
                         f"that are left; give {flag} as it was, resume from an epoch's end, or start a new run with "
                         "--init-from"
                     )
-        split = (self.micro_batch, self.dga_steps) if self.micro_batch else (now.micro_batch, now.dga_steps)
-        same = (self.effective_batch, self.world_size, self.workers, *split)
-        if same == (now.effective_batch, now.world_size, now.workers, now.micro_batch, now.dga_steps):
+        if self._batch == now._batch and (
+            self.dealt == now.dealt or (not self.micro_batch and self.workers == now.workers)
+        ):
             return self.step
         step = self.step * self.effective_batch // now.effective_batch
+        words = (
+            f"Resuming step {self.step} of epoch {self.epoch} ({self._batching()}) as step {step} ({now._batching()}). "
+        )
+        if self._batch == now._batch and self.micro_batch:
+            logging.info(
+                f"{words}The rest of this epoch is read as it was begun, by {self.dealt.workers} workers a rank, and then "
+                "divided as this run asks: each step shows the samples that it would have shown."
+            )
+            return step
         logging.warning(
-            f"Resuming step {self.step} of epoch {self.epoch} ({self._batching()}) as step {step} ({now._batching()}). The "
-            "count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, since other "
-            "readers divide the shards: some come twice and as many not at all. From the next epoch on each is seen once "
-            "again. To be exact, give the numbers of the first bracket until the epoch ends."
+            f"{words}The count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, "
+            "since other readers divide the shards: some come twice and as many not at all. From the next epoch on each is "
+            "seen once again. To be exact, give the effective batch and the ranks of the first bracket until the epoch ends."
         )
         return step
 
     def _batching(self) -> str:
-        split = f" = {self.micro_batch} x {self.dga_steps} x {self.world_size}" if self.micro_batch else ""
-        return f"effective batch {self.effective_batch}{split}, {self.world_size} ranks x {self.workers} workers"
+        dealt = self.dealt
+        split = f" = {dealt.micro_batch} x {dealt.dga_steps} x {self.world_size}" if dealt.micro_batch else ""
+        return f"effective batch {self.effective_batch}{split}, {self.world_size} ranks x {dealt.workers} workers"
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import check_quotes, local_path
+from open_clip_zerovl.tar.remote import check_quotes, local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
 UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member

@@ -16,6 +16,7 @@ import torch
 from open_clip import create_loss as create_stock_loss
 
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.randomness import seed_step
@@ -33,8 +34,11 @@ from training.step_log import StepLog
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
     """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's where nothing asks for ours."""
     asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
+    plain = config.loss_chunk is None and asked == {name: getattr(RecipeConfig(), name) for name in asked}
+    if config.teacher is not None:
+        asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:
-        if config.loss_chunk is None and asked == {name: getattr(RecipeConfig(), name) for name in asked}:
+        if plain and config.teacher is None:
             return create_stock_loss(args)
         return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
     return ContrastiveLoss(
@@ -84,8 +88,9 @@ class Trainer:
             Stopped: the run was asked to stop, and a step checkpoint is written.
         """
         loader = data["train"].dataloader
-        sources = getattr(getattr(loader, "mixture", None), "sources", ())
-        here = self._position(args, epoch, 0, sources)
+        mixture = getattr(loader, "mixture", None)
+        sources = getattr(mixture, "sources", ())
+        here = self._position(args, epoch, 0, sources, mixture.preprocessing.teachers if mixture is not None else None)
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -108,7 +113,9 @@ class Trainer:
         steps = loader.num_batches
         start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
-            data["train"].set_epoch(epoch, start)
+            assert self.resumed is not None
+            here = self.resumed.read_on(here)
+            data["train"].set_epoch(epoch, start, here.dealt)
         else:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
@@ -135,7 +142,7 @@ class Trainer:
             if stop:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
+            self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
 
     def _retained(self) -> dict[str, float]:
         """What `--dga-retain auto` has decided; it is asked for on every rank."""
@@ -158,7 +165,14 @@ class Trainer:
         for _ in micro_batches:
             pass
 
-    def _position(self, args: argparse.Namespace, epoch: int, step: int, sources: Sequence[Source]) -> Position:
+    def _position(
+        self,
+        args: argparse.Namespace,
+        epoch: int,
+        step: int,
+        sources: Sequence[Source],
+        teachers: StoredTeachers | None,
+    ) -> Position:
         config = self.config
         return Position(
             epoch,
@@ -178,5 +192,6 @@ class Trainer:
                 "--captions": config.captions,
                 "--train-num-samples": args.train_num_samples,
                 "--dataset-resampled": args.dataset_resampled,
+                "--teacher": None if teachers is None else teachers.digest,
             },
         )

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from open_clip_zerovl.data.health import JUDGED_SAMPLES, Ledger, Loss, Report
+from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
@@ -374,7 +374,7 @@ def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):
     sources = parse_sources(f"s={folder}")
     for shard in folder.glob("*.tar"):
         shard.unlink()
-    with pytest.raises(UserError, match="nothing of source 's' can be read"):
+    with pytest.raises(UserError, match="none of the 2 shards of source 's' can be read"):
         list(loader_of(sources))
     members = [(name, b"rotten" if name.endswith("png") else content) for name, content in good_members()]
     write_tar(tmp_path / "t" / "0.tar", members)
@@ -423,9 +423,9 @@ def test_the_books_are_judged_over_all_ranks():
     one = Ledger(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
     one.add(Report({0: 1000}, losses))  # 60 % of what this rank has seen so far
-    healthy = ({}, {"a": 999_000})
-    one.close_epoch([(one.lost, one.delivered), healthy])
-    uniform = ({"a": {"no image": 30_000}}, {"a": 125_000})
+    healthy = Books({"a": 999_000})
+    one.close_epoch([one.books, healthy])
+    uniform = Books({"a": 125_000}, {"a": {"no image": 30_000}})
     with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
         one.close_epoch([uniform] * 8)
 

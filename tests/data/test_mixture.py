@@ -82,6 +82,31 @@ def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_st
         assert any(len(sources) > 1 for sources in sources_per_step)  # negative control
 
 
+@pytest.mark.parametrize("strategy", ["debiased", "random"])
+@pytest.mark.parametrize(("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))])
+def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train_data, strategy, begun, now):
+    """After the step at which the split changes, each step shows the samples that it would have shown, in their order."""
+    splits = [Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)]
+    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], strategy=strategy)
+    loader = MixtureLoader(
+        Mixture(
+            parse_sources(train_data), splits[1], Preprocessing(transforms.PILToTensor(), ids_of),
+            sampling=Sampling(strategy),
+        ),
+        workers=now[2],
+    )  # fmt: skip
+    loader.set_epoch(1, 3, splits[0])
+    rest = list(loader)
+    assert [len(ids) for _, ids in rest] == [now[0]] * ((loader.num_batches - 3) * now[1])
+    for column in (0, 1):
+        wanted = torch.cat([batch[column] for batch in whole[3 * begun[1] :]])
+        assert torch.equal(torch.cat([batch[column] for batch in rest]), wanted)
+    loader.set_epoch(2)  # dealt as this loader deals
+    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], strategy=strategy)
+    assert torch.equal(torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following]))
+    loader.abandon()
+
+
 def test_pixels_and_caption_belong_together(train_data):
     ((*batches,),) = epoch_of(train_data, Batching(4))
     for images, ids in batches:

@@ -13,7 +13,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_shards
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import holdings
-from open_clip_zerovl.tar.members import check_quotes
+from open_clip_zerovl.tar.remote import check_quotes
 from open_clip_zerovl.tar.shards import parse_sizes, read_sizes
 from support.tars import write_source
 
@@ -77,7 +77,7 @@ def test_no_command_is_run_for_the_sizes(tmp_path):
         parse_sources("a=pipe:cat d/00000.tar")
     (named,) = parse_sources(f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json")
     assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
-    with pytest.raises(UserError, match=r"other\.json, which is to give the sizes of shards, does not exist"):
+    with pytest.raises(UserError, match=r"other\.json, named as the sizes of shards, does not exist"):
         parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
 
 

@@ -114,7 +114,9 @@ def test_captions_in_the_lines_of_a_tar(tmp_path):
     assert (
         sorted(captions_of_epochs(every, 1, workers=2, batch=2)[0])[:5] == sorted(captions_of_epochs(every, 1)[0])[:5]
     )
-    with pytest.raises(UserError, match="are remote, first pipe:cat .*; copy them here"):
+    with pytest.raises(
+        UserError, match="cannot count the captions of remote shards .*, first pipe:cat .*; copy them here"
+    ):
         parse_sources(f"s=pipe:cat {tmp_path}/s/0.tar", captions="all")
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
         parse_sources(f"s={tmp_path}/s", captions="some")
@@ -237,7 +239,7 @@ def test_an_edit_while_training_ends_in_a_sentence(tmp_path):
     (tmp_path / "t.csv").write_text(text)
     sources = parse_sources(f"t={tmp_path}/t.csv")
     (tmp_path / "t.csv").write_text(text.replace("title 0", "another title"))
-    with pytest.raises(UserError, match=r"t\.csv was written again after the run had read where its rows lie"):
+    with pytest.raises(UserError, match=r"t\.csv has changed since the run began; start the run again"):
         captions_of_epochs(sources, 1)
 
 

@@ -158,7 +158,10 @@ CASES |= {
     for sizes in (ragged, one_micro_batch)
     for name, options in {"plain": {}, "all options": ALL_OPTIONS}.items()
 }
-SLOW_CASES = {"ours, compiled DDP": Case(ContrastiveLoss, compile=True)}
+SLOW_CASES = {
+    "ours, compiled DDP": Case(ContrastiveLoss, compile=True),
+    "ours, compiled DDP, frozen text": Case(ContrastiveLoss, compile=True, freeze="text"),
+}
 # Cases that must come out wrong, by at least the second number.
 CONTROLS = {
     "new masks in the replay": (Case(ContrastiveLoss, dga={"replay_rng": False}), 0.1),

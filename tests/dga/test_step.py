@@ -354,33 +354,96 @@ def test_a_constant_temperature():
     assert "logit_scale" not in found and error(found, wanted) <= EXACT
 
 
+class Graphs:
+    """A backend of torch.compile that runs what was traced as it is, and counts.
+
+    Attributes:
+        traced: graphs made.
+        runs: how often graphs were run that hold the image tower (a convolution) or the text tower (an embedding).
+    """
+
+    def __init__(self):
+        self.traced = 0
+        self.runs = {"image": 0, "text": 0}
+
+    def __call__(self, module, inputs):
+        self.traced += 1
+        called = " ".join(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        towers = [tower for tower, name in (("image", "conv2d"), ("text", "embedding")) if name in called]
+
+        def run(*args):
+            self.runs.update({tower: self.runs[tower] + 1 for tower in towers})
+            return module.forward(*args)
+
+        return run
+
+
 def test_a_compiled_model_is_traced_twice_in_the_first_step_and_never_again():
-    """Once without and once with gradient, whatever K and R; a micro-batch of another size once more."""
+    """Once without and once with gradient, whatever K and R; micro-batches of other sizes, all of them, once more."""
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(module, inputs):
-        graphs.append(len(inputs))
-        return module.forward
-
-    step = DecoupledGradientAccumulation(torch.compile(bert_clip(torch.float32), backend=backend), ContrastiveLoss())
+    graphs = Graphs()
+    step = DecoupledGradientAccumulation(torch.compile(bert_clip(torch.float32), backend=graphs), ContrastiveLoss())
     traced = []
-    for sizes in ([4, 4, 4], [4, 4, 4], [4, 4, 4, 4], [4, 4, 3]):
+    for sizes in ([4, 4, 4], [4, 4, 4], [4, 4, 4, 4], [4, 4, 3], [4, 4, 2], [4, 4, 4]):
         step.backward(batches(sizes, torch.float32, seed=len(traced)))
-        traced.append(len(graphs))
-    assert traced == [2, 2, 2, 3]
+        traced.append(graphs.traced)
+    assert traced == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("frozen", [None, "text", "image"])
+def test_a_compiled_step_is_the_eager_one(frozen):
+    """Same masks, so the same gradient to rounding; a frozen tower runs once; nothing is traced after the first step."""
+    torch._dynamo.reset()
+    model, micro_batches = bert_clip(torch.float32), batches([4, 4, 4], torch.float32)
+    if frozen:
+        (model.text if frozen == "text" else model.visual).requires_grad_(False)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    step = DecoupledGradientAccumulation(compiled, ContrastiveLoss(), retain=1, check="always")
+    traced = []
+    for _ in range(3):
+        graphs.runs.update(image=0, text=0)
+        torch.manual_seed(SEED)
+        step.backward(micro_batches)
+        assert error(gradients(model), wanted) <= TOLERANCE[torch.float32]
+        assert graphs.runs == {tower: 3 if tower == frozen else 3 + 2 for tower in ("image", "text")}
+        traced.append(graphs.traced)
+    assert traced == [traced[0]] * 3
+    _, redrawn = accumulated(compiled, ContrastiveLoss(), micro_batches, replay_rng=False)
+    assert error(redrawn, wanted) > 0.1
+
+
+def test_a_frozen_tower_compiled_in_one_graph_runs_twice_and_is_told(caplog):
+    torch._dynamo.reset()
+    model, micro_batches = bert_clip(torch.float32), batches([3, 3], torch.float32)
+    model.text.requires_grad_(False)
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with caplog.at_level(logging.INFO):
+        _, found = accumulated(compiled, ClipLoss(), micro_batches, retain=0)
+    assert error(found, wanted) <= TOLERANCE[torch.float32]
+    assert "runs in both passes" in caplog.text
 
 
 @pytest.mark.slow  # the code generator needs a C++ compiler and a minute
-def test_compiled_with_dropout():
-    """The compiled graphs with and without gradient draw the same masks; the reference is compiled too."""
-    torch._dynamo.reset()
-    model = torch.compile(bert_clip(torch.float32))
+@pytest.mark.parametrize("frozen", [None, "text"])
+def test_compiled_by_inductor(frozen):
+    """With torch's own random numbers against the eager gradient; with the generated code's against the compiled one."""
     micro_batches = batches([4, 4, 4], torch.float32)
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    for retain in (0, 1):
-        _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain, check="always")
-        assert error(found, wanted) <= TOLERANCE[torch.float32]
+    for own_numbers in (False, True):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(fallback_random=not own_numbers):
+            model = bert_clip(torch.float32)
+            if frozen:
+                model.text.requires_grad_(False)
+            compiled = torch.compile(model)
+            _, wanted = reference(compiled if own_numbers else model, ClipLoss(), micro_batches)
+            for retain in (0, 1):
+                _, found = accumulated(compiled, ClipLoss(), micro_batches, retain=retain, check="always")
+                assert error(found, wanted) <= TOLERANCE[torch.float32]
+            _, redrawn = accumulated(compiled, ClipLoss(), micro_batches, replay_rng=False)
+            assert error(redrawn, wanted) > 0.1
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check

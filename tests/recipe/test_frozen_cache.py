@@ -11,7 +11,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from open_clip.tokenizer import HFTokenizer
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import image_transform
 
 from open_clip_zerovl.data.sources import Source
@@ -317,3 +317,11 @@ def test_a_compiled_model_looks_up_too(tmp_path):
         store.prepare(images, texts, ORIGIN)
         assert (compiled(images, texts)["text_features"] - expected).abs().max() < 1e-6
     assert len(calls) == 1 and len(store) == 4
+
+
+def test_the_fingerprint_of_clips_own_tokenizer_is_the_same_in_each_process():
+    model, data = frozen_model(), sources(7, 5)
+    one, other = (
+        fingerprint(model, "text", data, inputs=SimpleTokenizer(context_length=12)) for _ in range(2)
+    )  # each its own object, as in another process
+    assert one == other != fingerprint(model, "text", data, inputs=SimpleTokenizer(context_length=11))

@@ -14,6 +14,8 @@ from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.randomness import seed_step
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.step import RecipeStep
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.config import RecipeConfig
 from training.params import parse
@@ -131,3 +133,31 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
     assert getattr(loss, "chunk_size", None) == chunk_size
     if kind is not SigLipLoss:
         assert loss.positives == config.positives
+
+
+@pytest.mark.parametrize("frozen", [(), ("text",)])
+def test_a_compiled_recipe_traces_nothing_after_a_step_with_each_coin(model, frozen):
+    torch._dynamo.reset()
+    traced, mixes, counts = [], [], []
+
+    def backend(module, inputs):
+        traced.append(module)
+        return module.forward
+
+    planned, _ = planned_of(model, "fp32", token_drop=0.25, freeze=frozen)
+    step = RecipeStep(
+        torch.compile(planned.model, backend=backend),
+        ContrastiveLoss(),
+        torch.optim.AdamW(parameter_groups(planned.model, 1e-3)),
+        precision="fp32",
+        normalize=planned.normalize,
+        mixup=planned.mixup,
+        check="always",
+    )
+    for number, group in enumerate(groups_of(planned)):
+        step.take(group, number)
+        planned.mixup.seek(number)
+        mixes.append(planned.mixup.draw().mixes_images)
+        counts.append(len(traced))
+    both = max(mixes.index(True), mixes.index(False))
+    assert both < STEPS - 2 and counts[both:] == [counts[both]] * (STEPS - both)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.errors import UserError
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers
 from training.lock import RunLock
@@ -150,12 +151,21 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
     assert replace(TAKEN, order={}).start_step(now) == 10  # a checkpoint of an earlier version does not say
 
 
-def test_another_split_of_the_same_effective_batch_is_said(caplog):
-    """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice."""
-    with caplog.at_level(logging.WARNING):
-        assert TAKEN.start_step(TAKEN) == 10 and not caplog.text
-        assert TAKEN.start_step(replace(TAKEN, micro_batch=24, dga_steps=1)) == 10
-    assert "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "come twice" in caplog.text
+def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begun(caplog):
+    """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice when the readers were dealt anew."""
+    with caplog.at_level(logging.INFO):
+        assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
+        now = replace(TAKEN, step=0, micro_batch=24, dga_steps=1, workers=1)
+        assert TAKEN.start_step(now) == 10
+    assert (
+        "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "read as it was begun" in caplog.text
+    )
+    begun = TAKEN.read_on(now)
+    assert begun.dealt == Batching(8, 3, 1, 2) and (begun.micro_batch, begun.dga_steps) == (24, 1)
+    # stopped again in this epoch and resumed with a third split
+    third = replace(now, micro_batch=4, dga_steps=6)
+    assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
+    assert TAKEN.read_on(replace(now, world_size=2)).dealt == Batching(24, 1, 2, 1)  # approximate, and said
 
 
 def test_one_process_at_a_time(tmp_path, caplog):

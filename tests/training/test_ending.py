@@ -242,8 +242,10 @@ def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of
     content[len(content) // 2] ^= 1
     steps[1].write_bytes(content)
     (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
-    done, printed, _ = train(None, "--resume", "latest", name="damaged")
+    split = ["--batch-size", "8", "--dga-steps", "1", "--workers", "0"]
+    done, printed, _ = train(None, "--resume", "latest", *split, name="damaged")
     assert done["statuses"] == [0] and "does not match" in printed, printed[-3000:]
+    assert "The rest of this epoch is read as it was begun" in printed
     assert printed.count("Train Epoch: 0 [") == STEPS - 4
     assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
 

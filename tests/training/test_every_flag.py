@@ -114,7 +114,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
         ("", WORKS), ("--lock-image", "--torchscript does not work with --lock-*"),
         ("--freeze text", "--torchscript does not work with --lock-*, --freeze"),
     ],
-    "--torchcompile": [("", WORKS)],
+    "--torchcompile": [("", WORKS), ("--torchscript", "--torchscript does not work with --torchcompile")],
     "--trace": [("", "--trace does not work with the recipe's flags")],
     "--accum-freq": [("2", "--accum-freq 2 does not work with"), ("0", "--accum-freq 0 is out of range")],
     "--device": [("cpu", WORKS), ("cuda", WORKS), ("foo", "--device foo is none that torch knows")],

@@ -11,7 +11,8 @@ from PIL import Image
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import REMOTE, TEXT_EXTENSION, image_of, read_samples
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, image_of, read_samples
+from open_clip_zerovl.tar.remote import REMOTE
 
 SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.cli.values import natural, positive, seed
+from open_clip_zerovl.cli.values import natural, part, positive, seed
 from open_clip_zerovl.errors import UserError
 
 _DATASETS = {
@@ -77,7 +77,7 @@ def _add_url_lists(datasets) -> None:
         )
         parser.add_argument("--no-tls-verify", action="store_true", help="accept hosts whose certificate is wrong")
         parser.add_argument(
-            "--part", type=_part, default=(0, 1), metavar="I/N", help="do every N-th shard: N processes share a folder"
+            "--part", type=part, default=(0, 1), metavar="I/N", help="do every N-th shard: N processes share a folder"
         )
         parser.set_defaults(run=_run_url_list)
 
@@ -87,13 +87,6 @@ def _add_annotated(datasets) -> None:
         parser = _add_dataset(datasets, name)
         parser.add_argument("--seed", type=seed, default=0, help="of the order of the samples (default %(default)s)")
         parser.set_defaults(run=_run_annotated)
-
-
-def _part(text: str) -> tuple[int, int]:
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
-    return int(index), int(count)
 
 
 def _work(arguments: argparse.Namespace):

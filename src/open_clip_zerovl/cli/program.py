@@ -1,4 +1,4 @@
-"""`zerovl <command>`: with data.py and plan.py beside it the one place in the library that reads a command line.
+"""`zerovl <command>`: with data.py, plan.py and teacher.py beside it the one place in the library that reads a command line.
 
 Each command is a thin wrapper around a library function, imported when it is called.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.plan import add_plan
+from open_clip_zerovl.cli.teacher import add_teacher
 from open_clip_zerovl.cli.values import natural, positive, seed
 from open_clip_zerovl.errors import sentence_of
 
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_data(commands)
     add_cluster(commands)
+    add_teacher(commands)
     _add_retrieval(commands)
     _add_linear_probe(commands)
     _add_bias(commands)

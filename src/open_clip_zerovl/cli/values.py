@@ -23,6 +23,14 @@ def seed(text: str) -> int:
     return value
 
 
+def part(text: str) -> tuple[int, int]:
+    """I/N: every N-th of something from number I on."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+    return int(index), int(count)
+
+
 def _whole(text: str, least: int) -> int:
     # More digits than any count has; Python refuses to read thousands of them.
     if not text.removeprefix("-").isdecimal() or len(text) > 18:

@@ -30,7 +30,7 @@ from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clu
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
-from open_clip_zerovl.tar.members import local_path
+from open_clip_zerovl.tar.remote import local_path
 
 __all__ = [
     "ClusterSettings",

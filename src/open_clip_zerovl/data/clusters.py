@@ -1,12 +1,12 @@
 """Clusters as sources (A.6): the assignment on disk, and what a component of `--train-data` that names one stands for.
 
-    cc12m=/d/clusters                      cc12m-000, cc12m-001, ... : a source each of the K clusters
-    cc12m=/d/clusters@/mnt/cc12m           the clustered shards lie in /mnt/cc12m now
-    cc12m=/d/clusters/assignment.npz       never the clusters written anew
+    cc12m=/d/clusters                      sources cc12m-000, cc12m-001, ...: one for each of the K clusters
+    cc12m=/d/clusters@/mnt/cc12m           the same, with the clustered shards now in /mnt/cc12m
+    cc12m=/d/clusters/assignment.npz       the same, without the clusters that `--reshard` wrote
 
-Where the folder holds the clusters written anew (`--reshard`), those are read. Otherwise a cluster is a choice of samples of
-the shards that were clustered: each shard, opened once, gives those samples by its index (`tar/index`), in their order there,
-so that a cluster has pieces of shards like any other source.
+Where the folder holds clusters that `--reshard` wrote, these are read. Otherwise a cluster is a choice of samples of the shards
+that were clustered. Each shard is opened once and gives those samples in its own order, by its index (`tar/index`), so that a
+cluster has pieces of shards like any other source.
 
 `n` samples, `D` width of the features, `K` clusters.
 """
@@ -38,8 +38,8 @@ class Cluster:
     Attributes:
         shards: paths of its tars.
         sizes: its samples in each of them.
-        picked: (n,) the numbers of its samples in their shards, ascending within each, one shard after the other; None
-            where the shards hold nothing else.
+        picked: (n,) the numbers of its samples in their shards, shard after shard and ascending in each; None where the
+            shards hold no other samples. Samples 0 and 7 of the first shard and 2 of the second: [0, 7, 2].
     """
 
     shards: tuple[str, ...]
@@ -48,7 +48,10 @@ class Cluster:
 
 
 def find_clustering(component: str) -> tuple[Path, str | None] | None:
-    """(path of the assignment or of its folder, folder to which the shards have moved), None for any other component."""
+    """(path of the assignment or of its folder, folder to which the shards have moved or None); None if no clustering is named.
+
+    An at sign separates the two; it may also be part of a path.
+    """
     if (found := _clustering_at(component)) is not None:
         return found, None
     for at in re.finditer("@", component):
@@ -61,12 +64,13 @@ def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = Fal
     """The name of the source that was clustered, and its K clusters.
 
     Args:
-        path: of an `assignment.npz`, or of the folder that holds it and perhaps the clusters written anew.
-        moved_to: the folder that now holds the clustered shards.
-        strict: a shard that is gone is an error; otherwise a warning, and other samples of the cluster stand in.
+        path: of an `assignment.npz`, or of the folder that holds it and perhaps the clusters of `--reshard`.
+        moved_to: the folder that now holds the clustered shards; None if they have not moved.
+        strict: a missing shard is an error; otherwise a warning, and other samples of the cluster replace its samples.
 
     Raises:
-        UserError: shards that are gone or have changed, or clusters written anew that are not those of the assignment.
+        UserError: no readable assignment, shards that are missing or have changed, or clusters of `--reshard` that do not
+            belong to the assignment.
     """
     clustering = load_clustering(path)
     if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
@@ -77,19 +81,21 @@ def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = Fal
 
 
 def cluster_folders(folder: Path) -> list[Path]:
-    """The clusters of a folder that were written anew, in their order."""
+    """The folders of the clusters that `--reshard` wrote, in the order of their numbers."""
     numbered = ((_CLUSTER_FOLDER.fullmatch(entry.name), entry) for entry in folder.glob("cluster-*"))
     return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in numbered if match)]
 
 
 def _clustering_at(path: str) -> Path | None:
+    """The path, if it is one of an assignment or of a folder with one."""
     found = os.path.expanduser(path)
-    # os.path takes any text for a path, such as a pipe's command.
+    # By os.path and not pathlib: the text may be anything, such as a pipe's command.
     named = os.path.basename(found) == ASSIGNMENT_FILE
     return Path(found) if named or os.path.isfile(os.path.join(found, ASSIGNMENT_FILE)) else None
 
 
 def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
+    """The clusters as choices of samples of the clustered shards."""
     starts = np.concatenate([[0], np.cumsum(clustering.sizes)])
     by_cluster = np.argsort(clustering.labels, kind="stable")  # (n,) all samples of cluster 0, then of cluster 1 ...
     clusters = []
@@ -108,6 +114,7 @@ def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
 
 
 def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> list[Cluster]:
+    """The clusters as `--reshard` wrote them."""
     clusters = []
     for folder in folders:
         try:
@@ -129,13 +136,14 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
 
 
 def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
-    """The shards' paths, with another folder in place of the deepest one that held them all."""
+    """The shards' paths, with `folder` in place of the deepest folder that they have in common."""
     common = os.path.commonpath([os.path.dirname(shard) for shard in clustering.shards])
     new = os.path.abspath(os.path.expanduser(folder))
     return tuple(os.path.join(new, os.path.relpath(shard, common)) for shard in clustering.shards)
 
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
+    """UserError for shards that are missing or have another size; without `strict` a warning for some that are missing."""
     gone = []
     for shard, size_bytes in zip(shards, clustering.shard_bytes, strict=True):
         try:
@@ -173,7 +181,7 @@ class Clustering:
         labels: (n,) cluster of each sample.
         distances: (n,) 1 - cosine to the centroid.
         centroids: (K, D) of unit length.
-        shard_bytes: size of each shard, by which one that was written anew since is noticed.
+        shard_bytes: size of each shard in bytes, by which a changed shard is noticed.
     """
 
     source: str
@@ -196,7 +204,7 @@ class Clustering:
 
 
 def save_clustering(clustering: Clustering, out: Path) -> Path:
-    """Write `assignment.npz`; returns its path. Reading it needs no pickle."""
+    """Write `assignment.npz` into the folder `out`, without pickle; returns its path."""
     path = out / ASSIGNMENT_FILE
     with atomic_file(path) as file:
         np.savez_compressed(
@@ -213,7 +221,7 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
 
 
 def load_clustering(path: str | Path) -> Clustering:
-    """Read `assignment.npz` (or the folder that holds it). UserError where there is none that can be read."""
+    """Read an `assignment.npz`, named by its path or its folder's. UserError where there is none that can be read."""
     path = Path(path).expanduser()
     path = path / ASSIGNMENT_FILE if path.is_dir() else path
     if not path.is_file():

@@ -1,20 +1,21 @@
-"""What each micro-batch holds of each source, by arithmetic: any reader, any step, in logarithmic time and no memory.
+"""How many samples of each source every micro-batch holds, by arithmetic: for any reader and any step.
 
-A reader is a (rank, worker). A torch DataLoader takes batch i from worker i % V, so micro-batch j of a rank belongs to worker
-j % V; `Deal` answers for one reader what it delivers, what all readers before it deliver, and what it has delivered before a
-step. Nothing here is as long as the data: an epoch of 12.8 billion samples costs what one of a thousand costs.
+A rank has V readers, one a loader worker. A torch DataLoader takes batch i from worker i % V, so that micro-batch j of a rank
+belongs to its reader j % V. `Deal` says what one reader delivers, what all readers before it deliver, and what it has delivered
+before a step. Readers are ordered by rank, then by number. No array is as long as the data.
 
-`--sampling random` is one shuffled deck of all samples' labels, dealt into micro-batches. Which micro-batch lies where in the
-deck is of no matter, since all its orders are as likely, so that it lies reader by reader:
+`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches. All orders of the deck
+are equally likely, so the micro-batches of a reader may lie next to each other in it. The deck is never stored. It is halved
+again and again, and a draw says how many labels of each source fall into the first half:
 
-    deck    | reader 0: its micro-batches in time | reader 1 | ...        G micro-batches of B samples, as leaves of a tree
-    halves  |        first half        |        second half       |      how many of each source: multivariate hypergeometric
-    ...                                                                  and so on, each node with a stream of its own
-    leaf    | some micro-batches |                                       a small deck of labels, shuffled
+    deck    | reader 0: its micro-batches in time | reader 1 | ...       T*K*W micro-batches of B samples
+    halves  |        first half        |        second half       |      multivariate hypergeometric draw
+    ...                                                                  each node of this tree has a stream of its own
+    leaf    | some micro-batches |                                       a small deck of labels, shuffled as an array
 
-The numbers at any place follow from the nodes on the way down to it: about 20 for a billion samples.
+The numbers at any place follow from the nodes on the way down to its leaf: about 20 for a billion samples.
 
-    B  micro-batch   K  micro-batches of a step   W  ranks   V  workers a rank   S  sources   T  steps of an epoch
+    B  micro-batch   K  micro-batches of a step   W  ranks   V  readers a rank   S  sources   T  steps of an epoch
 """
 
 from __future__ import annotations
@@ -28,61 +29,68 @@ import numpy as np
 from open_clip_zerovl.data.schedule import Batching, Schedule
 from open_clip_zerovl.randomness import Purpose, stream
 
-LEAF_SAMPLES = 65_536  # of a deck that is shuffled as an array: 0.5 ms
-_STEPS_AT_ONCE = 1_000_000  # counted in one array
-_EXACT_BELOW = 10**9  # numpy's hypergeometric draw refuses larger populations
+LEAF_SAMPLES = 65_536  # labels of a leaf, whose shuffle takes 0.5 ms
+_STEPS_AT_ONCE = 1_000_000  # steps that are counted in one array
+_EXACT_BELOW = 10**9  # numpy's hypergeometric draw takes no larger populations
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Who delivers what in an epoch."""
+    """What each reader delivers in an epoch.
+
+    Args:
+        schedule: of the epoch.
+        batching: B, K, W, and V readers a rank.
+    """
 
     schedule: Schedule
     batching: Batching
 
     @property
     def micro_batches(self) -> int:
-        """Of one rank: T*K."""
+        """Micro-batches of one rank: T*K."""
         return self.schedule.steps * self.batching.dga_steps
 
-    def of_reader(self, worker: int, end: int | None = None) -> int:
-        """How many of a rank's first `end` micro-batches (default all) worker `worker` delivers."""
-        return max(0, -(-((self.micro_batches if end is None else end) - worker) // self.batching.workers))
+    def of_reader(self, reader: int, end: int | None = None) -> int:
+        """How many of a rank's first `end` micro-batches (None: of all) its reader number `reader` delivers."""
+        return max(0, -(-((self.micro_batches if end is None else end) - reader) // self.batching.workers))
 
-    def before(self, rank: int, worker: int) -> np.ndarray:
+    def before(self, rank: int, reader: int) -> np.ndarray:
         """(S,) samples that all readers before this one deliver in the epoch."""
         raise NotImplementedError
 
-    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
         """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
         raise NotImplementedError
 
-    def counts(self, rank: int, worker: int, step: int = 0) -> Iterator[np.ndarray]:
-        """(S,) samples of each source in every micro-batch of a reader, from optimizer step `step` on."""
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        """(S,) samples of each source, for each micro-batch of a reader from optimizer step `step` on."""
         raise NotImplementedError
 
 
 def deal(schedule: Schedule, batching: Batching) -> Deal:
-    """The deal of a schedule."""
+    """The deal of a schedule: `Shuffled` where steps mix the sources, else `Pure`."""
     return Shuffled(schedule, batching) if schedule.strategy == "random" else Pure(schedule, batching)
 
 
 @dataclass(frozen=True)
 class Pure(Deal):
-    """Every step is of one source, as `Schedule.source_of_step` says; all ranks deliver the same counts."""
+    """Every step is of one source, `Schedule.source_of_step`; all ranks deliver the same counts."""
 
-    def before(self, rank: int, worker: int) -> np.ndarray:
-        of_workers = self._owed(self.schedule.steps)
-        return rank * of_workers.sum(axis=0) + of_workers[:worker].sum(axis=0)
+    def before(self, rank: int, reader: int) -> np.ndarray:
+        of_readers = self._delivered(self.schedule.steps)
+        return rank * of_readers.sum(axis=0) + of_readers[:reader].sum(axis=0)
 
-    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
-        return self._owed(self.schedule.steps if step is None else step)[worker]
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
+        return self._delivered(self.schedule.steps if step is None else step)[reader]
 
-    def _owed(self, steps: int) -> np.ndarray:
-        """(V, S) samples that a rank's workers deliver in the first steps.
+    def _delivered(self, steps: int) -> np.ndarray:
+        """(V, S) samples that each reader of a rank delivers in the first `steps` steps.
 
-        Step t's micro-batches are numbers t*K .. t*K + K - 1, so that which workers they fall to repeats every
-        V / gcd(K, V) steps: it is enough to count the steps of each source by their place in this period.
+        Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
+        is enough to count the steps of each source by their place in this period:
+
+            K = 2, V = 4   step 0: readers 0, 1   step 1: readers 2, 3   step 2: readers 0, 1 ...     a period of 2 steps
         """
         k, v = self.batching.dga_steps, self.batching.workers
         period = v // math.gcd(k, v)
@@ -95,10 +103,10 @@ class Pure(Deal):
         share = np.stack([np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)])
         return (times @ share).T * self.batching.micro_batch
 
-    def counts(self, rank: int, worker: int, step: int = 0) -> Iterator[np.ndarray]:
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
         k, v = self.batching.dga_steps, self.batching.workers
         first = step * k
-        for number in range(first + (worker - first) % v, self.micro_batches, v):
+        for number in range(first + (reader - first) % v, self.micro_batches, v):
             row = np.zeros(len(self.schedule.taken), dtype=np.int64)
             row[self.schedule.source_of_step[number // k]] = self.batching.micro_batch
             yield row
@@ -109,7 +117,7 @@ class Shuffled(Deal):
     """One deck of all samples, shuffled and dealt; see the module's text.
 
     Args:
-        leaf_samples: of the decks at the tree's leaves.
+        leaf_samples: labels of a leaf.
     """
 
     leaf_samples: int = LEAF_SAMPLES
@@ -117,28 +125,28 @@ class Shuffled(Deal):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def before(self, rank: int, worker: int) -> np.ndarray:
-        return self._up_to(self._place(rank, worker))
+    def before(self, rank: int, reader: int) -> np.ndarray:
+        return self._up_to(self._place(rank, reader))
 
-    def quota(self, rank: int, worker: int, step: int | None = None) -> np.ndarray:
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
         end = None if step is None else step * self.batching.dga_steps
-        start = self._place(rank, worker)
-        return self._up_to(start + self.of_reader(worker, end)) - self._up_to(start)
+        start = self._place(rank, reader)
+        return self._up_to(start + self.of_reader(reader, end)) - self._up_to(start)
 
-    def counts(self, rank: int, worker: int, step: int = 0) -> Iterator[np.ndarray]:
-        start = self._place(rank, worker)
-        for place in range(
-            start + self.of_reader(worker, step * self.batching.dga_steps), start + self.of_reader(worker)
-        ):
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        start = self._place(rank, reader)
+        first = self.of_reader(reader, step * self.batching.dga_steps)
+        for place in range(start + first, start + self.of_reader(reader)):
             number, row = divmod(place, self._leaf_length)
             yield self._leaf(number)[1][row]
 
-    def _place(self, rank: int, worker: int) -> int:
-        """The number in the deck of a reader's first micro-batch."""
-        return rank * self.micro_batches + sum(self.of_reader(earlier) for earlier in range(worker))
+    def _place(self, rank: int, reader: int) -> int:
+        """Where a reader's first micro-batch lies in the deck, counted in micro-batches."""
+        return rank * self.micro_batches + sum(self.of_reader(earlier) for earlier in range(reader))
 
     @property
     def _length(self) -> int:
+        """Micro-batches of the deck: T*K*W."""
         return self.micro_batches * self.batching.world_size
 
     @property
@@ -155,16 +163,17 @@ class Shuffled(Deal):
         return before + counts[:rows].sum(axis=0)
 
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Leaf `number`: (S,) what lies before it, and (micro-batches, S) what it holds."""
+        """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
         if number not in self._leaves:
-            if len(self._leaves) > 4:  # a reader goes on from leaf to leaf; the ends of its stretch are asked for first
+            if len(self._leaves) > 4:  # a reader needs both ends of its stretch at first, then one leaf after the other
                 self._leaves.clear()
             self._leaves[number] = self._descend(number)
         return self._leaves[number]
 
     def _descend(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """`_leaf`, drawn from the root of the tree down."""
         length, size = self._leaf_length, self.batching.micro_batch
-        low, high = 0, -(-self._length // length)  # leaves
+        low, high = 0, -(-self._length // length)  # the node holds the leaves low .. high - 1
         held = self.schedule.taken.astype(np.int64)
         before = np.zeros_like(held)
         while high - low > 1:
@@ -181,15 +190,16 @@ class Shuffled(Deal):
         return before, np.bincount(labels, minlength=rows * len(held)).reshape(rows, len(held))
 
     def _stream(self, low: int, high: int) -> np.random.Generator:
-        """Of the node that holds leaves low .. high - 1."""
+        """The stream of the node that holds the leaves low .. high - 1."""
         return stream(self.schedule.seed, Purpose.DEAL, self.schedule.epoch, low, high)
 
 
 def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws: int) -> np.ndarray:
-    """How many of each kind are among `draws` things drawn from `counts` of each: multivariate hypergeometric, any size.
+    """How many of each kind are among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
 
     Args:
-        counts: (S,) things of each kind.
+        counts: (S,) items of each kind to draw from.
+        draws: at most the sum of `counts`.
 
     Returns:
         (S,) integers that sum to `draws`.
@@ -206,10 +216,11 @@ def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws
 
 
 def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
-    """How many of `draws` things drawn from `good` and `bad` ones are good.
+    """How many of `draws` items drawn without replacement from `good` and `bad` ones are good.
 
-    Where numpy's draw ends, at a billion things, the distribution function is inverted: probabilities are products of the
-    ratios of neighbours, from the mode outwards, as far as twelve standard deviations (the rest is below 1e-30).
+    From a billion items on, which numpy's draw does not take, the distribution function is inverted. Probabilities are summed
+    from the mode outwards, each from its neighbour by the ratio p(k + 1) / p(k), as far as twelve standard deviations; beyond
+    lies less than 1e-30.
     """
     total = good + bad
     if good == 0 or bad == 0 or draws in (0, total):

@@ -1,23 +1,29 @@
-"""What a run loses to rotten data: counted by source and reason, said once, and ended where it is too much.
+"""What a run loses to bad data and what it waits for: counted by source and reason, warned of once; too many losses end it.
 
-Workers hand a `Report` over with each batch; the training process keeps the books in a `Ledger`.
+Workers deliver a `Report` with each batch; the training process adds them up in a `Ledger`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from open_clip_zerovl.errors import UserError, printable
+from open_clip_zerovl.tar.remote import Wait
 
-# A share is judged on no fewer samples: one shard written by a broken process must not end a run that loses nothing else.
+# Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a sample cannot be shown: the reason in a few words, and a verb phrase for messages."""
+    """Why a sample cannot be shown.
+
+    Attributes:
+        reason: a few words to count by ("no caption").
+        detail: a verb phrase for messages ("has no caption (txt)").
+    """
 
     reason: str
     detail: str
@@ -29,10 +35,10 @@ class Loss:
 
     Attributes:
         source: index of its source.
-        reason: in a few words, the same for all losses of a kind.
-        key, shard: where it lies; no key where the shard is lost.
+        reason: a few words to count by.
+        key, shard: where it lies; the key is empty where the shard is lost.
         detail: what exactly was wrong.
-        position: of the lost sample in its source's cycle.
+        position: number of the lost sample in its source's cycle.
     """
 
     source: int
@@ -45,49 +51,102 @@ class Loss:
 
 @dataclass
 class Report:
-    """What a worker says about a batch: samples delivered and lost of each source, and oddities that lose nothing."""
+    """What a worker says about a batch.
+
+    Attributes:
+        delivered: source -> samples in the batch, replaced ones included.
+        losses: one entry for each replaced sample.
+        notes: sentences about odd things through which no sample is lost.
+        waits: (source, what one of its shards was waited for).
+    """
 
     delivered: dict[int, int] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    waits: list[tuple[int, Wait]] = field(default_factory=list)
+
+
+@dataclass
+class Waited:
+    """What the shards of a source were waited for in an epoch: shards, seconds, and retries by reason."""
+
+    shards: int = 0
+    seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Waited) -> None:
+        """Count another one in."""
+        self.shards += other.shards
+        self.seconds += other.seconds
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+
+
+@dataclass
+class Books:
+    """What a rank, or all of them, have delivered, lost and waited for in an epoch, by source.
+
+    Attributes:
+        delivered: source -> samples, replaced ones included.
+        lost: source -> reason -> samples.
+        waited: source -> what its shards were waited for.
+    """
+
+    delivered: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, dict[str, int]] = field(default_factory=dict)
+    waited: dict[str, Waited] = field(default_factory=dict)
+
+    def add(self, other: Books) -> None:
+        """Count another rank's in."""
+        for name, count in other.delivered.items():
+            self.delivered[name] = self.delivered.get(name, 0) + count
+        for name, reasons in other.lost.items():
+            mine = self.lost.setdefault(name, {})
+            for reason, count in reasons.items():
+                mine[reason] = mine.get(reason, 0) + count
+        for name, waited in other.waited.items():
+            self.waited.setdefault(name, Waited()).add(waited)
 
 
 @dataclass
 class Ledger:
-    """The books of one rank.
+    """The count of one rank's losses.
 
     Attributes:
         names: of the sources.
-        max_bad_share: of a source's samples that may be lost.
-        lost: source -> reason -> samples lost in this epoch.
-        delivered: source -> samples delivered in this epoch, replaced ones included.
+        max_bad_share: share of a source's samples that may be lost.
+        books: of this epoch.
         totals: source -> samples of this epoch on all ranks.
     """
 
     names: Sequence[str]
     max_bad_share: float
-    lost: dict[str, dict[str, int]] = field(default_factory=dict)
-    delivered: dict[str, int] = field(default_factory=dict)
+    books: Books = field(default_factory=Books)
     totals: dict[str, int] = field(default_factory=dict)
     _said: set[object] = field(default_factory=set, repr=False)
 
     def open_epoch(self, totals: Sequence[int]) -> None:
-        """Begin an epoch that takes this many samples of each source on all ranks together."""
-        self.lost, self.delivered = {}, {}
+        """Begin an epoch.
+
+        Args:
+            totals: (S,) samples of each source in the epoch, on all ranks together.
+        """
+        self.books = Books()
         self.totals = dict(zip(self.names, totals, strict=True))
 
     def add(self, report: Report) -> None:
-        """Book a batch, and warn of what is new.
+        """Count a batch, and warn of what is new.
 
         Raises:
-            UserError: a source has lost more than it may, whatever is still to come.
+            UserError: a source has lost too many samples, whatever the rest of the epoch brings.
         """
+        lost, delivered = self.books.lost, self.books.delivered
         for source, count in report.delivered.items():
             name = self.names[source]
-            self.delivered[name] = self.delivered.get(name, 0) + count
+            delivered[name] = delivered.get(name, 0) + count
         for loss in report.losses:
             name = self.names[loss.source]
-            reasons = self.lost.setdefault(name, {})
+            reasons = lost.setdefault(name, {})
             reasons[loss.reason] = reasons.get(loss.reason, 0) + 1
             self._say(
                 (name, loss.reason),
@@ -95,9 +154,23 @@ class Ledger:
                 f"({loss.reason}: {loss.detail}). Further ones of this kind are only counted.",
             )
         for note in report.notes:
-            self._say(note, note[:1].upper() + note[1:] + ". What is beyond is not read.")
+            self._say(note, f"{note[:1].upper()}{note[1:]}.")
+        for source, wait in report.waits:
+            self._add_wait(self.names[source], wait)
         for name in {self.names[loss.source] for loss in report.losses}:
-            self._judge(name, self.lost[name], self.delivered[name])
+            self._judge(name, lost[name], delivered[name])
+
+    def _add_wait(self, name: str, wait: Wait) -> None:
+        self.books.waited.setdefault(name, Waited()).add(Waited(1, wait.seconds, dict(wait.reasons)))
+        new = [reason for reason in wait.reasons if ("wait", name, reason) not in self._said]
+        self._said.update(("wait", name, reason) for reason in new)
+        if new:
+            logging.warning(
+                printable(
+                    f"Source {name}: {wait.shard} took {_retries(wait.reasons)} and {wait.seconds:.0f} s. Further ones of this "
+                    "kind are only counted."
+                )
+            )
 
     def _say(self, subject: object, message: str) -> None:
         if subject not in self._said:
@@ -105,9 +178,9 @@ class Ledger:
             logging.warning(printable(message))
 
     def _judge(self, name: str, reasons: dict[str, int], delivered: int) -> None:
-        # Within an epoch a rank knows its own losses only. One that has lost one of its two shards has lost much of its share
-        # and perhaps little of the source. So it stops only where its losses alone are too many for the source as a whole
-        # (`totals`, all ranks' samples); the sum over ranks is judged at the epoch's end.
+        # Within an epoch a rank knows its own losses only. A rank that has lost one of its two shards has lost half of its
+        # share, but perhaps little of the source. So it stops only where its own losses are too many for the whole source
+        # (`totals`, the samples of all ranks). The sum over ranks is checked at the end of the epoch.
         count, of = sum(reasons.values()), min(self.totals[name], max(delivered, JUDGED_SAMPLES))
         if count > self.max_bad_share * of:
             raise UserError(
@@ -115,32 +188,37 @@ class Ledger:
                 "mend its shards, or allow more with --max-bad-share"
             )
 
-    def close_epoch(self, all_ranks: Iterable[tuple[dict[str, dict[str, int]], dict[str, int]]] | None = None) -> None:
-        """Log what the epoch has lost, and judge it.
+    def close_epoch(self, all_ranks: Iterable[Books] | None = None) -> None:
+        """Log what the epoch has lost and waited for, and check the losses against `max_bad_share`.
 
         Args:
-            all_ranks: (lost, delivered) of every rank; by default this one's alone.
+            all_ranks: the books of every rank; None for this rank alone.
 
         Raises:
             UserError: a source has lost more than `max_bad_share` of its epoch.
         """
-        lost: dict[str, dict[str, int]] = {}
-        delivered: dict[str, int] = {}
-        for of_rank, delivered_by_rank in all_ranks if all_ranks is not None else [(self.lost, self.delivered)]:
-            for name, count in delivered_by_rank.items():
-                delivered[name] = delivered.get(name, 0) + count
-            for name, reasons in of_rank.items():
-                for reason, count in reasons.items():
-                    lost.setdefault(name, {})[reason] = lost.get(name, {}).get(reason, 0) + count
-        for name, reasons in sorted(lost.items()):
-            total = sum(reasons.values())
+        whole = Books()
+        for books in all_ranks if all_ranks is not None else [self.books]:
+            whole.add(books)
+        for name, waited in sorted(whole.waited.items()):
             logging.warning(
-                f"Source {name}: {total} of {delivered[name]} samples ({total / delivered[name]:.2%}) were replaced "
-                f"({_listed(reasons)})."
+                f"Source {name}: {waited.shards} of the shards opened in this epoch took {_retries(waited.reasons)} and "
+                f"{waited.seconds:.0f} s of its readers."
             )
-        for name, reasons in sorted(lost.items()):
-            self._judge(name, reasons, delivered[name])
+        for name, reasons in sorted(whole.lost.items()):
+            total, delivered = sum(reasons.values()), whole.delivered[name]
+            logging.warning(
+                f"Source {name}: {total} of {delivered} samples ({total / delivered:.2%}) were replaced ({_listed(reasons)})."
+            )
+        for name, reasons in sorted(whole.lost.items()):
+            self._judge(name, reasons, whole.delivered[name])
 
 
-def _listed(reasons: dict[str, int]) -> str:
+def _retries(reasons: Mapping[str, int]) -> str:
+    """ "3 retries (2 cut off, 1 server answered 503)" """
+    count = sum(reasons.values())
+    return f"{count} {'retry' if count == 1 else 'retries'} ({_listed(reasons)})"
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))

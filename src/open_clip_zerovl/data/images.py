@@ -1,10 +1,9 @@
 """Encoded pictures to RGB images and to uint8 tensors, as open_clip decodes and transforms them, but faster.
 
-- `decode_image`: JPEGs are decoded at a half, a quarter or an eighth of their size where every crop that the transform may
-  draw still has at least as many pixels as it is resized to (`Crop.reduction`): the network sees no fewer details, and the
-  decoder skips most of its work.
-- `split_normalize`: the transform's last two steps (ToTensor, Normalize) are left to the device; the loader carries a quarter
-  of the bytes.
+- `decode_image` decodes a JPEG at a half, a quarter or an eighth of its size, which skips most of the work. It does so only
+  where every crop that the transform may draw still has at least as many pixels as it is resized to (`Crop.reduction`).
+- `split_normalize` leaves the transform's last two steps (ToTensor, Normalize) to the device, so that the loader moves a
+  quarter of the bytes.
 
     B  micro-batch      C, H, W  channels, rows and columns of an image
 """
@@ -28,8 +27,8 @@ from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.pictures import BadPicture, decoded, rgb
 
-MIN_SIDE_PX = 2  # a side of one pixel is what counting pixels and placeholders of the web have
-_SCALES = (8, 4, 2)  # that libjpeg decodes at, besides 1
+MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
+_SCALES = (8, 4, 2)  # libjpeg decodes at 1/8, 1/4 and 1/2
 
 
 class BadImage(Exception):
@@ -42,12 +41,12 @@ class BadImage(Exception):
 
 @dataclass(frozen=True)
 class Crop:
-    """A random resized crop: what it may cut out, and what it makes of it.
+    """A random resized crop.
 
     Attributes:
-        width_px, height_px: of the result.
-        min_area: lower bound of the crop's share of the image's area.
-        ratio: bounds of the crop's width by its height.
+        width_px, height_px: size that a crop is resized to.
+        min_area: smallest share of the image's area that a crop may have.
+        ratio: smallest and largest width / height that a crop may have.
     """
 
     width_px: int
@@ -56,7 +55,7 @@ class Crop:
     ratio: tuple[float, float]
 
     def smallest(self, width_px: int, height_px: int) -> tuple[float, float]:
-        """The smallest width and the smallest height of any crop of an image, each for itself."""
+        """The smallest width and the smallest height in px of any crop of an image (of two crops, in general)."""
         low, high = self.ratio
         area = self.min_area * width_px * height_px
         # Where no drawn crop fits, torchvision takes the largest central one of an allowed ratio.
@@ -65,7 +64,7 @@ class Crop:
         return width - 1, height - 1  # sides are rounded, and a reduced image's sides once more
 
     def reduction(self, width_px: int, height_px: int) -> int:
-        """The largest of 8, 4, 2, 1 by which an image may shrink so that no crop has to be enlarged for it."""
+        """The largest of 8, 4, 2, 1 by which an image may be reduced so that no crop of it has to be enlarged."""
         width, height = self.smallest(width_px, height_px)
         for scale in _SCALES:
             if width >= self.width_px * scale and height >= self.height_px * scale:
@@ -86,10 +85,10 @@ def crop_of(transform: Any) -> Crop | None:
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
     """The RGB image of encoded bytes.
 
-    Of the formats and with the conversions of `tar.pictures`; of an animation the first frame is taken.
+    Formats and conversions are those of `tar.pictures`. Of an animation the first frame is taken.
 
     Args:
-        crop: what the image is decoded for; lets JPEGs be decoded at a reduced size.
+        crop: the crop that follows; with it JPEGs may be decoded at a reduced size.
 
     Raises:
         BadImage: the bytes cannot be decoded, or the image has a side of one pixel.
@@ -113,18 +112,18 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
 
 
 class ToBytes:
-    """PIL image -> uint8 tensor (C, H, W), a view of the image's own rows; ToTensor without the division by 255."""
+    """PIL image -> uint8 tensor (C, H, W) with channels last in memory; ToTensor without the division by 255."""
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        pixels = np.array(image)  # (H, W, C); a copy, as torch wants memory that it may write to
+        pixels = np.array(image)  # (H, W, C); a copy, since torch needs writable memory
         return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1)
 
 
 def split_normalize(transform: Any) -> tuple[Compose, tuple[float, ...], tuple[float, ...]]:
     """A training transform that yields uint8 tensors, and the normalisation that is left to the device.
 
-    `(images.float() / 255 - mean) / std` of the new transform's images, with mean and std as (C, 1, 1), equals the old
-    transform's images to 1e-6 for the same random draws.
+    For the same random draws, `(new.float() / 255 - mean) / std` equals the old transform's image to 1e-6, where `new` is the
+    new transform's image and mean and std have shape (C, 1, 1).
 
     Returns:
         (transform to (C, H, W) uint8, mean, std), both per channel for pixels in 0..1.
@@ -149,7 +148,11 @@ def _floats(values: Any) -> tuple[float, ...]:
 def normalize(
     images: torch.Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """uint8 images (B, C, H, W) to what Normalize makes of them, on their device, contiguous, in `dtype`."""
+    """uint8 images (B, C, H, W) -> normalised images in `dtype`, contiguous, on the same device.
+
+    Args:
+        mean, std: (C,), for pixels in 0..1.
+    """
     scale, shift = _scale_and_shift(tuple(mean), tuple(std), images.device)
     pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
     return torch.addcmul(shift, pixels, scale).to(dtype)
@@ -159,7 +162,7 @@ def normalize(
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Made once for each device: copying numbers to a GPU makes the host wait for it."""
+    """(C, 1, 1) each; cached for each device, because copying numbers to a GPU makes the host wait."""
     scale = torch.tensor([1 / (255 * value) for value in std], device=device).view(-1, 1, 1)
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(-1, 1, 1)
     return scale, shift
@@ -169,7 +172,7 @@ def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
     """A meta tensor (B, C, H, W) in the type and the memory layout in which images (C, H, W) are collated.
 
     Raises:
-        ValueError: the images are not alike.
+        ValueError: images of different shapes.
     """
     first = images[0]
     other = next((image for image in images if image.shape != first.shape), None)
@@ -177,7 +180,7 @@ def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
         raise ValueError(
             f"the transform made images of {tuple(first.shape)} and {tuple(other.shape)}; they must be alike"
         )
-    # ToBytes yields rows of interleaved channels; turning them round here would cost ten times the copy.
+    # ToBytes yields channels-last images; changing their layout here would cost ten times the copy.
     interleaved = first.ndim == 3 and first.shape[0] > 1 and first.stride(0) == 1
     return torch.empty(
         (len(images), *first.shape),

@@ -1,7 +1,7 @@
-"""Batches of a torch DataLoader in which a bad sample is told as a sentence.
+"""Batches of a torch DataLoader that raise a bad item's `UserError` in the calling process.
 
-Raised in a loader's worker process, an error would come out wrapped into the worker's traceback. So a dataset here returns the
-`UserError` as the item, a batch with such an item becomes that error, and `read_batches` raises it in the calling process.
+An error that is raised in a loader's worker process reaches the caller inside the worker's traceback. So a dataset here returns
+the `UserError` as an item, a batch with such an item becomes that error, and `read_batches` raises it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from open_clip_zerovl.errors import UserError
 
 
 class ItemSet(Dataset):
-    """A dataset whose subclass reads item `index` in `read` and may raise UserError there."""
+    """A dataset whose `read` may raise UserError, which then is the item. Subclasses define `read` and `__len__`."""
 
     def read(self, index: int) -> Any:
         """Item `index`. UserError where it cannot be read."""
@@ -29,7 +29,7 @@ class ItemSet(Dataset):
 
 
 class _Collate:
-    """Collates items, or hands on the first error among them. A class, so that it can be pickled for a worker."""
+    """Collates items, or returns the first error among them. A class, so that it can be pickled for a worker."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
         self.collate = collate
@@ -43,7 +43,7 @@ def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **lo
 
     Args:
         collate: items of a batch -> the batch.
-        loader_options: of torch's DataLoader.
+        loader_options: keyword arguments of torch's DataLoader.
 
     Raises:
         UserError: the first bad item, after the batches before it.

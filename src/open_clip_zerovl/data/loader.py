@@ -1,12 +1,13 @@
-"""The loader of a mixture: worker processes, the epoch and the step it begins with, what was lost, how it ends.
+"""The loader of a mixture: its worker processes, the step that an epoch begins with, the count of lost samples.
 
-An error in a worker travels to the training process as a value and is raised there as one sentence: a traceback out of a
-worker process helps nobody, and an exception lost in one would leave the other ranks waiting.
+An error in a worker travels to the training process as a value and is raised there as one sentence. An exception in the worker
+would show its traceback, and one that got lost would leave the other ranks waiting.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import weakref
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from open_clip_zerovl.data.health import Ledger
 from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.mixture import Failure, Mixture
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.workers import begin_worker, explain_worker_error
 from open_clip_zerovl.errors import UserError
 
@@ -28,18 +30,24 @@ class MixtureLoader:
     """A loader of a `Mixture`, with the attributes that open_clip's training loop reads.
 
     Args:
+        mixture: what to load; its `batching.workers` is `workers`, or 1 where `workers` is 0.
         workers: loader processes; 0 reads in this one.
-        prefetch: micro-batches that each loader process reads ahead; None takes two, or as many as all of a step's K can
-            wait together when the step begins, and one more.
+        pin_memory: as in torch's DataLoader.
+        prefetch: micro-batches that each loader process reads ahead. None takes ceil(K / workers) + 1, at least 2: all
+            micro-batches of a step can then be ready when the step begins.
         stall_timeout_seconds: end the run when no batch comes for so long; 0 waits forever.
-        max_bad_share: of a source's samples that may be replaced before the run ends.
-        gather: hands an object to all ranks and returns all ranks' (`torch.distributed.all_gather_object`, say); called
-            once at the end of every epoch that is read to its end, so that the share is judged over all ranks.
+        max_bad_share: share of a source's samples that may be replaced; beyond it the run ends.
+        gather: object of this rank -> list of all ranks' objects, as `torch.distributed.all_gather_object`. Called once at the
+            end of every epoch that is read to its end, so that `max_bad_share` is checked over all ranks.
 
     Attributes:
         num_batches: optimizer steps of an epoch (T); iterating yields K micro-batches a step.
         num_samples: samples of an epoch (T*N).
         batch_size: B.
+
+    Raises:
+        UserError: a time-out or a share out of range, and what `Mixture.schedule` refuses. While iterating: a sentence of a
+            worker, a worker process that was lost or stalled, too many bad samples.
     """
 
     def __init__(
@@ -55,14 +63,13 @@ class MixtureLoader:
     ) -> None:
         if stall_timeout_seconds < 0:
             raise UserError(
-                f"a loader time-out of {stall_timeout_seconds:g} s is none; give seconds, or 0 to wait forever"
+                f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
             )
         if not 0 <= max_bad_share <= 1:
-            raise UserError(
-                f"the share of bad samples that is allowed must lie between 0 and 1, but is {max_bad_share:g}"
-            )
+            raise UserError(f"the allowed share of bad samples must lie between 0 and 1, but is {max_bad_share:g}")
         self.mixture = mixture
         self.workers = workers
+        self.pin_memory, self.prefetch = pin_memory, prefetch
         self.stall_timeout_seconds = stall_timeout_seconds
         self.gather = gather
         first = mixture.schedule(0)
@@ -73,7 +80,7 @@ class MixtureLoader:
         if prefetch is None:
             prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
         mixture.lending = self._lending = Lending(workers) if workers > 0 else None
-        mixture.stall_seconds = stall_timeout_seconds if workers == 0 else 0
+        mixture.timeout_seconds = stall_timeout_seconds
         self._loader: DataLoader = DataLoader(
             mixture,
             batch_size=None,
@@ -84,29 +91,61 @@ class MixtureLoader:
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
         self._processes: list[Any] = []
+        self._begun: MixtureLoader | None = None
         atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
     def lost(self) -> dict[str, dict[str, int]]:
-        """source -> reason -> samples that this rank has replaced since it entered the epoch."""
-        return self.ledger.lost
+        """source -> reason -> samples that this rank has replaced since it began with the epoch."""
+        return self.ledger.books.lost
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Choose the epoch that the next iteration yields, and the optimizer step that it begins with.
+    def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
+        """Choose the epoch of the next iteration, and the optimizer step that it begins with.
 
-        The batches are those of the whole epoch from that step on, bit for bit; `start_step = num_batches` leaves none.
+        The batches are those of the whole epoch from that step on, bit for bit. With `start_step = num_batches` there are none.
+
+        Args:
+            dealt: how the epoch was dealt when it was begun, if otherwise than this loader deals: of the same ranks and
+                effective batch. Its rest is read by as many processes as `dealt` has readers, and each step shows the
+                samples that it would have shown; they come in micro-batches of this loader's size:
+
+                    B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
 
         Raises:
-            UserError: no such step.
+            UserError: the epoch has no such step.
         """
         if not 0 <= start_step <= self.num_batches:
             raise UserError(f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}")
         self.mixture.start.set(epoch, start_step)
+        self._begun = None
+        if dealt is not None and dealt != self.mixture.batching:
+            self._begun = MixtureLoader(
+                self.mixture.dealt_as(dealt),
+                workers=dealt.workers if dealt.workers > 1 else min(1, self.workers),
+                pin_memory=self.pin_memory,
+                prefetch=self.prefetch,
+                stall_timeout_seconds=self.stall_timeout_seconds,
+                gather=self.gather,
+            )
+            self._begun.ledger = self.ledger
+            self._begun.set_epoch(epoch, start_step)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        if self._begun is None:
+            yield from self._micro_batches()
+            return
+        begun = self._begun
+        micro_batches = begun._micro_batches()
+        while step := list(itertools.islice(micro_batches, begun.mixture.batching.dga_steps)):
+            parts = [torch.cat(column).split(self.batch_size) for column in zip(*step, strict=True)]
+            yield from zip(*parts, strict=True)
+        begun.abandon()
+        self._begun = None
+
+    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
         epoch, step = self.mixture.start.get()
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
         self.ledger.open_epoch(self.mixture.schedule(epoch).taken.tolist())
@@ -125,7 +164,7 @@ class MixtureLoader:
             raise UserError(
                 f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
             )
-        mine = (self.ledger.lost, self.ledger.delivered)
+        mine = self.ledger.books
         self.ledger.close_epoch(self.gather(mine) if self.gather is not None else [mine])
 
     def _items(self) -> Iterator[Any]:
@@ -146,15 +185,17 @@ class MixtureLoader:
             raise UserError(sentence) from error
 
     def abandon(self) -> None:
-        """End the worker processes without torch's own shutdown: after one of them was lost, and when this process exits.
+        """Kill the worker processes: after one of them was lost, and when this process exits.
 
-        A worker that was killed may have held the lock that torch's shutdown waits for.
+        torch's own shutdown is not used: it waits for a lock that a killed worker may have held.
         """
+        if self._begun is not None:
+            self._begun.abandon()
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None and hasattr(iterator, "_workers"):
             iterator._shutdown = True
             if iterator._worker_pids_set:
-                # torch raises about each registered worker that dies, wherever the process is then
+                # torch's signal handler raises when a registered worker dies, anywhere in this process
                 torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
                 iterator._worker_pids_set = False
         for process in self._processes:
@@ -165,11 +206,13 @@ class MixtureLoader:
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
         """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
 
-        A worker that dies also raises in the midst of training, out of a signal handler, and not only here.
+        Such an error may be raised anywhere in training, by torch's signal handler, and not only in this loader.
 
         Args:
-            delivered: items that came before it.
+            delivered: batches that this iteration has yielded before the error.
         """
+        if self._begun is not None:
+            return self._begun.explain(error, delivered)
         return explain_worker_error(
             error,
             [activity.get() for activity in self.mixture.activity],
@@ -181,7 +224,7 @@ class MixtureLoader:
 
 
 def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:
-    """At exit, before multiprocessing's own clean-up: that one sends SIGTERM, which workers may ignore, and waits forever."""
+    """At exit, before multiprocessing's clean-up, which sends SIGTERM and waits; workers may ignore SIGTERM."""
     alive = loader()
     if alive is not None:
         alive.abandon()

@@ -17,6 +17,7 @@ All randomness derives from (seed, epoch, source, position): the same seed gives
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +47,11 @@ from open_clip_zerovl.data.schedule import (
 )
 from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
+from open_clip_zerovl.tar.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 
@@ -124,6 +127,8 @@ class Preprocessing:
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
+        teachers: show the views that these have seen, in place of new augmentations, and yield their embeddings of pictures and
+            captions as a fourth item, a tuple of two tensors (B, D) a teacher. The third item is then yielded, too.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -133,6 +138,7 @@ class Preprocessing:
     reduce_jpegs: bool = True
     with_origin: bool = False
     with_content: bool = False
+    teachers: StoredTeachers | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class _Reader:
         before: (S,) samples that all readers before this one deliver in the epoch.
         quota: (S,) samples that this one delivers in the epoch.
         done: (S,) those of them that lie before the step at which the epoch is entered.
-        notes: sentences for the next batch's report.
+        notes, waits: for the next batch's report.
     """
 
     number: int
@@ -154,6 +160,7 @@ class _Reader:
     quota: np.ndarray
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
+    waits: list[tuple[int, Wait]] = field(default_factory=list)
 
 
 class Mixture(IterableDataset):
@@ -203,10 +210,16 @@ class Mixture(IterableDataset):
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
         self.lending: Lending | None = None  # set by a loader with worker processes
-        # set by a loader without worker processes: no other process can time such a loader out
-        self.stall_seconds = 0.0
+        self.timeout_seconds = 0.0  # of the loader that reads it, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
+
+    def dealt_as(self, batching: Batching) -> Mixture:
+        """The same mixture, its effective batches divided otherwise."""
+        other = copy.copy(self)
+        other.batching, other.start = batching, SharedNumbers(0, 0)
+        other.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
+        return other
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
@@ -253,6 +266,7 @@ class Mixture(IterableDataset):
                     share.finish()
             batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
             batch[-1].notes, reader.notes[:] = list(reader.notes), []
+            batch[-1].waits, reader.waits[:] = list(reader.waits), []
             yield batch
 
     def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
@@ -270,29 +284,42 @@ class Mixture(IterableDataset):
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
-            stall_seconds=self.stall_seconds,
+            patience=Patience.within(
+                self.timeout_seconds,
+                watched=get_worker_info() is not None,
+                waits=lambda wait: reader.waits.append((index, wait)),
+            ),
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )
         return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
 
     def _batch(self, shares: Sequence[Share], worker: int) -> tuple[Any, ...]:
-        """The next sample of each share, as (images, texts, origin if asked for, report) or (`Lent`, report)."""
-        wanted = self.preprocessing
-        images, captions, origins, report = [], [], [], Report()
+        """The next sample of each share, as (images, texts, origin if asked for, teachers' embeddings likewise, report) or
+        (`Lent`, report)."""
+        wanted, teachers = self.preprocessing, self.preprocessing.teachers
+        images, captions, origins, embeddings, report = [], [], [], [], Report()
         with preserved():
             for share in shares:
                 sample, image, loss = share.take(self._decode)
-                reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
-                images.append(self.transform(image))  # at once: decoded images are large
+                if teachers is None:
+                    reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
+                    images.append(self.transform(image))  # at once: decoded images are large
+                else:
+                    draw = stream_seed(self.seed, Purpose.VIEW, sample.source, sample.place)
+                    picture, of_teachers = teachers.show(sample, image, self.transform, draw)
+                    images.append(picture)
+                    embeddings.append(of_teachers)
                 captions.append(self._caption(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
-        others = [wanted.tokenizer(captions)]
-        if wanted.with_origin or wanted.with_content:
+        others: list[Any] = [wanted.tokenizer(captions)]
+        if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
+        if teachers is not None:
+            others.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
         found = self.lending.block(worker, batch_layout(images)) if self.lending is not None else None
         if found is None:
             return (collate_images(images), *others, report)

@@ -1,4 +1,9 @@
-"""Pieces of a source's shards to raw samples, each piece as long as it is meant to be, whatever its shard has lost."""
+"""Pieces of a source's shards to raw samples. Each piece gives its full number of samples, whatever its shard has lost.
+
+    piece (shard 7, samples 100..199), shard 7 torn after sample 149  ->  samples 100..149, then 50 of other pieces
+
+The replacements follow from the seed and the lost sample's position, wherever reading began.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,12 @@ from open_clip_zerovl.tar.members import ShardError
 
 @dataclass
 class PieceReader:
-    """Pieces of a source to raw samples, each piece as long as it is meant to be, whatever its shard has lost.
+    """Reads pieces of a source; see the module's text.
 
     Args:
         reading: how the source is read.
         pieces: what this reader reads, in order.
-        epoch_pieces: all pieces of the source in the epoch, of which stand-ins for lost samples are taken.
+        epoch_pieces: all pieces of the source in the epoch; samples of them replace lost ones.
     """
 
     reading: Reading
@@ -33,10 +38,10 @@ class PieceReader:
         self.substitutes = Substitutes(self.reading, self.epoch_pieces)
 
     def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
-        """The samples of all pieces from number `begin` on.
+        """The samples of all pieces, from sample number `begin` on.
 
         Raises:
-            UserError: with `reading.fail` anything wrong with a shard; without, no shard that could stand in.
+            UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
         """
         for piece in self.pieces:
             if begin >= len(piece):
@@ -46,6 +51,7 @@ class PieceReader:
             begin = 0
 
     def _piece(self, piece: Piece, offset: int) -> Iterator[RawSample]:
+        """The samples of a piece from sample `offset` of its shard on."""
         reading, source = self.reading, self.reading.source
         size = source.sizes[piece.shard]
         try:
@@ -59,13 +65,13 @@ class PieceReader:
                     yield sample
                     offset += 1
                 if piece.stop == size:
-                    next(samples, None)
+                    next(samples, None)  # raises where the shard does not end here
             return
         except Surplus:
             message = wrong_size(source, piece.shard, "more")
             if reading.fail:
                 raise UserError(message) from None
-            reading.notes(message)
+            reading.notes(f"{message}. The samples beyond this number are not read")
             return
         except ShardError as error:
             if reading.fail:
@@ -78,7 +84,7 @@ class PieceReader:
 
 
 def _raise_if_short(samples: Iterator[RawSample], count: int) -> None:
-    """Not a bad sample but a shard that ends in the middle of one."""
+    """Raise the ShardError of a shard that ends after `count` samples: its last sample is then torn, not bad."""
     try:
         next(samples, None)
     except ShardError as error:
@@ -90,10 +96,10 @@ def _raise_if_short(samples: Iterator[RawSample], count: int) -> None:
 
 @dataclass
 class Substitutes:
-    """Samples of the epoch's other pieces that stand in for lost ones.
+    """Samples of the epoch's other pieces that replace lost ones.
 
-    Sample number i of a lost piece is replaced by number i, modulo its length, of a piece that the seed draws; where that
-    is lost too, of the next one drawn; at last of what is left of its own shard.
+    Pieces are tried in an order that the seed draws. Sample i of a lost piece is replaced by sample i, modulo its length, of
+    the first piece that can be read; where none can, by a readable sample of its own shard.
     """
 
     reading: Reading
@@ -103,11 +109,11 @@ class Substitutes:
     _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
 
     def get(self, piece: Piece, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
-        """What stands in for sample `offset` of a piece.
+        """The sample that replaces sample `offset` of a piece.
 
         Args:
             readable: how many samples of the piece's own shard can be read.
-            attempt: 0 for the first choice, and so on.
+            attempt: 0 for the first choice, 1 for the second ...
 
         Raises:
             UserError: nothing of the source can be read.
@@ -126,17 +132,19 @@ class Substitutes:
                 return found
         source = self.reading.source
         raise UserError(
-            f"nothing of source {source.name!r} can be read in place of what is lost, of {len(source.shards)} shards not "
-            "one; check that they are there and whole"
+            f"none of the {len(source.shards)} shards of source {source.name!r} can be read, so that nothing replaces the lost "
+            "samples; check that they are there and whole"
         )
 
     def _order(self, position: int) -> list[int]:
+        """Numbers of all pieces, in the order in which they are tried for the lost piece at this position."""
         if self._drawn[0] != position:
             rng = stream(self.reading.seed, Purpose.SUBSTITUTES, self.reading.index, position)
             self._drawn = position, rng.permutation(len(self.pieces)).tolist()
         return self._drawn[1]
 
     def _read(self, piece: Piece, offset: int) -> RawSample | None:
+        """Sample `offset` of a piece's shard, None where it cannot be read. The shard stays open for the next sample."""
         if offset >= self._readable.get(piece.shard, offset + 1):
             return None
         position = piece.position + offset - piece.start

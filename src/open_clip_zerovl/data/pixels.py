@@ -2,11 +2,11 @@
 
     bytes --decode_pixels--> (H, W, 3) uint8 --PixelTransform--> (3, S, S) uint8 in channels-last memory
 
-It shows the picture that PIL and torchvision show for the same random draws, to rounding: at most 2 grey levels in 99.9 % of
-the pixels (`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as
-PIL's. JPEGs in grey or colour are decoded by `simplejpeg`; everything else (CMYK, PNG, WebP, torn files) goes through
-`images.decode_image`, whose rules on what cannot be shown hold for both. AutoAugment's operations stay PIL's, on the small
-crop: nearest-neighbour rotation and shear would otherwise pick other pixels.
+For the same random draws the picture is that of PIL and torchvision to rounding: at most 2 grey levels in 99.9 % of the pixels
+(`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
+`simplejpeg` decodes JPEGs in grey or colour. Everything else (CMYK, PNG, WebP, torn files) goes through `images.decode_image`,
+and so the same pictures are refused on both paths. AutoAugment's operations stay PIL's, on the small crop: torch's
+nearest-neighbour rotation and shear pick other pixels.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 @cache
 def has_decoder() -> bool:
-    """Whether the fast JPEG decoder is installed; says so once where it is not."""
+    """Whether the fast JPEG decoder is installed; warns once where it is not."""
     if simplejpeg is None:
         logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
     return simplejpeg is not None
@@ -62,33 +62,35 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
     """The RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
 
     Raises:
-        BadImage: what `decode_image` raises.
+        BadImage: as `decode_image`.
     """
     pixels = _decode_jpeg(data, crop) if data.startswith(_JPEG) else None
     return np.asarray(decode_image(data, crop)) if pixels is None else pixels
 
 
 def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
-    """A JPEG's pixels; None where PIL is to decide: unusual colours, sizes that may be refused, anything torn."""
+    """A JPEG's pixels; None for what is left to PIL: unusual colour spaces, sizes that may be refused, torn files."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
         if colours not in ("YCbCr", "Gray") or min(width, height) < MIN_SIDE_PX or (limit and width * height > limit):
             return None
         scale = crop.reduction(width, height) if crop is not None else 1
-        # The decoder takes the smallest picture of at least this size: the one reduced by `scale`.
+        # The decoder picks the smallest scale that gives at least this size: the one reduced by `scale`.
         least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
         return simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
-    except (ValueError, KeyError):  # the header's reader looks up an unknown colour space
+    except (ValueError, KeyError):  # KeyError: a colour space that the header's reader does not know
         return None
 
 
 def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
-    """(transform, decoder) of a pixel path; what the decoder yields is what the transform takes.
+    """(transform, decoder) of a pixel path; the transform takes what the decoder yields.
+
+    Where "arrays" is not possible, a warning says so and the pair is that of "pil".
 
     Args:
         transform: PIL image -> tensor (C, H, W).
-        path: of `names.PIXEL_PATHS`.
+        path: of PIXEL_PATHS.
 
     Raises:
         UserError: an unknown path.
@@ -107,10 +109,14 @@ def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], 
 
 
 class PixelTransform:
-    """A PIL transform on arrays: the same steps, the same draws, (H, W, 3) uint8 -> (3, S, S) uint8.
+    """A PIL transform on arrays, (H, W, 3) uint8 -> (3, S, S) uint8, with the same steps and the same draws.
+
+    Args:
+        transform: the PIL transform.
+        steps: its steps on tensors.
 
     Attributes:
-        transforms: the PIL transform's steps (`images.crop_of` reads them).
+        transforms: the PIL transform's steps, for `images.crop_of`.
     """
 
     def __init__(self, transform: Any, steps: list[Step]) -> None:
@@ -118,7 +124,7 @@ class PixelTransform:
         self.steps = steps
 
     def __call__(self, pixels: np.ndarray) -> torch.Tensor:
-        # PIL's arrays may not be written to; nothing here does.
+        # Arrays of PIL images are read-only, and torch wants writable ones.
         picture = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
         for step in self.steps:
             picture = step(picture)
@@ -126,11 +132,11 @@ class PixelTransform:
 
 
 def on_arrays(transform: Any) -> PixelTransform | None:
-    """A transform that ends in bytes (`images.split_normalize`) on arrays; None where one of its steps has no such form."""
+    """A PIL transform that ends in uint8 (`images.split_normalize`), on arrays; None if a step has no such form."""
     steps: list[Step] = []
     for step in getattr(transform, "transforms", None) or [transform]:
         if isinstance(step, MaybeConvertMode | ToBytes | PILToTensor):
-            continue  # pictures come as RGB, and are tensors of bytes already
+            continue  # pictures are RGB and uint8 tensors already
         found = _step(step)
         if found is None:
             return None
@@ -147,7 +153,7 @@ def _step(step: Any) -> Step | None:
     if kind is AutoAugment:
         return ArrayAutoAugment(step)
     if kind in (CenterCrop, RandomHorizontalFlip):
-        return step  # moves bytes only, on tensors as on pictures
+        return step  # the same on tensors as on PIL images
     return None
 
 
@@ -159,8 +165,8 @@ def _resized(picture: torch.Tensor, size: tuple[int, int], interpolation: Interp
     if tuple(picture.shape[1:]) == size:
         return picture
     mode = _MODES[interpolation]
-    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # so that torch sees the layout of a batch of one
-    rows = rows.contiguous(memory_format=torch.channels_last)  # the fast kernel's; copies where rows were cropped
+    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # the strides of a channels-last batch of one
+    rows = rows.contiguous(memory_format=torch.channels_last)  # which the fast kernel needs; copies a crop
     return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 

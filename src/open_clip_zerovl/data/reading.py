@@ -1,14 +1,13 @@
-"""Shards to raw samples: still encoded, in the order in which they lie, with what is rotten marked or stood in for.
+"""Shards to raw samples: still encoded, in the order of the shard, bad ones marked.
 
     piece of a shard --> members of its samples --> RawSample (image bytes, caption)
 
-Nothing here depends on where reading began: sample number i of a shard is the same whether the shard was streamed from its
-first byte or entered through its index, and what stands in for it when it is lost follows from the seed. An interrupted
-epoch can therefore be entered anywhere (invariant 4).
+Sample number i of a shard is the same whether the shard is streamed from its first byte or entered through its index. What
+replaces a lost sample follows from the seed. An epoch can therefore be entered at any step (invariant 4).
 
-Two things can go wrong. One sample cannot be shown (it has no caption, say): it is handed on with its `Fault`, and `shares`
-shows one of its neighbours instead. Or a shard gives fewer samples than were counted (it vanished, is torn, or was
-miscounted): `pieces` takes as many samples from the source's other pieces of the epoch, and marks them with the `Loss`.
+    a bad sample (no caption, say)                    is yielded with its `Fault`; `shares` shows a neighbour instead
+    a shard that gives fewer samples than counted     raises ShardError; `pieces` takes as many samples of the epoch's other
+    (missing, torn, miscounted)                       pieces of the source and marks them with the `Loss`
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import stat
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,17 +31,17 @@ from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
     Extent,
     ShardError,
-    StalledShard,
     image_of,
-    local_path,
     locate_samples,
     opened,
     stream_samples,
 )
+from open_clip_zerovl.tar.remote import Patience, StalledShard, local_path
 
-MAX_CAPTION_CHARACTERS = 4096  # what is longer is cut: tokenizers take time, and contexts hold 25 to 77 tokens
+MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30
-_ANNOUNCED_SAMPLES = 16  # of a piece of scattered samples: what lies in the page cache before it is asked for
+_GONE_SHARDS = 8  # so many remote shards in a row do not come: then their host is down, not they
+_READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,14 @@ class RawSample:
     """One sample as it lies in a shard: encoded bytes, and where it came from.
 
     Attributes:
-        source: its index.
-        position: in the source's endless cycle; unique over epochs and passes.
-        fault: why it cannot be shown.
-        stands_for: the lost sample that it replaces.
+        image: encoded bytes; empty where there is none.
+        source: index of its source.
+        position: number in the source's endless cycle; unique over epochs and passes.
+        key, shard: name of the sample, and path or URL of its shard.
+        caption_number: which of the sample's captions `caption` is, from 0.
+        captions: all of them, "" for one that cannot be shown; only where `Reading.every_caption` asks for them.
+        fault: why it cannot be shown; None for a good sample.
+        stands_for: the loss that it replaces; None for a sample at its own place.
     """
 
     image: bytes
@@ -64,10 +67,12 @@ class RawSample:
     shard: str
     fault: Fault | None = None
     stands_for: Loss | None = None
+    caption_number: int = 0
+    captions: tuple[str, ...] = ()
 
     @property
     def place(self) -> int:
-        """The position that the schedule asked for: its own, or that of the sample that it replaces."""
+        """The position that the schedule asks for: the sample's own, or that of the sample that it replaces."""
         return self.position if self.stands_for is None else self.stands_for.position
 
 
@@ -84,19 +89,21 @@ class Reading:
     """How one source is read in an epoch.
 
     Attributes:
-        source, index: what is read, and its number in the mixture.
+        source, index: what is read, and its index in the mixture.
         seed: of the run.
-        fail: end with a sentence instead of replacing.
-        stall_seconds: give up on a pipe that delivers nothing for so long, 0 = never.
+        fail: raise UserError for a bad sample or shard, instead of replacing it.
+        patience: how long its remote shards are waited for.
+        every_caption: hand on all captions of a sample besides the one to show.
         opens: called with the number of every shard that is opened.
-        notes: called with a sentence about something odd that loses nothing.
+        notes: called with a sentence about something odd through which no sample is lost.
     """
 
     source: Source
     index: int
     seed: int = 0
     fail: bool = True
-    stall_seconds: float = 0
+    patience: Patience = field(default_factory=Patience)
+    every_caption: bool = False
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
@@ -104,9 +111,10 @@ class Reading:
         """The samples of a shard from number `start` on; the first one has this position.
 
         Raises:
-            ShardError: the shard ends before it has given as many samples as were counted.
-            Surplus: it goes on after that.
-            UserError: nothing opens such a shard, or a pipe has stalled.
+            ShardError: the shard cannot be read, or ends before it has given as many samples as were counted.
+            Surplus: it has more samples than were counted.
+            UserError: no installed package opens such a URL, a pipe has stalled, several remote shards in a row do not come, or
+                a table has changed.
         """
         self.opens(shard)
         try:
@@ -116,6 +124,19 @@ class Reading:
             raise UserError(
                 f"shard {self.source.shards[shard]} of source {self.source.name!r} has stalled: {error}; check where it "
                 "comes from, or raise the loader's time-out"
+            ) from error
+        except ShardError as error:
+            self._raise_if_gone(shard, error)
+            raise
+
+    def _raise_if_gone(self, shard: int, error: ShardError) -> None:
+        """End the run where the place that shards come from is gone, and no shard of it could stand in."""
+        failed = len(self.patience.failed)
+        if failed >= min(_GONE_SHARDS, len(self.source.shards)):
+            others = f", nor have {failed - 1} others that were asked after it" if failed > 1 else ""
+            raise UserError(
+                f"source {self.source.name!r} is out of reach: shard {self.source.shards[shard]} has not come{others} "
+                f"({error}); check where it comes from, and go on with --resume latest"
             ) from error
 
     def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
@@ -140,7 +161,8 @@ class Reading:
                 path = table.image_path(rows[0][0])
                 if not table.is_readable(numbers[0]):
                     fault = Fault(
-                        "unreadable row", "is a row that cannot be read (its line was told when the table was opened)"
+                        "unreadable row",
+                        "is a row that cannot be read (a warning named its line when the table was opened)",
                     )
                     yield RawSample(b"", "", self.index, position + offset - start, path, table.path, fault)
                     continue
@@ -149,7 +171,7 @@ class Reading:
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
     def _members(self, shard: int, start: int) -> Generator[tuple[str, list[bytes] | None, bytes | None], None, None]:
-        """(key, captions or None, image or None) of each sample from number `start` on; raises where too few come."""
+        """(key, captions or None, image or None) of each sample from number `start` on; ShardError where there are too few."""
         url, size = self.source.shards[shard], self.source.sizes[shard]
         path = local_path(url)
         if self.source.picked is not None:
@@ -160,12 +182,13 @@ class Reading:
                     return self._each_caption(path, start, size)
                 return self._indexed(path, start, size) if start > 0 else self._local(path, size)
             except tarfile.ReadError:
-                pass  # compressed, or no tar; streaming tells
+                pass  # compressed, or no tar; streaming reads it or says why not
         return self._streamed(url, start, size)
 
     def _streamed(self, url: str, start: int, size: int):
+        """`_members` of any tar, read from its first byte on."""
         number = -1
-        with closing(stream_samples(url, stall_seconds=self.stall_seconds)) as samples:
+        with closing(stream_samples(url, patience=self.patience)) as samples:
             for number, (key, members) in enumerate(samples):
                 if number >= start:
                     text = members.get(TEXT_EXTENSION)
@@ -173,7 +196,8 @@ class Reading:
         _require(number + 1, size)
 
     def _local(self, path: str, size: int):
-        # Opened here and not in the generator below, so that a compressed tar is noticed in time.
+        """`_members` of a plain local tar from its beginning. tarfile.ReadError for another one, before anything is read."""
+        # The first header is read here and not in the generator below, whose error would come too late.
         samples = locate_samples(path)
         first = next(samples, None)
 
@@ -189,6 +213,7 @@ class Reading:
         return read()
 
     def _indexed(self, path: str, start: int, size: int):
+        """`_members` of a plain local tar, by its index."""
         index = open_index(path)
 
         def read():
@@ -202,7 +227,7 @@ class Reading:
         return read()
 
     def _picked(self, path: str, shard: int, start: int):
-        """As `_indexed`, of the samples that the source picks; the extents of no others are kept."""
+        """`_members` of the samples that the source picks out of a plain local tar, by its index."""
         source = self.source
         assert source.picked is not None
         numbers = source.picked[source.starts[shard] : source.starts[shard + 1]]
@@ -219,7 +244,7 @@ class Reading:
 
         def read():
             with opened(path) as descriptor:
-                for key, text, image in _announced(descriptor, rows):
+                for key, text, image in _read_ahead(descriptor, rows):
                     yield key, self._captions(_content(descriptor, text)), _content(descriptor, image)
             if readable < len(numbers) and torn[0]:
                 raise ShardError(*torn, readable)
@@ -228,6 +253,7 @@ class Reading:
         return read()
 
     def _each_caption(self, path: str, start: int, size: int):
+        """`_members` of a plain local tar where each caption of an image is a sample of its own."""
         index = open_index(path)
 
         def read():
@@ -248,12 +274,14 @@ class Reading:
         return read()
 
     def _captions(self, text: bytes | None) -> list[bytes] | None:
+        """The captions in a `txt` member: the whole text, or one a line where the source has several an image."""
         if text is None:
             return None
         return [text] if self.source.captions is None else caption_lines(text)
 
     def _raw(self, image: bytes | None, texts: list[bytes] | None, key: str, shard: str, position: int) -> RawSample:
-        fault, caption = None, ""
+        """The sample, with its fault where it has no image or no usable caption."""
+        fault, caption, number = None, "", 0
         if image is None:
             fault = Fault("no image", "has no image (jpg, png, jpeg or webp)")
             if self.source.table is not None:
@@ -261,26 +289,35 @@ class Reading:
         elif texts is None:
             fault = Fault("no caption", "has no caption (txt)")
         else:
-            try:
-                caption = self._choose(texts, position).decode("utf-8").strip("\ufeff \t\r\n\f\v")
-                if not caption.strip():
-                    fault = Fault("empty caption", "has an empty caption")
-            except UnicodeDecodeError as error:
-                fault = Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
-        caption = caption[:MAX_CAPTION_CHARACTERS]
-        return RawSample(image or b"", caption, self.index, position, key, shard, fault)
+            number = self._choose(len(texts), position)
+            shown = _caption(texts[number] if texts else b"")
+            caption, fault = ("", shown) if isinstance(shown, Fault) else (shown, None)
+        every: tuple[str, ...] = ()
+        if self.every_caption:
+            every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
+        return RawSample(
+            image or b"", caption, self.index, position, key, shard, fault, caption_number=number, captions=every
+        )
 
-    def _choose(self, texts: list[bytes], position: int) -> bytes:
-        """The caption to show in this pass: passes show all captions of an image in turn, from one that the seed draws."""
-        if len(texts) <= 1:
-            return texts[0] if texts else b""
+    def _choose(self, captions: int, position: int) -> int:
+        """Which caption this pass shows: passes take an image's captions in turn, and the seed draws which is the first."""
+        if captions <= 1:
+            return 0
         lap, sample = divmod(position, self.source.num_samples)
-        first = stream_seed(self.seed, Purpose.CAPTION, self.index, sample)
-        return texts[(first + lap) % len(texts)]
+        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % captions
+
+
+def _caption(text: bytes) -> str | Fault:
+    """A caption as it is shown, or why it cannot be."""
+    try:
+        caption = text.decode("utf-8").strip("\ufeff \t\r\n\f\v")
+    except UnicodeDecodeError as error:
+        return Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
+    return caption[:MAX_CAPTION_CHARACTERS] if caption.strip() else Fault("empty caption", "has an empty caption")
 
 
 def _picture_file(path: str) -> bytes | None:
-    """The bytes of a picture's file; None where it cannot be read, or is a pipe or a device, which might never end."""
+    """The bytes of a picture's file; None where it cannot be read, or is no regular file (a pipe might never end)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -293,27 +330,29 @@ def _picture_file(path: str) -> bytes | None:
 
 
 def _require(count: int, size: int) -> None:
+    """ShardError where a shard gave fewer samples than were counted."""
     if count < size:
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
 
 
-def _announced(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
-    """(key, text, image) of scattered samples, each told to the system a little before it is read.
+def _read_ahead(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
+    """The rows (key, text, image) of scattered samples, whose bytes the system is asked to fetch a little ahead.
 
-    It then fetches several at a time, and not what lies between them, which its own reading ahead would bring along.
+    The system then fetches several samples at a time. Its own read-ahead is switched off: it would fetch what lies between
+    them.
     """
-    announce = getattr(os, "posix_fadvise", None)  # Linux
-    if announce is None:
+    advise = getattr(os, "posix_fadvise", None)  # Linux
+    if advise is None:
         yield from rows
         return
-    announce(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    told = 0
+    advise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    asked = 0
     for number, row in enumerate(rows):
-        for _, *extents in rows[told : number + _ANNOUNCED_SAMPLES]:
+        for _, *extents in rows[asked : number + _READAHEAD_SAMPLES]:
             for offset, size in extents:
-                if size > 0:  # fadvise takes 0 for the rest of the file
-                    announce(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-        told = number + _ANNOUNCED_SAMPLES
+                if size > 0:  # 0 would mean the rest of the file
+                    advise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        asked = number + _READAHEAD_SAMPLES
         yield row
 
 
@@ -323,13 +362,14 @@ def _extent(extents: np.ndarray, number: int) -> Extent:
 
 
 def _content(descriptor: int, extent: Extent | None) -> bytes | None:
+    """The bytes of a member, None where there is none."""
     if extent is None or extent[0] < 0:
         return None
     return os.pread(descriptor, extent[1], extent[0])
 
 
 def wrong_size(source: Source, shard: int, found: int | str) -> str:
-    """The sentence for a shard that does not hold what was counted."""
+    """The sentence for a shard that does not hold as many samples as were counted."""
     if source.picked is not None:
         return (
             f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when it was clustered "
@@ -342,7 +382,7 @@ def wrong_size(source: Source, shard: int, found: int | str) -> str:
 
 
 def shard_sentence(source: Source, shard: int, error: ShardError) -> str:
-    """The sentence for a shard that cannot be read, or not to its end."""
+    """The sentence for a shard that cannot be read to its end."""
     if error.reason == "short shard":
         return wrong_size(source, shard, error.readable)
     return f"shard {source.shards[shard]} of source {source.name!r} cannot be read ({error}); fetch or write it again"

@@ -1,7 +1,7 @@
 """How sources make batches (section 3.1, figure 2, A.4): pure functions of (seed, epoch, sizes, weights).
 
-Every rank and every loader worker computes the same schedule by itself, so that nothing is communicated, and any step can
-be reached by arithmetic.
+Every rank and every loader worker computes the same schedule by itself. Nothing is communicated, and any step is reached by
+arithmetic.
 
     B  micro-batch per rank        K  micro-batches of a step (DGA steps)      W  ranks        V  loader workers per rank
     N = B*K*W  effective batch     S  sources                                  T  steps of an epoch
@@ -9,18 +9,20 @@ be reached by arithmetic.
 Three layers:
 
 1. `source_schedule`: how many samples each source gives to an epoch, and which source(s) each step draws from.
-   - random:     every micro-batch mixes the sources as one shuffled deck would (without replacement);
-   - debiased:   every step, over all ranks and micro-batches, draws from one source; sources come in shuffled order and in
-                 exact proportion to their size (draw="exact"), or each step draws its source anew (draw="iid", as the
-                 paper's released code does);
-   - sequential: as debiased, one source after the other (A.4).
-2. `dealing`: what each micro-batch holds, and so what each (rank, worker) must deliver.
-3. `slice_pieces`: which stretch of a source's shards each (rank, worker) reads to deliver it.
+   - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
+   - debiased:   every step, over all ranks and micro-batches, draws from one source. draw="exact": the order of the steps is
+                 shuffled, their numbers are in exact proportion to the sources' sizes. draw="iid": each step draws its
+                 source independently, as the paper's released code does
+   - sequential: as debiased, one source after the other (A.4)
+2. `dealing`: what each micro-batch holds, and so what each reader must deliver.
+3. `slice_pieces`: which stretch of a source's shards each reader reads to deliver it.
 
-An epoch takes the next `taken[s]` samples of source s's endless cycle over its shards, starting at `begin[s]`, which is what
-all epochs before took.
-With weight 1 that is every sample at most once an epoch, and the remainder that does not fill an effective batch is the
-first of the next epoch; weight w is w passes, a fraction is a share that rotates (invariant 3).
+A source is an endless cycle over its shards. An epoch takes the next `taken[s]` samples of source s, from `begin[s]` on, which
+is how many all epochs before took (invariant 3):
+
+    weight 1      each sample at most once an epoch; the next epoch begins with the remainder that filled no effective batch
+    weight 2      two passes an epoch
+    weight 0.5    half of the samples in one epoch, the other half in the next
 """
 
 from __future__ import annotations
@@ -40,7 +42,14 @@ MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
 
 @dataclass(frozen=True)
 class Batching:
-    """How an effective batch is divided: B samples a micro-batch, K micro-batches a step, W ranks, V workers a rank."""
+    """How an effective batch is divided: B samples a micro-batch, K micro-batches a step, W ranks, V workers a rank.
+
+    Attributes:
+        micro_batch: B.
+        dga_steps: K.
+        world_size: W.
+        workers: V, at least 1.
+    """
 
     micro_batch: int
     dga_steps: int = 1
@@ -58,7 +67,7 @@ class Schedule:
 
     Attributes:
         strategy: one of STRATEGIES.
-        seed, epoch: what it was made from.
+        seed, epoch: those of `source_schedule`.
         effective_batch: N.
         begin: (S,) samples of each source that the epochs before used.
         taken: (S,) samples of each source used in this epoch; their sum is T*N.
@@ -91,27 +100,27 @@ def source_schedule(
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
-    """The schedule of one epoch: steps, their sources, and how much of each source is taken.
+    """The schedule of one epoch: its steps, their sources, and how many samples each source gives.
 
     Args:
         sizes: (S,) samples in each source.
         effective_batch: N, over all ranks and micro-batches.
         strategy: of STRATEGIES.
         weights: (S,) passes over each source in an epoch, default 1.
-        epoch_samples: length of an epoch in samples (`--train-num-samples`); the weights then only give proportions.
+        epoch_samples: length of an epoch in samples (`--train-num-samples`); sizes and weights then give proportions only.
         draw: of DRAWS, for debiased sampling.
         source_order: (S,) the order of the sources in sequential sampling, default as given.
         names: of the sources, for messages.
 
     Raises:
-        UserError: unknown strategy or draw; an epoch without a single step; with sequential or exactly debiased sampling, a
-            source that does not fill one effective batch in an epoch (it would silently never be seen).
+        UserError: unknown strategy or draw; an epoch without a single step; a source order that does not name each source
+            once; with sequential or exactly debiased sampling, a source that does not fill one effective batch in an epoch
+            (it would never be seen).
     """
     if strategy not in STRATEGIES:
         raise UserError(f"unknown sampling strategy {strategy!r}; use one of {', '.join(STRATEGIES)}")
     if draw not in DRAWS:
         raise UserError(f"unknown draw {draw!r} of debiased sampling; use one of {', '.join(DRAWS)}")
-    names = list(names) if names is not None else [f"#{index}" for index in range(len(sizes))]
     share = np.asarray(sizes, dtype=np.float64) * np.asarray(weights if weights is not None else np.ones(len(sizes)))
     if epoch_samples is not None:
         share *= epoch_samples / share.sum()
@@ -130,29 +139,43 @@ def source_schedule(
         order, begin = _iid_order(share, total_steps, seed, epoch)
         taken = np.bincount(order, minlength=len(share)) * effective_batch
         return Schedule(strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order)
-    steps = np.floor(share / effective_batch + 1e-9).astype(np.int64)
-    if epoch_samples is not None:
-        steps = _apportion(share, total_steps)
-    for name, wanted, count in zip(names, share, steps, strict=True):
+    steps = _apportion(share, total_steps) if epoch_samples is not None else _whole_steps(share, effective_batch)
+    _refuse_unseen(share, steps, effective_batch, names)
+    if strategy == "sequential":
+        order = _sequential_order(source_order, steps)
+    else:
+        rng = stream(seed, Purpose.SCHEDULE, epoch)
+        order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
+    taken = steps * effective_batch
+    return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
+
+
+def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
+    """(S,) effective batches that each source fills with its samples of an epoch (S,)."""
+    return np.floor(share / effective_batch + 1e-9).astype(np.int64)
+
+
+def _refuse_unseen(share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None) -> None:
+    """UserError for a source without a step."""
+    for index, (wanted, count) in enumerate(zip(share, steps, strict=True)):
         if count == 0:
+            name = names[index] if names is not None else f"#{index}"
             raise UserError(
                 f"source {name!r} gives {int(wanted)} samples an epoch, less than one effective batch of "
                 f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, or leave it out"
             )
-    taken = steps * effective_batch
-    if strategy == "sequential":
-        sequence = np.asarray(source_order if source_order is not None else range(len(share)), dtype=np.int16)
-        if sorted(sequence.tolist()) != list(range(len(share))):
-            raise UserError(f"the source order {sequence.tolist()} must name each of the {len(share)} sources once")
-        order = np.repeat(sequence, steps[sequence])
-    else:
-        rng = stream(seed, Purpose.SCHEDULE, epoch)
-        order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
-    return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
+
+
+def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> np.ndarray:
+    """(T,) the source of each step: all steps (S,) of one source, then all of the next."""
+    sequence = np.asarray(source_order if source_order is not None else range(len(steps)), dtype=np.int16)
+    if sorted(sequence.tolist()) != list(range(len(steps))):
+        raise UserError(f"the source order {sequence.tolist()} must name each of the {len(steps)} sources once")
+    return np.repeat(sequence, steps[sequence])
 
 
 def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps that each had in earlier epochs."""
+    """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps of each source in earlier epochs."""
 
     def draw(of_epoch: int) -> np.ndarray:
         rng = stream(seed, Purpose.SCHEDULE, of_epoch)
@@ -178,11 +201,11 @@ class Piece:
 
 
 class Pieces(Sequence[Piece]):
-    """Pieces of a source's shards, kept as numbers: a quarter of a million shards are 8 MiB.
+    """Pieces of a source's shards, kept as arrays: those of a quarter of a million shards take 8 MiB.
 
     Attributes:
         rows: (pieces, 4) shard, start, stop, position, as in `Piece`.
-        ends: (pieces + 1,) samples before each piece, and of all.
+        ends: (pieces + 1,) samples before each piece; the last entry is the samples of all pieces.
     """
 
     def __init__(self, rows: np.ndarray) -> None:
@@ -203,17 +226,18 @@ class Pieces(Sequence[Piece]):
 
     @property
     def samples(self) -> int:
-        """Of all pieces together."""
+        """Samples of all pieces."""
         return int(self.ends[-1])
 
 
 def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> Pieces:
-    """The pieces of shards that make up one source's epoch, shuffled pass by pass.
+    """The pieces of shards that make up one source's epoch; each pass over the source is shuffled for itself.
 
     Args:
         sizes: samples in each shard of the source.
         source: index of the source in the schedule.
-        resampled: draw shards with replacement instead (`--dataset-resampled`), each as likely as it is large.
+        resampled: draw shards with replacement instead (`--dataset-resampled`), with probabilities in proportion to their
+            sizes.
     """
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     total = int(starts[-1])
@@ -241,7 +265,7 @@ def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, 
         size = int(starts[shard + 1] - starts[shard])
         length = min(size, missing)
         start = int(rng.integers(size - length + 1))
-        # A lap of its own for every draw: the position stays the sample's (modulo total) and no augmentation repeats.
+        # Each draw is a pass of its own: its positions are the samples' (modulo total), and no augmentation repeats.
         lap = (epoch << 24) + len(rows)
         rows.append((shard, start, start + length, lap * total + int(starts[shard]) + start))
         missing -= length
@@ -251,9 +275,11 @@ def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, 
 def slice_pieces(pieces: Pieces, low: int, length: int) -> Pieces:
     """Samples low .. low + length - 1 of the sequence of pieces, as pieces.
 
-    Readers get consecutive stretches (`dealing.Deal.before` and `quota`): whole shards but for the first and the last, and a
-    shard on a boundary is read by both neighbours, each taking its own part. All readers' cuts together are the sequence,
-    nothing twice.
+    Readers get consecutive stretches (`dealing.Deal.before` and `quota`). All shards of a stretch are whole but the first and
+    the last; a shard on the boundary of two stretches is read by both readers, each its own part. All stretches together are
+    the sequence, nothing twice:
+
+        pieces of 10, 10 and 10 samples, 3 readers of 8  ->  [0..7]; [8..9], [10..15]; [16..19], [20..23]
 
     Raises:
         ValueError: the stretch does not lie within the pieces.
@@ -272,10 +298,10 @@ def slice_pieces(pieces: Pieces, low: int, length: int) -> Pieces:
 
 
 def _apportion(share: np.ndarray, total: int) -> np.ndarray:
-    """Whole numbers in proportion to `share` that sum to `total` (largest remainders; no entry above its share + 1)."""
+    """(S,) whole numbers in proportion to `share` (S,) that sum to `total`, by largest remainders."""
     exact = share * (total / share.sum())
     whole = np.floor(exact + 1e-9).astype(np.int64)
     short = int(total - whole.sum())
-    if short > 0:  # stable order, so that ties are the same everywhere
+    if short > 0:  # a stable sort breaks ties alike on all machines
         whole[np.argsort(-(exact - whole), kind="stable")[:short]] += 1
     return whole

@@ -1,10 +1,11 @@
-"""The sizes of shards, looked up in the `sizes.json` of each shard's own folder. Looking up runs no command.
+"""The sizes of shards, looked up in the `sizes.json` of each shard's own folder. No command of a pipe is run for it.
 
+shard                                          its sizes
 /d/sbu/00000.tar                               /d/sbu/sizes.json
 https://host/sbu/00000.tar?key=1               https://host/sbu/sizes.json?key=1
 s3://bucket/sbu/00000.tar                      s3://bucket/sbu/sizes.json
-pipe:cat /d/sbu/00000.tar | tee copy.tar       /d/sbu/sizes.json, read as the file that it is
-pipe:fetch sbu/00000.tar@/d/sbu/sizes.json     the file that is named after the at sign
+pipe:cat /d/sbu/00000.tar | tee copy.tar       /d/sbu/sizes.json, opened as a file
+pipe:fetch sbu/00000.tar@/d/sbu/sizes.json     the file named after the at sign
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import REMOTE, StalledShard, local_path, open_url
+from open_clip_zerovl.tar.remote import REMOTE, Patience, Unreachable, is_command, local_path, open_url
 from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes, read_sizes
 
 _NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
 _TAR = re.compile(
     r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$"
 )  # the end of a path or URL that names a tar
-_LARGEST_BYTES = 1 << 26
+_LARGEST_BYTES = 1 << 26  # of a remote sizes.json
 
 
 def split_sizes_file(pattern: str) -> tuple[str, str | None]:
-    """Remote shards and the file of their sizes, where `SHARDS@FILE.json` names one; elsewhere an at sign is of the name."""
+    """`SHARDS@FILE.json` -> (SHARDS, FILE.json) for remote shards; (pattern, None) for anything else.
+
+    An at sign in a local path is part of the path.
+    """
     match = _NAMED_FILE.fullmatch(pattern)
     if match is None or local_path(pattern) is not None:
         return pattern, None
@@ -37,14 +41,14 @@ def split_sizes_file(pattern: str) -> tuple[str, str | None]:
 
 
 def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: float = 0) -> dict[str, int]:
-    """Samples by shard, for the shards that a `sizes.json` lists.
+    """Shard -> samples, for the shards that a `sizes.json` lists.
 
     Args:
-        file: one that lists all of the shards, by the file name that each one's path, URL or command holds.
-        seconds: that a remote one may take, 0 = for ever.
+        file: one file for all shards, listed there by file name; None for the file beside each shard.
+        seconds: time that a remote file may take; 0 for any time.
 
     Raises:
-        UserError: an unreadable file, wrong numbers, or a remote one that takes longer.
+        UserError: an unreadable file, wrong numbers, or a remote file that takes longer.
     """
     tables: dict[str, dict[str, int]] = {}
     known: dict[str, int] = {}
@@ -61,13 +65,13 @@ def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: flo
 
 
 def _name_and_place(shard: str) -> tuple[str, str | None]:
-    """File name of a shard, and the path or URL of the `sizes.json` beside it; None where no place can be told."""
+    """File name of a shard, and the path or URL of the `sizes.json` beside it; None where that is unknown."""
     if shard.startswith("pipe:"):
         words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
         if len(words) != 1:
             return shard, None
         name, place = _name_and_place(words[0])
-        # What a command reads by a relative path, or under another scheme, need not be reachable from here.
+        # A relative path or another scheme in a command may mean something to that command only.
         reachable = place is not None and (os.path.isabs(place) or bool(re.match(r"https?://", place)))
         return name, place if reachable else None
     path = local_path(shard)
@@ -90,7 +94,7 @@ def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
     path = local_path(place)
     if path is not None:
         if required and not os.path.isfile(path):
-            raise UserError(f"{path}, which is to give the sizes of shards, does not exist; correct its path")
+            raise UserError(f"{path}, named as the sizes of shards, does not exist; correct its path")
         if os.path.basename(path) == SIZES_FILE:
             return read_sizes(os.path.dirname(path) or ".") or {}
         return parse_sizes(Path(path).read_bytes(), path)
@@ -101,18 +105,20 @@ def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
             raise
         logging.warning(f"{place} cannot be read ({error}).")
         return {}
-    return parse_sizes(content, place) if content else {}  # nothing comes where the server has none
+    return parse_sizes(content, place) if content else {}  # empty where the server has no such file
 
 
 def _fetch(url: str, seconds: float) -> bytes:
-    """The content behind a URL, in a thread that may be left behind: not every opener has a time-out."""
-    assert REMOTE.match(url) and not url.startswith("pipe:")  # no command is run here
+    """The content behind a URL, read in a thread, since not every opener has a time-out; a late thread is left to itself."""
+    assert REMOTE.match(url)
+    if is_command(url):
+        return b""  # no command is run here
     found: list[bytes] = []
     failed: list[Exception] = []
 
     def read() -> None:
         try:
-            with open_url(url, seconds) as file:
+            with open_url(url, Patience.within(seconds)) as file:
                 found.append(file.read(_LARGEST_BYTES))
         except Exception as error:  # handed to the waiting thread
             failed.append(error)
@@ -120,10 +126,11 @@ def _fetch(url: str, seconds: float) -> bytes:
     thread = threading.Thread(target=read, daemon=True, name="sizes")
     thread.start()
     thread.join(seconds or None)
-    if thread.is_alive() or any(isinstance(error, StalledShard) for error in failed):
+    late = next((error for error in failed if isinstance(error, Unreachable) and error.passing), None)
+    if thread.is_alive() or late is not None:
         raise UserError(
-            f"{url} has not come within {seconds:g} s; check the host, name a local copy (SHARDS@/path/{SIZES_FILE}), or raise "
-            "--loader-timeout"
+            f"{url} has not come{f' within {seconds:g} s' if seconds else ''}{f' ({late})' if late else ''}; check the host, "
+            f"name a local copy (SHARDS@/path/{SIZES_FILE}), or raise --loader-timeout"
         )
     if failed:
         raise failed[0]

@@ -4,10 +4,14 @@
 
     sbu=/d/sbu/{00000..00086}.tar::vg=/d/vg::/d/cc3m/{00000..00281}.tar
 
-Components are separated by `::`; each is a brace-expanded list of webdataset shards, a table of pairs (.csv or .tsv), a
-folder that holds `*.tar` or one table, or a folder that `zerovl cluster` wrote, which is a source each cluster; a component
-without a name takes its folder's. Sizes come from the `sizes.json` in *each* shard's own folder (open_clip looks into the first
-shard's folder only), and shards that no `sizes.json` lists are counted from their tar headers.
+Components are separated by `::`. A component is one of
+
+    webdataset shards, as a brace-expanded list or a folder with *.tar
+    a table of pairs (.csv or .tsv), or a folder with one
+    a folder that `zerovl cluster` wrote: each of its clusters is a source
+
+A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
+looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
 """
 
 from __future__ import annotations
@@ -32,14 +36,8 @@ from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import (
-    REMOTE,
-    ShardError,
-    check_openable,
-    local_path,
-    locate_samples,
-    stream_samples,
-)
+from open_clip_zerovl.tar.members import ShardError, locate_samples, stream_samples
+from open_clip_zerovl.tar.remote import REMOTE, check_openable, local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
 
@@ -48,14 +46,14 @@ class Source:
     """One data source.
 
     Attributes:
-        name: how it is called in logs, counts and messages.
+        name: in logs, counts and messages.
         shards: paths or URLs of its webdataset tars, in the order given; of a table, its path once for each block of rows.
-        sizes: samples in each shard, same order.
+        sizes: samples in each shard, in the same order.
         weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
-        table: the scanned table that the source is, instead of tars.
-        captions: of CAPTIONS, for images with several; None shows what is there as it is.
-        picked: (num_samples,) the numbers of the source's samples in their shards, shard after shard and ascending in each,
-            where the shards hold others too (`cluster_sources`); None where the source is all that they hold.
+        table: the scanned table, of a source that is one.
+        captions: of CAPTIONS, for images with several; None shows the whole text of a sample.
+        picked: for a cluster of samples in shards that hold others too, as `clusters.Cluster.picked`; None for a source that
+            is all that its shards hold.
     """
 
     name: str
@@ -72,12 +70,12 @@ class Source:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """(shards + 1,) samples before each shard, and all of them."""
+        """(shards + 1,) samples before each shard; the last entry is the samples of all shards."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
 
     @property
     def layout(self) -> str:
-        """What the source is, for logs: "281 shards"."""
+        """The source's form, for logs: "281 shards" or "table pairs.csv"."""
         if self.table is not None:
             return f"table {os.path.basename(self.table.path)}"
         return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
@@ -96,19 +94,20 @@ def parse_sources(
 
     Args:
         train_data: `name=shards::name=shards`, see the module's text.
-        weights: `1::2::0.5`, one factor a component in their order, or `vg=2::sbu=0.5` by name (what is not named keeps 1).
-            The factor of a clustering is that of each of its clusters, which may also be named (`cc12m-007=2`).
-        captions: of CAPTIONS: show one caption of an image an epoch, all of them in turn, or make each a sample of its own.
-            Several captions are lines of a `txt`, or rows of a table with one image. None: a text and a row as they are.
+        weights: `1::2::0.5`, one weight a component in their order, or `vg=2::sbu=0.5` by name (the others keep 1). The weight
+            of a clustering is that of each of its clusters; a cluster may also be named (`cc12m-007=2`).
+        captions: "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
+            of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
+            or a row as it is.
         table_format: how tables are written, where their header does not say.
-        on_bad_sample: "fail" refuses torn shards; "replace" counts what they hold, and takes shards that a `sizes.json`
-            lists and that are gone for lost ones, both with a warning.
-        timeout_seconds: that the `sizes.json` of remote shards may take, 0 = for ever.
+        on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
+            a `sizes.json` lists as lost, both with a warning.
+        timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
-            a size or of which all captions are asked for, an unusable table or clustering, wrong number of weights, a weight
-            that is not a positive number, or a weight for an unknown source.
+            a size or with captions="all", an unusable table or clustering, wrong number of weights, a weight that is not a
+            positive number, or a weight for an unknown source.
     """
     if captions is not None and captions not in CAPTIONS:
         raise UserError(f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}")
@@ -134,7 +133,7 @@ def parse_sources(
 
 @dataclass(frozen=True)
 class _Content:
-    """What a source is made of: shards, of which a cluster may pick samples, or a table."""
+    """What a source is made of: shards with the file of their sizes, a cluster, or a table."""
 
     shards: tuple[str, ...] = ()
     sizes_file: str | None = None
@@ -143,7 +142,7 @@ class _Content:
 
 
 def _contents(name: str | None, pattern: str, strict: bool) -> tuple[str, dict[str, _Content]]:
-    """The name of a component, given or found, and the sources that it stands for."""
+    """The name of a component, given or found, and its sources by name: several for a clustering, else one."""
     if (clustering := find_clustering(pattern)) is not None:
         source, clusters = open_clusters(*clustering, strict=strict)
         name = name or source
@@ -176,8 +175,9 @@ def _source(
     if cluster is not None and cluster.picked is not None:
         if each_caption:
             raise UserError(
-                f"source {name!r} is a cluster of samples in shards that hold others too, whose captions '--captions all' "
-                "cannot count; write the clusters anew with `zerovl cluster --reshard`, or ask for '--captions one-per-epoch'"
+                f"'--captions all' cannot count the captions of source {name!r}, a cluster whose shards hold other samples "
+                "too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
+                "one-per-epoch'"
             )
         return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
     known = {} if each_caption else listed_sizes(content.shards, content.sizes_file, seconds=timeout_seconds)
@@ -190,7 +190,7 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
     """Number of samples in a local webdataset tar, from its headers (nothing is decoded); `tar/members` has the rule.
 
     Args:
-        torn: count what a torn tar holds before its tear, with a warning.
+        torn: count the samples of a torn tar before the tear, with a warning, instead of refusing it.
 
     Raises:
         UserError: the file is no readable tar, or torn.
@@ -226,8 +226,9 @@ def count_tar_captions(path: str | Path) -> int:
 
 
 def _expand(pattern: str) -> tuple[str, ...]:
+    """The shards of a folder, or of a brace pattern."""
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
-        # What sizes.json lists and is gone belongs to the source too: it is missed, and not forgotten.
+        # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
         listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
@@ -241,21 +242,23 @@ def _expand(pattern: str) -> tuple[str, ...]:
 
 
 def _folder_name(shard: str) -> str:
+    """The name of a shard's folder. UserError where it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", folder):
-        raise UserError(f"no source name can be read off {shard!r}; name the source: name={shard}")
+        raise UserError(f"the folder of {shard!r} gives no source name; name the source: name={shard}")
     return folder
 
 
 def _sizes(
     name: str, shards: Sequence[str], known: dict[str, int], each_caption: bool, strict: bool
 ) -> tuple[int, ...]:
+    """Samples (or captions) in each shard: those known from `sizes.json`, the others counted."""
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and remote:
         raise UserError(
-            f"shards of source {name!r} are remote, first {remote[0]}: their captions cannot be counted for '--captions "
-            "all'; copy them here, or ask for '--captions one-per-epoch'"
+            f"'--captions all' cannot count the captions of remote shards (source {name!r}, first {remote[0]}); copy them "
+            "here, or give '--captions one-per-epoch'"
         )
     lost = [shard for shard in missing if strict or shard not in known]
     if lost or len(missing) == len(shards):
@@ -277,7 +280,7 @@ def _sizes(
         )
     if unknown:
         what = "captions of" if each_caption else "samples of"
-        logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json tells.")
+        logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists.")
 
         def count(shard: str) -> int:
             path = local_path(shard) or shard
@@ -292,7 +295,7 @@ def _sizes(
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """source -> factor, for components that each stand for one source or more."""
+    """Source -> weight. `members` maps each component to its sources."""
     factors = {name: 1.0 for names in members.values() for name in names}
     if weights is None:
         return factors
@@ -312,7 +315,7 @@ def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) ->
                 f"{flag} gives {len(parts)} weights for {len(members)} sources ({', '.join(members)}); give one each"
             )
         given = dict(zip(members, parts, strict=True))
-    # A component's own factor first, so that one of its sources may be named to differ.
+    # Weights of components first, then those of single sources of them, which may differ.
     for name, part in sorted(given.items(), key=lambda item: item[0] not in members):
         try:
             factor = float(part)

@@ -1,15 +1,16 @@
 """Tables of pairs as sources: open_clip's (`filepath`, `title`) and ZeroVL's (`image,image_id,caption,caption_id`).
 
-The table is scanned once for where its rows lie; rows are then read from the file when they are needed. Only number arrays
-stay in memory, which loader workers share with the process that made them: a list of captions would be copied to each.
+The table is scanned once for the offsets of its rows; a row is read from the file when it is needed. Only arrays of numbers
+stay in memory, which loader workers share with the process that made them. A list of captions would be copied to each worker.
 
 Image paths are relative to the table's folder.
 
-A row is a line, or several where a quoted field holds line breaks. A quote that opens a field and was not meant to swallows the
-lines after it; a caption with the separator in it and no quotes around it is cut. Both are told by line:
+A row is a line, or several lines where a quoted field holds line breaks. Two mistakes are found and named by line: a stray
+quote at the beginning of a field, which for the csv module takes in the lines after it, and a separator in a field without
+quotes:
 
-    a.jpg<tab>"great" they said        read as it stands, a quote and all
-    b.jpg,a dog, running               more fields than the header: not shown
+    a.jpg<tab>"great" they said        a stray quote: the line is read by itself, quotes included
+    b.jpg,a dog, running               more fields than the header: the row is not shown
 """
 
 from __future__ import annotations
@@ -29,19 +30,25 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
 
 EXTENSIONS = (".csv", ".tsv")
-BLOCK_SAMPLES = 64  # rows that stand where a tar source has a shard: shuffled as one, and then within the window
-# (image, caption, what says that two rows show the same image)
-_LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # what is longer was opened by a stray quote
+BLOCK_SAMPLES = (
+    64  # a block of so many rows is to a table what a shard is to tars: blocks are shuffled, then rows in the window
+)
+_LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # a longer row comes of a stray quote
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
-_TOLD_LINES = 5
-_PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of 131,072 characters
+_NAMED_LINES = 5  # of each mistake, in messages
+_PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of up to 131,072 characters
+# Columns of a layout: image, caption, and the one whose equal values say that rows show the same image.
 LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """How a table is written, where it does not say so itself (open_clip's `--csv-img-key`, `--csv-caption-key`,
-    `--csv-separator`); None = by its header."""
+    """How a table is written; None for what its header says.
+
+    Attributes:
+        image_key, caption_key: names of the columns (open_clip's `--csv-img-key`, `--csv-caption-key`).
+        separator: between columns (open_clip's `--csv-separator`).
+    """
 
     image_key: str | None = None
     caption_key: str | None = None
@@ -55,12 +62,12 @@ class CsvTable:
     Attributes:
         path: of the table.
         separator: between columns.
-        image_column, caption_column: where the two are in a row.
-        rows: (R, 2) offset and length in bytes of each row; the length is negative where quotes are read as they stand, and
-            0 where the row cannot be shown.
+        image_column, caption_column: their numbers.
+        rows: (R, 2) offset and length in bytes of each row; the length is negative where quotes are plain characters, and 0
+            where the row cannot be shown.
         members: (R,) row numbers, those of a sample next to each other.
         ends: (n,) where each sample ends in `members`; a sample is a row, or all rows of one image.
-        stamp: size in bytes and modification time in ns of the file that was scanned.
+        stamp: size in bytes and modification time in ns of the scanned file.
     """
 
     path: str
@@ -80,7 +87,11 @@ class CsvTable:
         return self.members[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
     def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
-        """Path of the image and bytes of the caption (None where the row is too short or unreadable) of one row."""
+        """Path of the image and bytes of the caption of one row; None for a caption that the row does not have.
+
+        Args:
+            descriptor: of the opened table.
+        """
         offset, length = self.rows[row].tolist()
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
@@ -97,20 +108,24 @@ class CsvTable:
         return bool(self.rows[row, 1])
 
     def check_unchanged(self, descriptor: int) -> None:
-        """UserError where the file is not the one that was scanned: rows would be taken from the wrong places."""
+        """UserError where the opened file is not the one that was scanned: the offsets of its rows are unknown."""
         if _stamp(descriptor) != self.stamp:
             raise UserError(
-                f"table {self.path} was written again after the run had read where its rows lie; start the run again, with "
-                "--resume where it is to go on, and leave the table alone"
+                f"table {self.path} has changed since the run began; start the run again, with --resume to go on, and do not "
+                "change the table while it runs"
             )
 
     def image_path(self, image: str) -> str:
-        """Where an image lies that a row names."""
+        """The path of an image, as a row names it."""
         return os.path.join(os.path.dirname(self.path), image)
 
 
 def find_table(component: str) -> str | None:
-    """The table that a component of `--train-data` names: a .csv or .tsv, or a folder that holds one and no tar."""
+    """The table that a component of `--train-data` names: a .csv or .tsv, or a folder with one and no tar; else None.
+
+    Raises:
+        UserError: the folder has several tables.
+    """
     if component.lower().endswith(EXTENSIONS):
         return component
     folder = Path(component)
@@ -129,9 +144,9 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
     """Scan a table.
 
     Args:
-        style: columns and separator; by default told from the header.
-        by_image: make all rows of one image a sample (by `image_id`, or by path where there is none).
-        strict: refuse a table with odd rows; otherwise they are told in a warning, and those that cannot be read are replaced.
+        style: columns and separator; None for those that the header shows.
+        by_image: make all rows of one image a sample (of one `image_id`, or of one path where there is no such column).
+        strict: refuse a table with odd rows; otherwise a warning names them, and those that cannot be read are replaced.
 
     Raises:
         UserError: no such file, no header that names an image and a caption, no rows, or odd rows (`strict`, or all of them).
@@ -186,10 +201,7 @@ def block_sizes(samples: int) -> tuple[int, ...]:
 
 @dataclass
 class _Row:
-    """A row as it was scanned: where it lies, its first line's number, its fields, and what is odd about it.
-
-    `length` is as in `CsvTable.rows`.
-    """
+    """A scanned row: offset and length as in `CsvTable.rows`, number of its first line, fields, what is odd about it."""
 
     offset: int
     length: int
@@ -199,17 +211,17 @@ class _Row:
 
 
 class _TooLong(Exception):
-    """A row has more lines or bytes than any that was meant."""
+    """A row has more lines or bytes than a row may have."""
 
 
 class _Scanner:
-    """The rows of a table with all that quoting can do to them; `width` and `image` are to be set behind the header."""
+    """The rows of a table, stray quotes included. The caller sets `width` and `image` when it has read the header."""
 
     def __init__(self, file: BinaryIO, separator: str) -> None:
         self.file, self.separator = file, separator
         self.width, self.image = 0, 0  # fields of the header, and which one is the image
-        self._waiting: deque[bytes] = deque()  # lines that a stray quote had swallowed
-        self._taken: list[bytes] = []
+        self._waiting: deque[bytes] = deque()  # lines that a stray quote had taken into a row
+        self._taken: list[bytes] = []  # lines of the current row
         self._first = True
 
     def __iter__(self) -> Iterator[_Row]:
@@ -220,7 +232,7 @@ class _Scanner:
             odd, fields = "", []
             raw = self._waiting.popleft() if self._waiting else self.file.readline()
             if self.width and b'"' not in raw and raw.find(b"\r", 0, -2) < 0 and 0 < len(raw) < _PLAIN_LINE_BYTES:
-                # Nearly every line; the csv module would take three times as long with all that is kept for quotes.
+                # Nearly every line. The csv module takes three times as long.
                 fields = _as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
                 if fields != [""]:
                     more = any(fields[self.width :])
@@ -237,9 +249,9 @@ class _Scanner:
                 odd = str(error) if "larger" in str(error) else "a stray quote"
             except _TooLong:
                 odd = "a stray quote"
-            if not odd and self._swallows():
+            if not odd and self._has_stray_quote():
                 odd = "a stray quote"
-            if odd:  # the line for itself, and what it had swallowed again
+            if odd:  # the first line is the row; the others are read again
                 self._waiting.extendleft(reversed(self._taken[1:]))
                 del self._taken[1:]
                 reader = self._reader()
@@ -258,6 +270,7 @@ class _Scanner:
         return csv.reader(self._lines(), delimiter=self.separator, strict=True)
 
     def _lines(self) -> Iterator[str]:
+        """The lines that the csv reader takes, kept in `_taken`."""
         while line := self._waiting.popleft() if self._waiting else self.file.readline():
             self._taken.append(line)
             if len(self._taken) > _LONGEST_ROW_LINES or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES:
@@ -265,11 +278,12 @@ class _Scanner:
             yield self._text(-1)
 
     def _text(self, index: int) -> str:
+        """Line `index` of the current row, without the file's byte-order mark."""
         mark = self._first and len(self._taken) == 1
         return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
 
-    def _swallows(self) -> bool:
-        """Whether a row of several lines is one line that is whole but for its quote, with others that are rows themselves."""
+    def _has_stray_quote(self) -> bool:
+        """Whether a row of several lines is several rows: its first line and another one have all fields by themselves."""
         lines = [_as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))]
         if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
             return False
@@ -286,8 +300,9 @@ def _as_it_stands(line: str, separator: str) -> list[str]:
 
 
 def _lines(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_TOLD_LINES])) + (
-        f" and {len(numbers) - _TOLD_LINES} more" if numbers[_TOLD_LINES:] else ""
+    """ "lines 3, 8 and 12"; of many the first five and how many more."""
+    shown = ", ".join(map(str, numbers[:_NAMED_LINES])) + (
+        f" and {len(numbers) - _NAMED_LINES} more" if numbers[_NAMED_LINES:] else ""
     )
     return f"line{'s' if len(numbers) > 1 else ''} {shown}"
 
@@ -298,6 +313,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 
 
 def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, int, int]:
+    """Numbers of the columns of a layout: image, caption, identity. UserError where the header has none of the layouts."""
     layouts = list(LAYOUTS)
     if style.image_key is not None and style.caption_key is not None:
         layouts.insert(0, (style.image_key, style.caption_key, "image_id"))

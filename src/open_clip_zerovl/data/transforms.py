@@ -1,7 +1,7 @@
 """Image transforms (sections 2.2 and A.9): AutoAugment in training, and the paper's evaluation transform.
 
 Training crops 60-100 % of the area and applies AutoAugment's ImageNet policy to the crop. Draws come from torch's default
-generator, as torchvision's do; the data pipeline seeds it for each sample (`randomness.seeded`).
+generator, as in torchvision; the data pipeline seeds it for each sample (`randomness.reseed`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
     """open_clip's training transform with AutoAugment right after its random crop, on the cropped RGB image.
 
     Args:
-        transform: what `create_model_and_transforms` returns second, with or without `--aug-cfg`.
+        transform: the second value of `create_model_and_transforms`, with or without `--aug-cfg`.
         policy: of AUTO_AUGMENT_POLICIES.
 
     Raises:
@@ -61,7 +61,7 @@ def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
         )
     after = crops[0] + 1
     if after < len(steps) and isinstance(steps[after], MaybeConvertMode):
-        after += 1  # the policy's operations want RGB
+        after += 1  # AutoAugment takes RGB images
     return Compose([*steps[:after], augment, *steps[after:]])
 
 
@@ -78,9 +78,9 @@ def image_transform_train(
     """The paper's training transform (A.9): random resized crop, AutoAugment, normalisation; PIL image -> (3, S, S).
 
     Args:
-        size_px: side S of the square that comes out.
-        area: range of the crop's share of the image's area.
-        ratio: range of the crop's width by its height.
+        size_px: side S of the resulting square.
+        area: smallest and largest share of the image's area that a crop has.
+        ratio: smallest and largest width / height of a crop.
         auto_augment: a policy of AUTO_AUGMENT_POLICIES.
         interpolation: bilinear (the released code) or bicubic (open_clip).
 
@@ -101,8 +101,12 @@ def paper_eval_transform(
 ) -> Compose:
     """The paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
 
-    The side before the crop is `size_px * 256 / 224`, rounded. open_clip's `preprocess_cfg` cannot express this one, so
-    that a checkpoint's own transform, which CLIP_benchmark applies too, is another.
+    The side before the crop is `size_px * 256 / 224`, rounded. open_clip's `preprocess_cfg` cannot express this transform, so
+    a checkpoint's own transform, which CLIP_benchmark applies too, differs from it.
+
+    Args:
+        size_px: side S of the resulting square; PIL image -> (3, S, S).
+        interpolation: bilinear or bicubic.
 
     Raises:
         UserError: an unknown interpolation.

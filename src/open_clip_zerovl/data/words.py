@@ -1,7 +1,7 @@
 """Word augmentation of captions (sections 2.2 and A.9).
 
-A fifth of the *words* (as whitespace separates them, not word pieces) is masked (50 %), replaced by a random word (10 %) or
-deleted (40 %). The draws come from a seed that is passed in, so that a resumed run repeats them.
+A fifth of the *words* (split at white space, not word pieces) is masked (50 %), replaced by a random word (10 %) or deleted
+(40 %). The draws come from a seed that is passed in, so that a resumed run repeats them.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 
 from open_clip_zerovl.errors import UserError
 
-# What happens to a word that is processed (section 2.2); the rest of 1 is deletion.
+# Shares of the processed words (section 2.2); the other 0.4 are deleted.
 MASK_SHARE = 0.5
 REPLACE_SHARE = 0.1
 
-# Marks of the beginning of a word in the vocabularies of byte-level BPE (RoBERTa) and of SentencePiece (XLM-R).
+# Marks that begin a word in the vocabularies of byte-level BPE (RoBERTa) and of SentencePiece (XLM-R).
 _WORD_MARKS = "\u0120\u2581"
 
 
 class WordAugment:
     """Masks, replaces or deletes words of a caption, before it is tokenized.
 
-    Each word is processed with probability `share`, on its own. A caption never becomes empty: of one whose words would
-    all be deleted, one word, drawn at random, stays as it was. Words of a caption that nothing happens to keep their
-    spelling; runs of white space become one space, as all of open_clip's tokenizers read them.
+    Each word is processed with probability `share`, independently of the others. A caption never becomes empty: where all its
+    words would be deleted, one of them, drawn at random, stays as it was. Other words keep their spelling; runs of white space
+    become one space, which is how open_clip's tokenizers read them.
 
-    The object holds strings only, so that it travels to loader workers.
+    The object holds strings only, so that it can be pickled for loader workers.
 
     Args:
         tokenizer: open_clip's tokenizer of the model, around a Hugging Face tokenizer with a mask token.
-        share: of words that are processed, 0..1; the paper's is 0.2.
+        share: share of words that are processed, 0..1; the paper's is 0.2.
 
     Raises:
-        UserError: a share out of range; a tokenizer without a mask token, one whose cleaning of the caption destroys the
-            mask token's text, or whose vocabulary has no whole words to replace others by.
+        UserError: a share out of range; a tokenizer without a mask token, one whose cleaning of captions changes the mask
+            token's text, or one whose vocabulary has no whole words to replace others by.
     """
 
     def __init__(self, tokenizer: Any, share: float = 0.2) -> None:
@@ -47,7 +47,7 @@ class WordAugment:
         """The augmented caption, a function of caption and seed alone.
 
         Args:
-            seed: of this sample in this epoch (`randomness.stream_seed`), or a generator, which is moved on.
+            seed: of this sample in this epoch (`randomness.stream_seed`), or a generator to draw from.
         """
         rng = seed if isinstance(seed, random.Random) else random.Random(seed)
         draw, share = rng.random, self.share
@@ -68,7 +68,7 @@ class WordAugment:
 
 
 def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
-    """The mask token's text and the words that the tokenizer knows whole, in the order of their ids."""
+    """The mask token's text, and the words that are one token each, in the order of their ids."""
     inner = getattr(tokenizer, "tokenizer", None)  # open_clip's HFTokenizer wraps the Hugging Face one
     mask = getattr(inner, "mask_token", None)
     if inner is None or mask is None:
@@ -80,7 +80,7 @@ def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
     special = set(inner.all_special_tokens)
     words = [token.lstrip(_WORD_MARKS) for token, _ in in_order if token not in special]
     words = list(dict.fromkeys(word for word in words if len(word) > 1 and word.isalpha()))
-    # Known whole is a word that is one token after a space; what only continues words is not.
+    # A vocabulary also has pieces that only continue words; after a space these become several tokens.
     pieces = inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"] if words else []
     whole = tuple(
         word for word, ids in zip(words, pieces, strict=True) if len(ids) == 1 and ids[0] not in inner.all_special_ids

@@ -1,4 +1,4 @@
-"""Loader worker processes: numbers that they share with the training process, signals, and what is said when one is lost."""
+"""Loader worker processes: numbers shared with the training process, signals, and the sentence for a worker that was lost."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from open_clip_zerovl.processes import end_with_parent
 
 
 class SharedNumbers:
-    """Whole numbers that the training process and its loader workers see change."""
+    """Whole numbers in memory that the training process and its loader workers share."""
 
     def __init__(self, *values: int) -> None:
         self._values = multiprocessing.RawArray("q", values)
 
     def set(self, *values: int) -> None:
+        """Replace the numbers, as many as before."""
         self._values[:] = values
 
     def get(self) -> tuple[int, ...]:
+        """The numbers as they are now."""
         return tuple(self._values)
 
 
 def begin_worker(_worker: int, *, parent: int | None = None) -> None:
-    """What a loader worker does first: outlive the signals that the training process outlives, and end when that one ends.
+    """What a loader worker does first: ignore the signals that the training process handles, and end when that process ends.
 
     Schedulers and terminals signal all processes of a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still
-    needs its data until it has written a checkpoint; a worker ignores those signals, and `MixtureLoader` ends it by SIGKILL.
+    needs data until it has written a checkpoint. So a worker ignores these signals, and `MixtureLoader` ends it by SIGKILL.
 
     Args:
-        parent: the training process, None where it does not start its workers from its main thread (see
-            `processes.end_with_parent`).
+        parent: process number of the training process; None where it starts its workers from another thread than its main
+            one (see `processes.end_with_parent`).
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         handler = signal.getsignal(number)
@@ -54,8 +56,11 @@ def explain_worker_error(
     """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
 
     Args:
-        activity: (process, source, shard) of each worker, -1 where there is none yet.
+        activity: (process number, source, shard) of each worker, -1 for what it does not have yet.
+        sources: of the mixture.
+        rank: of this process.
         next_worker: the worker whose batch was waited for.
+        timeout_seconds: the loader's time-out.
     """
 
     def doing(worker: int) -> str:

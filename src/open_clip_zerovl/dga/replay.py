@@ -78,11 +78,18 @@ class FrozenTowers:
     inside replaced for the length of a step. Parameters tell which towers may be frozen, and the output whether one is:
     where an adapter or a weight shared with the other tower learns inside, the output of a pass with graph requires
     gradient, and the tower runs twice. The random state after the tower is kept too, because the other tower may draw
-    next. A model that is not open_clip's, or is compiled (each replacement would compile anew), runs its frozen tower
-    twice: the gradients are the same, the saving is lost, and the log says so.
+    next. A model that is not open_clip's, or is compiled with fullgraph=True, runs its frozen tower twice: the gradients are
+    the same, the saving is lost, and the log says so.
+
+    In a compiled model the replacement itself stays outside of the graphs and the tower's code within, a graph of its own.
+    It is one object for all steps: another in each step would compile anew.
+
+    Args:
+        model: inside of all wrappers.
+        splits: whether a compiled model may be split into several graphs; True for one that is not compiled.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, splits: bool) -> None:
         self._model = model
         self._device = device
         self._index = 0
@@ -90,9 +97,10 @@ class FrozenTowers:
         self._restore_rng = True
         self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
         self._learning: set[str] = set()  # encode methods whose output was seen to require gradient
+        self._once: dict[str, Callable[..., Tensor]] = {}  # their replacements
         scripted = isinstance(model, torch.jit.ScriptModule)  # whose class has no forward to look at
         self._reusable = (
-            not compiled
+            splits
             and not scripted
             and type(model).forward in (open_clip.CLIP.forward, open_clip.CustomTextCLIP.forward)
         )
@@ -121,12 +129,16 @@ class FrozenTowers:
         if names and not self._reusable:
             if not self._told:
                 log.info(
-                    "The frozen tower (%s) runs in both passes: only eager open_clip models can skip the second.", names
+                    "The frozen tower (%s) runs in both passes: only open_clip models, not compiled with fullgraph=True, can "
+                    "skip the second.",
+                    names,
                 )
             self._told, names = True, []
-        before = {name: self._model.__dict__.get(name) for name in names}
         for name in names:
-            self._model.__dict__[name] = self._once(name, getattr(self._model, name))
+            if name not in self._once:
+                self._once[name] = self._encoded_once(name, self._model.__dict__.get(name))
+        before = {name: self._model.__dict__.get(name) for name in names}
+        self._model.__dict__.update({name: self._once[name] for name in names})
         try:
             yield self
         finally:
@@ -145,7 +157,13 @@ class FrozenTowers:
         """The next forward is the second of micro-batch `index`."""
         self._index, self._replaying = index, True
 
-    def _once(self, name: str, encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _encoded_once(self, name: str, own: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+        """What replaces the method `name`, or the function `own` that somebody has put in its place."""
+        method = getattr(type(self._model), name)
+
+        def encode(*args: Any, **kwargs: Any) -> Tensor:
+            return method(self._model, *args, **kwargs) if own is None else own(*args, **kwargs)
+
         def encode_once(*args: Any, **kwargs: Any) -> Tensor:
             if name in self._learning:
                 return encode(*args, **kwargs)
@@ -163,7 +181,7 @@ class FrozenTowers:
             self._outputs[name, self._index] = output, RngState.capture(self._device)
             return output
 
-        return encode_once
+        return torch._dynamo.disable(encode_once, recursive=False)
 
 
 class ReplayCheck:

@@ -142,7 +142,7 @@ class DecoupledGradientAccumulation:
     ) -> None:
         if check not in ("first", "always", "never"):
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
-        inner, self._ddp, compiled = unwrapped(model)
+        inner, self._ddp, _ = unwrapped(model)
         if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
             raise UserError(
                 "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
@@ -172,7 +172,7 @@ class DecoupledGradientAccumulation:
         self._retention = Retention(retain, self._device, self._world_size, inner.parameters())
         self._check = ReplayCheck(check)
         self._replay_rng = replay_rng
-        self._towers = FrozenTowers(inner, self._device, compiled)
+        self._towers = FrozenTowers(inner, self._device, splits=not _one_graph_alone(model))
 
     def backward(
         self,
@@ -337,6 +337,15 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
             compiled, model = True, model._orig_mod
         else:
             return model, ddp, compiled
+
+
+def _one_graph_alone(model: nn.Module) -> bool:
+    """Whether the model was compiled with fullgraph=True, under which torch refuses what splits it into several graphs."""
+    while isinstance(model, nn.Module):
+        if getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False):
+            return True
+        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return False
 
 
 def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:

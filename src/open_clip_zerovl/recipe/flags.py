@@ -371,6 +371,46 @@ class LossFlags:
     )
 
 
+_NO_TEACHER = Contradiction("no --teacher", lambda given: given.teacher is None, "it is of the teachers; give both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherFlags:
+    """Distillation from stored teachers"""
+
+    teacher: str | None = flag(
+        None,
+        "learn from the embeddings that `zerovl teacher` has stored in DIR, and show the views that it has stored",
+        metavar="DIR",
+        contradicts=(
+            _STOCK_DATA,
+            Contradiction(
+                "--coin-flip-mixup",
+                lambda given: given.coin_flip_mixup,
+                "no teacher has seen the mixed samples; leave one of them out",
+            ),
+            _DETACHED_GATHER,
+        ),
+        planned="neither its rows nor its part of the loss are in the plan",
+    )
+    distill_weight: float = flag(
+        1.0,
+        "share of the distillation in the loss; the rest is the contrastive loss (default %(default)s)",
+        metavar="W",
+        range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
+        contradicts=(_NO_TEACHER,),
+        planned=False,
+    )
+    distill_temperature: float = flag(
+        0.01,
+        "temperature of the teachers' softmaxes (default %(default)s, a scale of 100)",
+        metavar="T",
+        range=POSITIVE,
+        contradicts=(_NO_TEACHER,),
+        planned=False,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AugmentationFlags:
     """Mixup, augmentation and token drop (sections 2.2, 3.2, 4.2, A.9)"""
@@ -582,13 +622,22 @@ class RetrievalFlags:
 
 
 SECTIONS = (
-    SourceFlags, DgaFlags, LossFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags, RetrievalFlags
+    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags,
+    RetrievalFlags,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig(
-    RetrievalFlags, CheckpointFlags, OptimizerFlags, TowerFlags, AugmentationFlags, LossFlags, DgaFlags, SourceFlags
+    RetrievalFlags,
+    CheckpointFlags,
+    OptimizerFlags,
+    TowerFlags,
+    AugmentationFlags,
+    TeacherFlags,
+    LossFlags,
+    DgaFlags,
+    SourceFlags,
 ):
     """All flags of ours. Their defaults mean: open_clip as it is."""
 
@@ -600,7 +649,7 @@ class RecipeConfig(
     @property
     def step_flags(self) -> bool:
         """Whether a flag asks for our optimizer step (DGA and ContrastiveLoss) by itself."""
-        of_step = (*flags_of(DgaFlags), *flags_of(LossFlags))
+        of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
         return self.coin_flip_mixup or any(getattr(self, each.name) != each.default for each in of_step)
 
 

@@ -19,13 +19,12 @@ shard, in shards.json). Where either differs it is made anew. Of a table the fil
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,11 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import locked, write_atomically
 from open_clip_zerovl.randomness import seeded
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import group_of
-from open_clip_zerovl.tar.members import local_path
+from open_clip_zerovl.tar.remote import local_path
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class FrozenCache:
             "sources": [[source.name, source.num_samples] for source in sources],
         }
         try:
-            with _locked(self.folder):
+            with locked(self.folder):
                 self._make_files(description, [_shard_marks(source) for source in sources])
         except OSError as error:
             raise UserError(f"the folder of cached features {self.folder} cannot be written ({error}).") from error
@@ -281,15 +280,6 @@ def _shard_marks(source: Source) -> list[list[Any]]:
     return marks
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the lock ends with the process that holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What the features depend on
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +328,9 @@ def _described(inputs: Any) -> list[Any]:
     """A tokenizer's or transform's settings as JSON."""
     inner = getattr(inputs, "tokenizer", None)
     if inner is None:
-        return [type(inputs).__name__, getattr(inputs, "context_length", None), repr(inputs)]
+        # Without addresses of objects, which CLIP's own tokenizer has in its repr: they differ in each process.
+        shown = re.sub(r" at 0x[0-9a-f]+", "", repr(inputs))
+        return [type(inputs).__name__, getattr(inputs, "context_length", None), shown]
     backend = getattr(inner, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
     return [

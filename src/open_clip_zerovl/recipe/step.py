@@ -17,6 +17,7 @@ import torch
 from open_clip import get_input_dtype
 from torch import Tensor, nn
 
+from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss
@@ -25,8 +26,9 @@ from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import optimizer_step
 
-# images (B, C, H, W), texts (B, L), and origin (B, 2 or 4) where the loss or a cache asks who the samples are
-MicroBatch = tuple[Tensor, ...]
+# images (B, C, H, W), texts (B, L), origin (B, 2 or 4) where the loss or a cache asks who the samples are, and with stored
+# teachers the tuple of their embeddings of both, (B, D) each
+MicroBatch = tuple[Any, ...]
 
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
@@ -47,6 +49,7 @@ def prepare(
     images: Tensor,
     texts: Tensor,
     origin: Tensor | None = None,
+    _teachers: tuple[Tensor, ...] = (),
     *,
     precision: str,
     normalize: Callable[[Tensor], Tensor] | None = None,
@@ -75,12 +78,18 @@ def prepare(
     return images.to(dtype=get_input_dtype(precision)), texts
 
 
-def ids_of(micro_batches: Sequence[MicroBatch]) -> dict[str, dict[str, Tensor]]:
-    """`ContrastiveLoss`'s `ids` of this rank's samples, from the micro-batches' origin; nothing where they have none."""
+def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    """What `ContrastiveLoss` takes besides the features of this rank's samples: `ids`, `teacher_features`, as far as there are.
+
+    They come from the micro-batches' third and fourth part.
+    """
     if len(micro_batches[0]) < 3:
         return {}
-    source, _, *content = torch.cat([origin for _, _, origin in micro_batches]).unbind(dim=1)
-    return {"ids": {"source": source, **dict(zip(("caption", "image"), content, strict=False))}}
+    source, _, *content = torch.cat([origin for _, _, origin, *_ in micro_batches]).unbind(dim=1)
+    inputs: dict[str, Any] = {"ids": {"source": source, **dict(zip(("caption", "image"), content, strict=False))}}
+    if len(micro_batches[0]) > 3:
+        inputs["teacher_features"] = teacher_features([embeddings for *_, embeddings in micro_batches])
+    return inputs
 
 
 class RecipeStep:
@@ -146,16 +155,16 @@ class RecipeStep:
             Detached scalars, as `DecoupledGradientAccumulation.backward` gives them.
         """
         self.optimizer.zero_grad()
-        ids = ids_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
+        inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
         if self.mixup is None:
-            losses = self._dga.backward(micro_batches, prepare=self.prepare, **ids)
+            losses = self._dga.backward(micro_batches, prepare=self.prepare, **inputs)
         else:
             self.mixup.seek(step)
             with self.mixup.step() as mix:
                 losses = self._dga.backward(
                     micro_batches,
                     prepare=partial(self.prepare, mix=mix),
-                    **ids,
+                    **inputs,
                     **mix.loss_inputs([len(images) for images, *_ in micro_batches]),
                 )
         if self.cache is not None:

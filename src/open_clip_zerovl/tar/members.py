@@ -20,19 +20,18 @@ import itertools
 import lzma
 import os
 import re
-import select
 import tarfile
 import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.headers import walk_tar
+from open_clip_zerovl.tar.remote import Patience, open_url, words_of
 
 #: What a sample's picture is called. Of several pictures the first of these is it, as in open_clip's own pipeline.
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
@@ -41,7 +40,6 @@ CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
 
 # What reading rotten bytes raises in tarfile and in the decompressors below it.
 _READ_ERRORS = (
@@ -73,10 +71,6 @@ class ShardError(Exception):
         super().__init__(detail)
         self.reason = reason
         self.readable = readable
-
-
-class StalledShard(Exception):
-    """A pipe gave nothing for too long."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +111,6 @@ def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
     if dot > begin and "\n" not in name:
         return name[:dot], name[dot + 1 :]
     return base_plus_ext(name)
-
-
-def local_path(url: str) -> str | None:
-    """The path of a shard on this machine, or None for a remote one."""
-    if url.startswith("file:"):
-        return re.sub(r"^file:(//(localhost)?)?", "", url)
-    return None if REMOTE.match(url) else url
 
 
 def locate_samples(
@@ -171,108 +158,28 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def stream_samples(
-    url: str, *, stall_seconds: float = 0, wanted: Collection[str] | None = WANTED
+    url: str, *, patience: Patience | None = None, wanted: Collection[str] | None = WANTED
 ) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
     """The samples of any tar, read from beginning to end: (key, {suffix: content}), None for members nobody wants.
 
     Args:
+        patience: how long a remote one is waited for.
         wanted: suffixes whose content is read; None for all.
-        stall_seconds: give up on a pipe that delivers nothing for so long; 0 waits forever.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
         UserError: nothing installed opens such a URL.
-        StalledShard: see `stall_seconds`.
+        StalledShard: see `Patience.command_seconds`.
     """
-    with closing(_counted(group(_contents(url, stall_seconds, wanted)))) as samples:
+    with closing(_counted(group(_contents(url, patience, wanted)))) as samples:
         yield from samples
 
 
-def check_quotes(url: str) -> None:
-    """UserError for a single quote in a URL: webdataset puts it between single quotes into a shell's command (curl)."""
-    if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
-        raise UserError(f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27")
-
-
-def check_openable(url: str) -> None:
-    """Make sure that something installed opens URLs of this kind.
-
-    Raises:
-        UserError: nothing does, or what `check_quotes` refuses.
-    """
-    check_quotes(url)
-    scheme = url.split(":", 1)[0] if REMOTE.match(url) else "file"
-    if scheme != "file" and scheme not in _pipe_schemes(scheme):
-        _fsspec(url)
-
-
-@contextmanager
-def open_url(url: str, stall_seconds: float = 0) -> Iterator[BinaryIO]:
-    """The bytes of a shard: a local file, webdataset's gopen (pipe:, http: ...), or fsspec (s3:, gs:, hdfs: ...)."""
-    path = local_path(url)
-    if path is not None:
-        with open(path, "rb") as file:
-            yield file
-        return
-    scheme = url.split(":", 1)[0]
-    if scheme not in _pipe_schemes(scheme):
-        with _fsspec(url).open() as file:
-            yield file
-        return
-    stream = gopen(url)
-    try:
-        # Past Pipe.read: it raises on the command's exit status although all bytes came, or not, as the race falls.
-        raw = stream.stream if isinstance(stream, Pipe) else stream
-        yield cast(BinaryIO, _Patient(raw, stall_seconds) if stall_seconds else raw)
-    finally:
-        if isinstance(stream, Pipe):
-            stream.stream.close()
-            stream.proc.kill()  # Pipe.close would wait two hours for a command that ignores a closed pipe
-            stream.proc.wait()
-        else:
-            stream.close()
-
-
-class _Patient:
-    """A pipe's reading end that gives up when nothing comes."""
-
-    def __init__(self, stream: Any, seconds: float) -> None:
-        self.stream, self.seconds = stream, seconds
-
-    def read(self, size: int) -> bytes:
-        parts, missing = [], size
-        while missing > 0:
-            if not select.select([self.stream], [], [], self.seconds)[0]:
-                raise StalledShard(f"nothing came for {self.seconds:g} s")
-            part = self.stream.read1(missing)
-            if not part:
-                break
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
-
-
-def _pipe_schemes(scheme: str) -> tuple[str, ...]:
-    return () if scheme == "gs" else tuple(gopen_schemes)  # gs: goes through fsspec like the other stores
-
-
-def _fsspec(url: str) -> Any:
-    try:
-        import fsspec
-
-        return fsspec.open(url, "rb")
-    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
-        scheme = url.split(":", 1)[0]
-        command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
-        raise UserError(
-            f"shard {url} cannot be opened ({_words(error)}); install what fsspec asks for, or write it as "
-            f"'pipe:{command.get(scheme, f'COMMAND {url}')}'"
-        ) from error
-
-
-def _contents(url: str, stall_seconds: float, wanted: Collection[str] | None) -> Iterator[tuple[str, bytes | None]]:
+def _contents(
+    url: str, patience: Patience | None, wanted: Collection[str] | None
+) -> Iterator[tuple[str, bytes | None]]:
     # tarfile asks for 10 KiB at a time by default and joins them; pictures are larger.
-    with open_url(url, stall_seconds) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
+    with open_url(url, patience) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
         for member in _regular(tar):
             suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
             read = wanted is None or suffix in wanted
@@ -319,7 +226,7 @@ def unreadable(error: OSError) -> ShardError:
             "a process has as many files open as it may, and a loader process keeps one or two open for each source; raise the "
             "limit (ulimit -n), or take fewer sources"
         ) from error
-    return ShardError("unreadable shard", _words(error))
+    return ShardError("unreadable shard", words_of(error))
 
 
 def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Content], None, None]:
@@ -334,8 +241,4 @@ def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Con
             raise
         if isinstance(error, OSError) and not count:
             raise unreadable(error) from error
-        raise ShardError("truncated shard" if count else "unreadable shard", _words(error), count) from error
-
-
-def _words(error: BaseException) -> str:
-    return str(error.args[-1] if isinstance(error, OSError) and error.args else error) or type(error).__name__
+        raise ShardError("truncated shard" if count else "unreadable shard", words_of(error), count) from error

@@ -1,0 +1,136 @@
+"""A source on a server is the source on the disk: the same batches whatever befalls the way; what was waited for is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision import transforms
+
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
+from support.shard_server import shard_server
+from support.tars import write_source
+
+SHARDS, PER_SHARD = 4, 10
+
+
+@pytest.fixture
+def server(tmp_path):
+    write_source(tmp_path / "cc", 0, SHARDS * PER_SHARD, PER_SHARD)
+    with shard_server(tmp_path) as server:
+        yield server
+
+
+def ids_of(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([int(caption.split()[1]) for caption in captions])
+
+
+def loader_of(data: str, *, workers: int = 0, **options) -> MixtureLoader:
+    policy = {"on_bad_sample": options.pop("on_bad_sample", "replace")}
+    mixture = Mixture(
+        parse_sources(data),
+        Batching(5, workers=max(1, workers)),
+        Preprocessing(transforms.PILToTensor(), ids_of),
+        **policy,
+    )
+    return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, "stall_timeout_seconds": 20, **options})
+
+
+def epoch_of(loader: MixtureLoader, epoch: int = 0) -> list[list[int]]:
+    loader.set_epoch(epoch)
+    return [ids.tolist() for _, ids in loader]
+
+
+def on_disk(server) -> str:
+    return f"cc={server.folder}/cc/{{00000..0000{SHARDS - 1}}}.tar"
+
+
+def on_server(server) -> str:
+    return f"cc={server.url('cc/')}{{00000..0000{SHARDS - 1}}}.tar"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_batches_and_what_was_waited_for(server, workers, caplog):
+    whole = [epoch_of(loader_of(on_disk(server), workers=workers), epoch) for epoch in (0, 1)]
+    server.faults.update({
+        "cc/sizes.json": ["503"], "cc/00000.tar": ["503", "reset:9000"], "cc/00001.tar": ["cut:5000", "drip:40"],
+        "cc/00003.tar": ["silent"],
+    })  # fmt: skip
+    loader = loader_of(on_server(server), workers=workers)
+    caplog.set_level(logging.WARNING)
+    assert [epoch_of(loader, epoch) for epoch in (0, 1)] == whole and loader.lost == {}
+    said = [record.message for record in caplog.records]
+    assert sum("server answered 503" in message and "took" in message for message in said) >= 1
+    assert len(said) == len(set(said)) <= 5  # a kind once, and the total
+    (total,) = [message for message in said if message.endswith("of its readers.")]
+    assert total.startswith("Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server")
+
+
+def test_a_server_that_is_gone_ends_in_one_sentence(server):
+    loader = loader_of(on_server(server), stall_timeout_seconds=5)
+    server.kill()
+    with pytest.raises(
+        UserError, match=r"source 'cc' is out of reach: shard http.*cc/0000\d\.tar has not come, nor have 3"
+    ):
+        epoch_of(loader)
+    strict = loader_of(
+        f"{on_server(server)}@{server.folder}/cc/sizes.json", on_bad_sample="fail", stall_timeout_seconds=5
+    )
+    with pytest.raises(
+        UserError, match=r"shard http.*tar of source 'cc' cannot be read \(no connection after \d retries"
+    ):
+        epoch_of(strict)
+
+
+def test_a_server_that_dies_and_comes_back(server):
+    whole = epoch_of(loader_of(on_disk(server)))
+    loader = loader_of(on_server(server))
+    batches = []
+    for number, (_, ids) in enumerate(loader):
+        batches.append(ids.tolist())
+        if number == 1:
+            server.kill()
+            threading.Timer(1.0, server.start).start()
+    assert batches == whole
+
+
+def test_one_shard_that_never_comes_is_replaced(server):
+    server.faults["cc/00002.tar"] = ["500"] * 1000
+    loader = loader_of(on_server(server), stall_timeout_seconds=3)
+    assert len(epoch_of(loader)) == 8
+    assert loader.lost == {"cc": {"unreadable shard": PER_SHARD}}
+
+
+def test_the_sizes_of_a_server_that_is_gone(server):
+    server.faults["cc/sizes.json"] = ["503"] * 1000
+    with pytest.raises(UserError, match=r"sizes.json has not come within 2 s .*server answered 503 after \d retries"):
+        parse_sources(on_server(server), timeout_seconds=2)
+    server.faults["cc/sizes.json"] = ["404"]
+    with pytest.raises(UserError, match="4 remote shards of source 'cc' have no size"):
+        parse_sources(on_server(server))
+
+
+def test_a_store_of_fsspec(server):
+    """As s3: and gs:, through fsspec's store in memory, which worker processes inherit."""
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for file in sorted(Path(server.folder, "cc").iterdir()):
+        store.pipe_file(f"/cc/{file.name}", file.read_bytes())
+    try:
+        source = "cc=memory://cc/{00000..00003}.tar"
+        assert parse_sources(source)[0].sizes == tuple(
+            json.loads((server.folder / "cc/sizes.json").read_text()).values()
+        )
+        for workers in (0, 1):
+            assert epoch_of(loader_of(source, workers=workers)) == epoch_of(loader_of(on_disk(server), workers=workers))
+    finally:
+        store.rm("/cc", recursive=True)

@@ -1,0 +1,146 @@
+"""Teacher and student see the same pixels, and a caption's embedding is that caption's: over workers, ranks and resumed epochs.
+
+The teacher of these tests embeds a picture as a hash of its bytes, so that an embedding which training reads is that of the
+picture beside it, bit for bit, or of another one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
+from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
+from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
+from support.tars import noise_jpeg, write_tar
+
+SETTINGS = TeacherSettings(
+    views=3, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, captions="one-per-epoch", seed=5, auto_augment="imagenet"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources, one of which is three clusters of mixed shards, each picture with up to three captions; and what a teacher
+    of the student's size and one of another size made of them."""
+    folder = tmp_path_factory.mktemp("pixels")
+    for name, first in (("a", 0), ("b", 100)):
+        for shard in range(3):
+            members = []
+            for number in range(first + 8 * shard, first + 8 * shard + 8):
+                lines = [f"{name} picture {number} caption {c}" for c in range(1 + number % 3)]
+                members += [
+                    (f"{number:04d}.jpg", noise_jpeg(number, 60 + number % 7, 50)),
+                    (f"{number:04d}.txt", "\n".join(lines).encode()),
+                ]
+            write_tar(folder / name / f"{shard:05d}.tar", members)
+    shards = tuple(str(folder / "b" / f"{shard:05d}.tar") for shard in range(3))
+    labels = np.arange(24, dtype=np.int32) % 2
+    sizes = tuple(os.path.getsize(shard) for shard in shards)
+    clustering = Clustering(
+        "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), sizes
+    )
+    (folder / "clusters").mkdir()
+    save_clustering(clustering, folder / "clusters")
+    data = f"a={folder}/a::b={folder}/clusters"
+    encoders = [HashEncoder(salt=1), HashEncoder("wide", salt=2, size_px=20, workers=2)]
+    store = embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
+    return folder, data, store
+
+
+def batches(data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, start=0, settings=SETTINGS):
+    """(images, tokens, origin, embeddings) of one rank's epoch."""
+    sources = parse_sources(data, captions=settings.captions)
+    transform = settings.transform()
+    rows = TeacherRows(
+        TeacherStore.open(store.folder),
+        sources,
+        augmentation=augmentation_of(transform, settings.pixel_path),
+        captions=settings.captions,
+    )
+    mixture = Mixture(
+        sources,
+        Batching(4, dga_steps, ranks, max(1, workers)),
+        Preprocessing(transform, tokens_of, pixel_path=settings.pixel_path, teachers=rows),
+        rank=rank,
+        sampling=Sampling("debiased"),
+        seed=9,
+    )
+    loader = MixtureLoader(mixture, workers=workers)
+    loader.set_epoch(epoch, start)
+    return list(loader)
+
+
+def as_kept(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "dga_steps", "epoch", "start"),
+    [(1, 0, 1, 0, 0), (1, 2, 2, 1, 0), (2, 1, 1, 2, 0), (1, 2, 1, 1, 5)],
+)
+def test_embeddings_are_of_the_pixels_and_captions_beside_them(place, ranks, workers, dga_steps, epoch, start):
+    _, data, store = place
+    shown = set()
+    for rank in range(ranks):
+        for images, tokens, origin, embeddings in batches(
+            data, store, rank=rank, ranks=ranks, workers=workers, dga_steps=dga_steps, epoch=epoch, start=start
+        ):
+            assert [tuple(part.shape) for part in embeddings] == [(4, WIDTH)] * 4
+            assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
+            assert torch.equal(embeddings[1], as_kept(hashed(tokens.to(torch.uint8), 1)))
+            assert torch.equal(embeddings[3], as_kept(hashed(tokens.to(torch.uint8), 2)))
+            shown |= set(origin[:, 0].tolist())
+    assert shown == {0, 1, 2}
+
+
+def test_a_teacher_of_another_size_sees_the_view_resized(place):
+    _, data, store = place
+    eye = HashEncoder("wide", size_px=20).load()[1]
+    images, _, _, embeddings = batches(data, store)[0]
+    for image, stored in zip(images, embeddings[2], strict=True):
+        seen = (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255).round().to(torch.uint8)
+        assert seen.shape == (3, 20, 20)
+        assert torch.equal(stored, as_kept(hashed(seen[None], 2))[0])
+
+
+def test_views_change_over_epochs_and_each_is_seen(place):
+    """The control of the tests above: views of one picture differ, so that an embedding of another view would not fit."""
+    _, data, store = place
+    rows = store.rows(0, 0, "images")
+    assert all(len({bytes(view) for view in picture}) == 3 for picture in rows)
+    seen: dict[int, set[bytes]] = {}
+    for epoch in range(8):
+        for images, _, origin, _ in batches(data, store, epoch=epoch):
+            for (source, position), image in zip(origin.tolist(), images, strict=True):
+                if source == 0:
+                    seen.setdefault(position % 24, set()).add(bytes(image.contiguous().numpy()))
+    assert all(1 < len(pictures) <= 3 for pictures in seen.values())
+    assert sum(len(pictures) for pictures in seen.values()) > 2.5 * 24
+
+
+def test_same_run_again_and_resumed_shows_the_same(place):
+    _, data, store = place
+    whole = batches(data, store, epoch=1, workers=2)
+    resumed = batches(data, store, epoch=1, start=4, workers=2)
+    for first, second in zip(whole[4:], resumed, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first[3], second[3], strict=True))
+
+
+def test_the_fast_pixel_path_too(place, tmp_path):
+    pytest.importorskip("simplejpeg")
+    _, data, _ = place
+    settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="arrays")
+    store = embed_sources(data, [HashEncoder()], tmp_path / "arrays", settings, progress=False)
+    for images, _, _, embeddings in batches(data, store, settings=settings):
+        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))

@@ -1,0 +1,162 @@
+"""`--teacher` through the whole program: the gradient is that of the dense loss, a resumed run ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
+from support.dense_loss import DenseLoss
+from support.dga_reference import errors as relative_errors
+from support.hash_teacher import HashEncoder
+from support.programs import COMMON, flat_tensors, launch, state_of
+from support.tars import noise_jpeg, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from training.main import main
+from training.params import parse
+
+AUGMENTED = ["--aug-cfg", "scale=(0.3,1.0)"]
+SETTINGS = TeacherSettings(views=2, image_size=32, aug_cfg={"scale": (0.3, 1.0)})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources, embedded by two teachers of two sizes, and the config of a student that drops patches."""
+    folder = tmp_path_factory.mktemp("distilled")
+    for name, first in (("a", 0), ("b", 100)):
+        members = []
+        for number in range(first, first + 32):
+            members += [
+                (f"{number:04d}.jpg", noise_jpeg(number, 50, 44)),
+                (f"{number:04d}.txt", f"{name} picture {number}".encode()),
+            ]
+        write_tar(folder / name / "00000.tar", members)
+    vision = {**NATIVE_VISION, "patch_dropout": 0.25}
+    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
+    data = f"a={folder}/a::b={folder}/b"
+    encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2, size_px=20)]
+    embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
+    return folder, data
+
+
+def arguments_of(folder, data, name, *extra):
+    return [
+        *COMMON, "--train-data", data, "--debiased-sampling", "--teacher", str(folder / "teacher"), *AUGMENTED,
+        "--batch-size", "4", "--dga-steps", "2", "--epochs", "1", "--name", name, "--force-custom-text", *extra,
+    ]  # fmt: skip
+
+
+def test_gradient_on_two_ranks_is_that_of_the_dense_loss(place):
+    """Two ranks, two micro-batches, row chunks, patch dropout; with the weights swapped (control) it is another."""
+    folder, data = place
+    extra = ["--distill-weight", "0.7", "--distill-temperature", "0.5", "--loss-chunk", "3", "--workers", "1"]
+    arguments = arguments_of(folder, data, "gradient", *extra)
+    done = launch("ours", folder / "tiny.json", arguments, ranks=2, gradient=folder / "gradient", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    open_clip.add_model_config(str(folder / "tiny.json"))
+    ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(2)]
+    for entries in zip(*ranks, strict=True):
+        parts = [entry["loss_inputs"]["teacher_features"] for entry in entries]
+        teachers = [
+            tuple(torch.cat([part[number][side] for part in parts]).float() for side in (0, 1)) for number in (0, 1)
+        ]
+        assert all(image.shape == text.shape == (16, 6) for image, text in teachers)
+        assert parts[0][0][0].dtype == torch.float16
+        model = open_clip.create_model("tiny", output_dict=True, force_custom_text=True).train()
+        model.load_state_dict(entries[0]["weights"])
+        found = {}
+        for weight in (0.7, 0.3):
+            features = {"image_features": [], "text_features": []}
+            for entry in entries:
+                torch.set_rng_state(entry["rng"])
+                for micro_batch in entry["prepared"]:
+                    outputs = model(*micro_batch)
+                    for modality, rows in features.items():
+                        rows.append(outputs[modality])
+            joined = {modality: torch.cat(rows) for modality, rows in features.items()}
+            model.zero_grad()
+            dense = DenseLoss(distill_weight=weight, distill_temperature=0.5)
+            value = dense(**joined, logit_scale=outputs["logit_scale"], teacher_features=teachers)
+            value.backward()
+            gradients = {parameter: held.grad.clone() for parameter, held in model.named_parameters()}
+            found[weight] = [max(relative_errors(entry["gradients"], gradients).values()) for entry in entries]
+            if weight == 0.7:
+                assert all(float(entry["loss"]) == pytest.approx(float(value.detach()), rel=1e-5) for entry in entries)
+        assert max(found[0.7]) <= 5e-5
+        assert min(found[0.3]) >= 0.05
+
+
+def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
+    """As after a kill: from the step checkpoint of a run's second step, in two loader workers; other teachers are refused."""
+    folder, data = place
+    extra = [
+        "--workers",
+        "2",
+        "--save-every-steps",
+        "2",
+        "--keep-checkpoints",
+        "9",
+        "--siglip",
+        "--distill-weight",
+        "0.5",
+    ]
+    done = launch("ours", folder / "tiny.json", arguments_of(folder, data, "whole", *extra), cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"By source: .*[ab] \S+", done.stderr)
+    checkpoint = sorted((folder / "logs" / "whole" / "checkpoints").glob("step_0000_*.pt"))[0]
+    resumed = [*arguments_of(folder, data, "resumed", *extra), "--resume", str(checkpoint)]
+    done = launch("ours", folder / "tiny.json", resumed, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (flat_tensors(state_of(folder, name)) for name in ("whole", "resumed"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    shutil.move(folder / "teacher", folder / "first")
+    try:
+        embed_sources(data, [HashEncoder(salt=3)], folder / "teacher", SETTINGS, progress=False)
+        resumed[resumed.index("--name") + 1] = "other"
+        done = launch("ours", folder / "tiny.json", resumed, cwd=folder)
+        assert done.returncode == 2 and "was taken in the middle of epoch 0 with --teacher" in done.stderr
+    finally:
+        shutil.rmtree(folder / "teacher")
+        shutil.move(folder / "first", folder / "teacher")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--coin-flip-mixup", "--coin-flip-mixup does not work with --teacher: no teacher has seen the mixed samples"),
+        ("--ablate detached-gather", "--ablate detached-gather does not work with --teacher"),
+        ("--distill-model tiny --distill-pretrained x", "--distill-model does not work with --dga-steps"),
+        ("--distill-weight 0", "--distill-weight 0.0 is out of range"),
+        ("--distill-temperature 0", "--distill-temperature 0.0 is out of range"),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_is_refused_by_name(words, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        parse(["--model", "tiny", "--train-data", "a=/d", "--teacher", "/t", *words.split()])
+
+
+def test_flags_of_teachers_without_one_and_unnamed_sources_are_refused():
+    with pytest.raises(UserError, match="no --teacher does not work with --distill-weight"):
+        parse(["--model", "tiny", "--train-data", "a=/d", "--distill-weight", "0.5"])
+    with pytest.raises(UserError, match="open_clip's own data pipeline does not work with --teacher"):
+        parse(["--model", "tiny", "--train-data", "/d/0.tar", "--teacher", "/t"])
+
+
+def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, capsys, monkeypatch):
+    folder, data = place
+    monkeypatch.chdir(folder)
+    open_clip.add_model_config(str(folder / "tiny.json"))
+    words = arguments_of(folder, data, "refused", "--workers", "0")
+    assert main([*words, "--teacher", str(folder / "nowhere")]) == 2
+    assert "nowhere holds no teacher.json; make a folder of teachers' embeddings" in capsys.readouterr().err
+    words[words.index(AUGMENTED[1])] = "scale=(0.5,1.0)"
+    done = launch("ours", folder / "tiny.json", words, cwd=folder)  # open_clip's main has begun to log by then
+    assert done.returncode == 2
+    assert "saw other pictures than this run shows: RandomResizedCrop(" in done.stderr
+    assert not (folder / "logs" / "refused").exists()
