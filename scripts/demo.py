@@ -1,17 +1,17 @@
-"""`make demo`: the product's main job on real pictures, on any laptop.
+"""`make demo`: debiased sampling on four small sources, on any laptop.
 
-Four emoji sets are four sources (Noto, Twemoji, OpenMoji, Fluent: each with its own drawing style and caption style). The
-same small model is trained twice by open_clip's own program, with batches from one source at a time (debiased, paper
-section 3.1) and with mixed batches (random); then both are measured on pairs that their source never showed:
+Four emoji sets are four sources (Noto, Twemoji, OpenMoji, Fluent), each with its own drawing style and caption style. The same
+small model is trained twice: with each batch from one source (debiased, paper section 3.1) and with mixed batches (random).
+Both are measured on pairs that were held out of their source:
 
-    within   a held-out picture among held-out captions of its own source
-    across   a picture of one source among captions of another: knowing the source is of no use
-    mixed    all sources in one pool: guessing the source alone narrows it four-fold
+    within   pictures and captions of one source
+    across   pictures of one source, captions of another: knowing the source does not help
+    mixed    all sources in one pool: a model that recognises the source has to search a quarter of it only
 
-Writes demo/ (runs, exported model, results.json, report.html) and demo.png. Hardware: 2 CPU cores, about 6 minutes of
-training for both runs side by side, after the environment and the data are there.
+Writes demo/ (runs, exported model, results.json, report.html) and demo.png. With the environment and the data in place, both
+runs train at the same time in about 6 minutes on 2 CPU cores.
 
-Training flags after -- apply to both runs and replace the demo's own where they name the same flag:
+Training flags after -- apply to both runs and replace the demo's own flags of the same name:
 
     python -m scripts.demo -- --coin-flip-mixup --text-augment 0.2 --model zerovl-emoji-vit --token-drop 0.25
 """
@@ -45,9 +45,9 @@ from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RunRecord, results_tab
 from scripts.emoji.runs import Encoder, Pool, TrainingRun, emoji_flags, flag_names, flag_value, measure
 
 SAMPLINGS = ("debiased", "random")
-# What makes the two runs what they are, with what to do instead.
 _COMPARED = "the two runs are debiased and random sampling"
 _BEFORE = "give it before the --"
+# Flags that the demo sets itself, with what to do instead.
 OWN_FLAGS = {
     "--sampling": _COMPARED,
     "--debiased-sampling": _COMPARED,
@@ -56,8 +56,8 @@ OWN_FLAGS = {
     "--seed": _BEFORE,
     "--logs": "give --out before the --",
     "--name": "give --out before the --",
-    "--resume": "an interrupted run begins again",
-    "--save-frequency": "the last checkpoint alone is kept",
+    "--resume": "an interrupted run starts again",
+    "--save-frequency": "only the last checkpoint is kept",
 }
 
 
@@ -74,8 +74,12 @@ class Settings:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it is not there")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="runs, exported model and results.json")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it does not exist"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder for runs, exported model and results.json"
+    )
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -96,14 +100,14 @@ def main() -> int:
 
 
 def checked_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """The training flags of a person.
+    """The user's training flags.
 
     Raises:
-        UserError: one that the demo sets for each run itself.
+        UserError: a flag that the demo sets itself.
     """
     for name in flag_names(flags):
         if name in OWN_FLAGS:
-            raise UserError(f"{name} is the demo's to set; {OWN_FLAGS[name]}")
+            raise UserError(f"the demo sets {name} itself; {OWN_FLAGS[name]}")
     return tuple(flags)
 
 
@@ -112,9 +116,9 @@ def run(settings: Settings) -> None:
     start = time.monotonic()
     print("1/4 Data: four emoji sets as four sources", flush=True)
     prepare_emoji(settings.data)
-    print("2/4 Training: the same model with debiased and with random sampling, side by side", flush=True)
+    print("2/4 Training: the same model with debiased and with random sampling, at the same time", flush=True)
     train(settings)
-    print("3/4 Measuring both on pairs that their source never showed", flush=True)
+    print("3/4 Measuring both on pairs that were held out of their source", flush=True)
     samples = load_emoji_split(settings.data, settings.split)
     pool = Pool.of(samples)
     runs = {sampling: training_run(settings, sampling) for sampling in SAMPLINGS}
@@ -139,13 +143,13 @@ def run(settings: Settings) -> None:
     bias = measure_bias(
         {name: features for name, (_, features) in measured.items()}, source_samples(pool), seed=settings.seed
     )
-    lead = explain(records).splitlines()[0]  # the page says the rest beside the table
+    lead = explain(records).splitlines()[0]  # the page has the rest of it below its table
     report = demo_page(settings.out / "report.html", records, examples, bias=bias, title=title, lead=lead)
     print(f"\nPicture: {settings.picture}\nReport, with loss curves, examples and embedding maps: {report}")
-    print("4/4 Export: a folder that stock open_clip loads, proved in a process without this package", flush=True)
+    print("4/4 Export: a folder that stock open_clip loads, tested in a process without this package", flush=True)
     folder = settings.out / flag_value(runs["debiased"].flags, "--model").replace("/", "-")
     export_local_dir(runs["debiased"].checkpoint, folder, force=True)
-    prove_stock_loading(folder)
+    check_stock_loading(folder)
     print(f"Done in {time.monotonic() - start:.0f} s.")
 
 
@@ -157,15 +161,15 @@ def training_run(settings: Settings, sampling: str) -> TrainingRun:
 
 
 def train(settings: Settings) -> None:
-    """Both runs at once; finished runs of the same flags are kept."""
+    """Both runs at the same time; finished runs with the same flags are kept."""
     runs = {sampling: training_run(settings, sampling) for sampling in SAMPLINGS}
     children = {}
     for sampling, run in runs.items():
         if run.is_finished():
-            print(f"  {sampling}: {run.checkpoint} is there; remove it to train again")
+            print(f"  {sampling}: {run.checkpoint} exists; remove it to train again")
             continue
         if run.folder.exists() and not run.was_asked_for():
-            print(f"  {sampling}: {run.folder} holds a run of other flags; trained again")
+            print(f"  {sampling}: {run.folder} holds a run with other flags; trained again")
         children[sampling] = run.start()
     try:
         watch(runs, children)
@@ -176,7 +180,7 @@ def train(settings: Settings) -> None:
 
 
 def watch(runs: dict[str, TrainingRun], children: dict[str, subprocess.Popen]) -> None:
-    """Progress bars from the runs' own logs; a run that fails is reported with its last words.
+    """Progress bars from the runs' logs.
 
     Raises:
         UserError: a run ended with an error.
@@ -191,7 +195,7 @@ def watch(runs: dict[str, TrainingRun], children: dict[str, subprocess.Popen]) -
         bar.close()
     for sampling, child in children.items():
         if child.returncode != 0:
-            reason = runs[sampling].last_words()
+            reason = runs[sampling].last_error()
             raise UserError(f"the {sampling} run ended with status {child.returncode}: {reason}")
 
 
@@ -207,7 +211,7 @@ def advance(bar: tqdm, run: TrainingRun) -> None:
 
 
 def source_samples(pool: Pool) -> list[SourceSample]:
-    """The pool's pairs as the bias report takes them."""
+    """The pool's pairs in the form of the bias report."""
     encoded = []
     for sample in pool.samples:
         buffer = io.BytesIO()
@@ -217,7 +221,7 @@ def source_samples(pool: Pool) -> list[SourceSample]:
 
 
 def explain(records: dict[str, RunRecord]) -> str:
-    """What the numbers say, whatever they are."""
+    """The differences between the two runs, in a sentence."""
     change = {pool: records["debiased"].rsum[pool] - records["random"].rsum[pool] for pool in POOLS}
     sentence = (
         f"Debiased against random: RSUM within a source {change['within']:+.1f}, across sources {change['across']:+.1f}, "
@@ -226,7 +230,7 @@ def explain(records: dict[str, RunRecord]) -> str:
     return sentence + (f"\n{MIXED_POOL_NOTE}" if change["mixed"] < 0 else "")
 
 
-PROOF = """
+STOCK_LOADING = """
 import sys, torch, open_clip
 model, _, preprocess = open_clip.create_model_and_transforms(sys.argv[1])
 tokenizer = open_clip.get_tokenizer(sys.argv[1])
@@ -237,14 +241,14 @@ print(f"  open_clip.create_model_and_transforms({sys.argv[1]!r}) -> {type(model)
 """
 
 
-def prove_stock_loading(folder: Path) -> None:
+def check_stock_loading(folder: Path) -> None:
     """Load the exported folder with open_clip alone, offline, in a fresh process.
 
     Raises:
         UserError: it does not load.
     """
     done = subprocess.run(
-        [sys.executable, "-c", PROOF, f"local-dir:{folder.resolve()}"],
+        [sys.executable, "-c", STOCK_LOADING, f"local-dir:{folder.resolve()}"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -1,22 +1,22 @@
-"""`make gpu`: everything that only a GPU can show, in 25 minutes on one; a second call goes on where the first ended.
+"""`make gpu`: what only a GPU can show, in 25 minutes on one GPU. A second call goes on where the first ended.
 
     python -m scripts.gpu [--wheels DIR] [--minutes 25] [--out docs/results] [--name NAME] [--only PART ...]
     python -m scripts.gpu --rehearse --out DIR        # all parts on the CPU, with tiny sizes
 
-Each part runs in processes of its own and ends within 8 minutes; every result is written when it is there:
+Each part runs in processes of its own and ends within 8 minutes. Each result is written at once:
 
-    machine            the hardware and what it reaches
+    machine            the hardware and the rates that it reaches
     tests              the tests marked gpu: exactness in fp32, bf16 and fp16, SDPA's kernels, loss, memory, compile, resume
-    steps              the steps at paper size, ours beside open_clip's accumulation and the two-pass step
+    steps              the steps at paper size: ours, open_clip's accumulation, the two-pass step
     steps-compiled     the same with the model compiled
     loss               the loss alone at up to 1,048,576 pairs
-    plan               `zerovl plan` beside a training
-    demo               the emoji demo, where its data is there (--emoji; made elsewhere by `zerovl data emoji`)
-    ablation           one seed of the paper's tables in miniature at 20 epochs, as far as the time goes
+    plan               `zerovl plan` compared with a training
+    demo               the emoji demo, if its data exists (--emoji; `zerovl data emoji` makes it where there is a network)
+    ablation           one seed of the paper's tables in miniature at 20 epochs, as many runs as fit into the time
 
-Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed and nothing is
-fetched: the machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python
-packages that it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch those where there is a network:
+Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
+machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
+it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels where there is a network:
 
     python -m pip download --no-deps -d DIR open_clip_torch==3.3.0 "webdataset<=0.2.86" braceexpand ftfy wcwidth
 """
@@ -40,15 +40,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path]  # nothing need be installed
+sys.path[:0] = [
+    path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path
+]  # works without an installation
 
 from scripts.gpu_page import page  # noqa: E402
 
 PART_SECONDS = 8 * 60
-LEAST_SECONDS = 45.0  # a part is not begun with less
+LEAST_SECONDS = 45.0  # no part is started with less time left
 EPOCHS = 20
 
-# What is imported -> its package. The first can travel as wheels of Python code, the others come with a GPU's machine.
+# Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
 CARRIED = {
     "open_clip": "open_clip_torch",
     "webdataset": "webdataset",
@@ -64,7 +66,7 @@ EXPECTED = {
 
 
 class Stop(Exception):
-    """A sentence for the person at the terminal."""
+    """An error that is shown as a sentence."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class Part:
     """A part and the command that measures it.
 
     Attributes:
-        command: after the Python interpreter; `{have}` stands for what was measured before.
-        reads: "results" (lines RESULT {...}), "pytest" (lines of -vv), or "ending" (its exit status alone).
-        needs: a file without which the part is left out, and how it is made.
+        command: after the Python interpreter; `{have}` is replaced by the keys measured before.
+        reads: "results" (lines RESULT {...}), "pytest" (lines of -vv), or "ending" (the exit status only).
+        needs: a file without which the part is left out, and a sentence on how to make it.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Part:
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
-    """All parts, in the order of their worth."""
+    """All parts, the most important first."""
     rehearse = ["--rehearse"] if options.rehearse else []
     bench = str(ROOT / "scripts" / "bench" / "gpu_parts.py")
 
@@ -121,7 +123,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 @dataclass
 class Results:
-    """What is known so far, on the disk after every change: part -> {"status", "seconds", "results": {key: values}}."""
+    """The results so far: part -> {"status", "seconds", "results": {key: values}}; written to the disk after every change."""
 
     file: Path
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -161,7 +163,7 @@ class Results:
 
 
 def missing_packages(site: Path) -> dict[str, str]:
-    """What cannot be imported here, nor from `site`: module -> package."""
+    """Modules that can be imported neither here nor from `site`: module -> package."""
     unpacked = {path.name for path in site.iterdir()} if site.is_dir() else set()
     return {
         module: package
@@ -171,10 +173,10 @@ def missing_packages(site: Path) -> dict[str, str]:
 
 
 def unpack_wheels(wheels: Path | None, site: Path) -> None:
-    """Unpack what is missing from a folder of wheels.
+    """Unpack missing packages from a folder of wheels.
 
     Raises:
-        Stop: packages that are neither here nor there.
+        Stop: packages that are neither installed nor in the folder.
     """
     missing = missing_packages(site)
     if wheels is not None and missing:
@@ -213,7 +215,7 @@ PYTEST_LINE = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def command_of(part: Part, have: Sequence[str]) -> list[str]:
-    """The command without what was measured before."""
+    """The command, which leaves out what was measured before."""
     words = list(part.command)
     if "{have}" in words:
         place = words.index("{have}")
@@ -223,7 +225,7 @@ def command_of(part: Part, have: Sequence[str]) -> list[str]:
 
 
 def result_in(line: str, reads: str) -> tuple[str, dict[str, Any]] | None:
-    """The key and the values of a result that a line holds, None for any other line."""
+    """The key and the values of a line with a result, None for any other line."""
     if reads == "results" and line.startswith("RESULT "):
         values = json.loads(line.removeprefix("RESULT "))
         return values.pop("key"), values
@@ -240,7 +242,7 @@ def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
 
 
 def run_part(part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path) -> None:
-    """Run a part for at most `seconds`, writing each result; what was measured before is not measured again."""
+    """Run a part for at most `seconds` and write each result; what was measured before is not measured again."""
     record = results.part(part.name)
     have = measured_before(part, record)
     before, start = record["seconds"], time.monotonic()
@@ -297,7 +299,7 @@ def run_part(part: Part, results: Results, seconds: float, environment: dict[str
 
 
 def shown(values: dict[str, Any]) -> str:
-    """A result in a line."""
+    """A result in one line."""
     cells = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()]
     return ", ".join(cells)[:160]
 
@@ -311,7 +313,7 @@ def collect_demo(record: dict[str, Any], work: Path) -> None:
 
 
 def collect_ablation(record: dict[str, Any], work: Path) -> None:
-    """What each finished run of the ablation found."""
+    """RSUM and time of each finished run of the ablation."""
     for file in sorted((work / "ablation").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         if "rsum" in run:
@@ -319,7 +321,7 @@ def collect_ablation(record: dict[str, Any], work: Path) -> None:
 
 
 def name_here(rehearse: bool) -> str:
-    """The GPU's name as a file's; "rehearsal" on the CPU.
+    """The GPU's name in the form of a file name; "rehearsal" on the CPU.
 
     Raises:
         Stop: there is no GPU.
@@ -336,7 +338,7 @@ def name_here(rehearse: bool) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """All parts that are not done yet, as far as the time goes; the exit status."""
+    """Run the parts that are not done yet, until the time is over; returns the exit status."""
     deadline = time.monotonic() + 60 * options.minutes
     options.work = options.work.absolute()
     options.out, options.emoji = options.out.absolute(), options.emoji.absolute()
@@ -379,7 +381,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def exit_status(records: Sequence[dict[str, Any]]) -> int:
-    """0: all is done; 1: something failed; 3: something is still to be measured."""
+    """0: all parts are done; 1: a part failed; 3: a part is not finished."""
     failed = any(record["status"].startswith("ended") for record in records)
     waiting = any(record["status"].startswith(("begun", "stopped")) for record in records)
     return 1 if failed else 3 if waiting else 0
@@ -389,16 +391,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
-    parser.add_argument("--emoji", type=Path, default=Path("data/emoji"), metavar="DIR", help="of `zerovl data emoji`")
-    parser.add_argument("--minutes", type=float, default=25.0, help="that this call may take (default %(default)s)")
+    parser.add_argument(
+        "--emoji", type=Path, default=Path("data/emoji"), metavar="DIR", help="output of `zerovl data emoji`"
+    )
+    parser.add_argument("--minutes", type=float, default=25.0, help="time for this call (default %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="scratch, and logs")
-    parser.add_argument("--name", help="of the result's files (default: the GPU's)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="scratch files and logs"
+    )
+    parser.add_argument("--name", help="name in the result's files (default: the GPU's)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="only these parts")
     options = parser.parse_args(argv)
     known = ("machine", "tests", "steps", "steps-compiled", "loss", "plan", "demo", "ablation")
     if unknown := [name for name in options.only or () if name not in known]:
-        parser.error(f"there is no part {unknown[0]!r}; give of {', '.join(known)}")
+        parser.error(f"there is no part {unknown[0]!r}; give one of {', '.join(known)}")
     try:
         return run(options)
     except Stop as sentence:

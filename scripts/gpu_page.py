@@ -1,4 +1,4 @@
-"""The page of a GPU's results (scripts/gpu.py): Markdown from what its parts measured."""
+"""The page of a GPU's results (scripts/gpu.py): Markdown from the results of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(parts: Parts) -> str:
-    """The whole page; a part that is not there yet is said to be missing."""
+    """The whole page. A part without results has no section; those that are not done are listed with their reason."""
     sections = [
         about(parts),
         tests(parts),
@@ -23,7 +23,7 @@ def page(parts: Parts) -> str:
         loss(parts),
         plan(parts),
         retrieval(parts, "demo", "The emoji demo, 20 epochs on the GPU (RSUM of held-out pairs, 0 to 600):"),
-        retrieval(parts, "ablation", "The ablation at 20 epochs, as far as the time went:"),
+        retrieval(parts, "ablation", "The runs of the ablation at 20 epochs that fitted into the time:"),
         open_parts(parts),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -153,7 +153,7 @@ def retrieval(parts: Parts, name: str, sentence: str) -> str:
 
 
 def open_parts(parts: Parts) -> str:
-    """What is not done, with its reason."""
+    """The parts that are not done, with the reason."""
     lines = []
     for name, record in parts.items():
         if record["status"] != "done":

@@ -1,12 +1,12 @@
-"""Kills trainings at random, lets them go on, and compares what comes out with runs that were never interrupted.
+"""Kills trainings at random, resumes them, and compares the result with runs that were not interrupted.
 
     python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--ranks 1 2] [--out docs/reliability.md]
 
-Each run trains a tiny model on the CPU with dropout, mixup and loader workers, and saves every three steps. A kill is drawn
-from `KILLS`; the same command with --resume latest goes on. When a run is through, its last checkpoint is compared bit for
-bit with that of a run of as many ranks that nothing befell. Ranks are forks of a launcher, which is a fork of this process:
-they share one start of Python and torch, meet over gloo, and end with their launcher as they do with torchrun. As root the
-runs lie on a small file system in memory, which is filled for the kill "disk full"; otherwise the size of files is limited.
+Each run trains a tiny model on the CPU with dropout, mixup and loader workers, and saves every three steps. Kills are drawn
+from `KILLS`; the same command with --resume latest goes on. The last checkpoint of a finished run is compared bit for bit
+with that of an uninterrupted run with as many ranks. Ranks are forks of a launcher, which is a fork of this process: Python and
+torch start once, the ranks meet over gloo, and they end with their launcher as they do with torchrun. For the kill "disk full"
+the runs are on a small file system in memory, which is filled; without root the size of files is limited instead.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from PIL import Image
 from training.main import run_as_program
 
 EPOCHS = 3
-LIMIT_SECONDS = 20.0  # within which a run must have ended after a kill
-SILENT_SECONDS = 120.0  # without a new step, after which a run counts as hanging
+LIMIT_SECONDS = 20.0  # a run must end within this time after a kill
+SILENT_SECONDS = 120.0  # a run without a new step for this time counts as hanging
 KILLS = (
     "SIGKILL to a rank", "SIGTERM to a rank", "SIGINT to a rank", "SIGTERM to all processes", "SIGINT to all processes",
     "SIGKILL to a loader worker", "SIGKILL to the launcher", "SIGKILL during a write", "disk full",
@@ -86,7 +86,7 @@ def write_data(folder: Path) -> None:
 
 
 def processes_of(session: int) -> list[int]:
-    """Processes of a session that still run, from /proc."""
+    """The running processes of a session, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -99,7 +99,7 @@ def processes_of(session: int) -> list[int]:
 
 
 class Run:
-    """One start of a training under a launcher."""
+    """One start of a training, under a launcher."""
 
     def __init__(self, folder: Path, name: str, ranks: int, *, limit_bytes: int | None = None) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
@@ -117,7 +117,7 @@ class Run:
             except BaseException:
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
-            finally:  # nothing of this program is to happen twice
+            finally:  # the fork must not run the rest of this program
                 os._exit(1)
         os.close(done)
         with os.fdopen(ready) as pids:
@@ -127,7 +127,7 @@ class Run:
 
     def _launch(self, port: int, done: int, limit_bytes: int | None) -> None:
         os.setsid()
-        atexit._clear()  # what was registered for the end of this program
+        atexit._clear()  # the fork must not run this program's exit handlers
         output = os.open(self.folder / f"{self.name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -149,7 +149,10 @@ class Run:
                 torch.use_deterministic_algorithms(True)
                 sys.argv = ["training.main", *self.arguments()]
                 run_as_program()
-        for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes; the ranks decide how they end
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # a signal to all processes must not end the launcher before its ranks
             signal.signal(number, signal.SIG_IGN)
         os.write(done, f"{' '.join(map(str, pids))}\n".encode())
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -171,7 +174,7 @@ class Run:
         return not processes_of(self.launcher)
 
     def wait(self, limit_seconds: float) -> float | None:
-        """Seconds until all its processes have ended, None if they had to be killed then."""
+        """Seconds until all its processes have ended; None if they did not within the limit and were killed."""
         begin = time.monotonic()
         while not self.ended():
             with contextlib.suppress(ChildProcessError):
@@ -185,21 +188,21 @@ class Run:
             os.waitpid(self.launcher, 0)
         return time.monotonic() - begin
 
-    def goes_on(self, new_steps: int) -> bool:
-        """Wait for so many new steps; False when the run has ended before."""
+    def wait_for_steps(self, new_steps: int) -> bool:
+        """Wait for this many new steps; False if the run has ended before."""
         last, seen = time.monotonic(), -1
         while (now := self.steps() - self.steps_before) < new_steps:
             if now != seen:
                 last, seen = time.monotonic(), now
             if time.monotonic() > last + SILENT_SECONDS:
-                raise SystemExit(f"soak: a run that nothing befell hangs; see {self.folder}/{self.name}.out")
+                raise SystemExit(f"soak: a run hangs that was not killed; see {self.folder}/{self.name}.out")
             if self.ended():
                 return False
             time.sleep(0.01)
         return True
 
     def kill(self, kind: str, dice: random.Random, disk: Disk) -> bool:
-        """Do one of `KILLS`; False where the run has ended before."""
+        """Do one of `KILLS`; False if the run has ended before."""
         rank = dice.choice(self.pids)
         with contextlib.suppress(ProcessLookupError):
             if kind.endswith("to a rank"):
@@ -225,7 +228,7 @@ class Run:
 
 
 class Disk:
-    """Where the runs lie: a small file system in memory as root, else a plain folder."""
+    """The folder of the runs: a small file system in memory for root, else a plain folder."""
 
     SIZE_MIB = 400
 
@@ -256,7 +259,7 @@ def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same tensors, bit for bit: weights and the optimizer's."""
+    """Whether two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
     ours, theirs = (dict(tensors(torch.load(path, weights_only=True))) for path in (first, second))
     return (
         ours.keys() == theirs.keys() and len(ours) > 20 and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -266,20 +269,21 @@ def same(first: Path, second: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--minutes", type=float, default=30, help="begin no new start of a run after so long")
+    parser.add_argument("--minutes", type=float, default=30, help="kill no run after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, help="a page in which the section between the marks `soak` is replaced")
     options = parser.parse_args()
-    dice, begin = random.Random(options.seed), time.monotonic()
-    # No TemporaryDirectory: each fork would inherit the wish to remove it.
+    # Not a TemporaryDirectory: each fork would remove it at its end.
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     disk = Disk(folder)
     try:
-        lines, faults = soak(folder, disk, dice, options, begin)
+        outcome = Soak(folder, disk, options)
+        outcome.run()
     finally:
         disk.close()
         shutil.rmtree(folder)
+    lines, faults = outcome.report()
     print("\n".join(lines))
     if options.out is not None:
         page = options.out.read_text(encoding="utf-8")
@@ -291,72 +295,92 @@ def main() -> int:
     return int(faults > 0)
 
 
-def soak(
-    folder: Path, disk: Disk, dice: random.Random, options: argparse.Namespace, begin: float
-) -> tuple[list[str], int]:
-    """Kill runs until as many kills as asked for are done or the time is over; a table, and how much was wrong."""
-    write_data(folder)
-    last = f"checkpoints/epoch_{EPOCHS}.pt"
-    whole = {}
-    for ranks in options.ranks:
-        run = Run(folder, f"whole{ranks}", ranks)
-        run.goes_on(10**9)
-        whole[ranks] = folder / "logs" / f"whole{ranks}" / last
-        if not whole[ranks].exists():
-            raise SystemExit((folder / f"whole{ranks}.out").read_text()[-3000:])
-    done: dict[str, dict[int, list[float | None]]] = {kind: collections.defaultdict(list) for kind in KILLS}
-    count, compared, equal, runs = 0, 0, 0, 0
-    kinds: list[str] = []
-    while count < options.kills and time.monotonic() < begin + 60 * options.minutes:
-        ranks = options.ranks[runs % len(options.ranks)]
-        runs += 1
-        name = f"run{runs}"
-        while not (folder / "logs" / name / last).exists():
-            if not kinds:
-                kinds = dice.sample(KILLS, len(KILLS))  # each once before one comes again
-            over = count >= options.kills or time.monotonic() > begin + 60 * options.minutes
-            kind = None if over else kinds[-1]
-            limit = 100_000 if kind == "disk full" and not disk.mounted else None
-            run = Run(folder, name, ranks, limit_bytes=limit)
-            if kind is None or (not run.goes_on(dice.randrange(1, 9)) and limit is None):
-                run.goes_on(10**9)
-                continue
-            if run.kill(kind, dice, disk):
-                kinds.pop()
-                # a full disk is met at the next checkpoint, and a signal heeded after the step in hand
-                seconds = run.wait(LIMIT_SECONDS)
-                count += 1
-                done[kind][ranks].append(seconds)
-                print(
-                    f"{count:3d} {name} {ranks} rank(s), {kind}: {'HANGS' if seconds is None else f'{seconds:.1f} s'}",
-                    flush=True,
-                )
-            else:
-                run.wait(LIMIT_SECONDS)
-            disk.free()
-        compared += 1
-        equal += same(folder / "logs" / name / last, whole[ranks])
-        shutil.rmtree(folder / "logs" / name)
-    lines = [
-        "| kill | " + " | ".join(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks) + " | slowest end |"
-    ]
-    lines.append("|---|" + "--:|" * (len(options.ranks) + 1))
-    for kind, by_ranks in done.items():
-        times = [seconds for found in by_ranks.values() for seconds in found]
-        ended_times = [seconds for seconds in times if seconds is not None]
-        slowest = f"over {LIMIT_SECONDS:.0f} s" if None in times else f"{max(ended_times):.1f} s" if times else ""
-        counts = " | ".join(str(len(by_ranks[ranks])) for ranks in options.ranks)
-        lines.append(f"| {kind} | {counts} | {slowest} |")
-    hung = sum(seconds is None for by_ranks in done.values() for found in by_ranks.values() for seconds in found)
-    minutes = (time.monotonic() - begin) / 60
-    lines.append("")
-    lines.append(
-        f"{count} kills in {minutes:.0f} minutes "
-        f"(`--kills {options.kills} --minutes {options.minutes:g} --seed {options.seed}`), "
-        f"{'a full tmpfs' if disk.mounted else 'a limit on the size of files'} for a full disk; {hung} runs had to be ended by "
-        f"force; {equal} of {compared} finished runs are bit-equal to the run never interrupted, weights and optimizer."
-    )
-    return lines, hung + compared - equal
+class Soak:
+    """Kills runs until enough kills are done or the time is over."""
+
+    LAST = f"checkpoints/epoch_{EPOCHS}.pt"
+
+    def __init__(self, folder: Path, disk: Disk, options: argparse.Namespace) -> None:
+        self.folder, self.disk, self.options = folder, disk, options
+        self.dice, self.begin = random.Random(options.seed), time.monotonic()
+        self.kinds: list[str] = []  # kinds of kills still to come before any comes again
+        self.seconds: dict[str, dict[int, list[float | None]]] = {kind: collections.defaultdict(list) for kind in KILLS}
+        self.kills, self.compared, self.equal = 0, 0, 0
+
+    def run(self) -> None:
+        write_data(self.folder)
+        whole = {ranks: self.train_whole(ranks) for ranks in self.options.ranks}
+        runs = 0
+        while not self.is_over():
+            ranks = self.options.ranks[runs % len(self.options.ranks)]
+            runs += 1
+            logs = self.folder / "logs" / f"run{runs}"
+            while not (logs / self.LAST).exists():
+                self.start_and_kill(logs.name, ranks)
+            self.compared += 1
+            self.equal += same(logs / self.LAST, whole[ranks])
+            shutil.rmtree(logs)
+
+    def is_over(self) -> bool:
+        return self.kills >= self.options.kills or time.monotonic() > self.begin + 60 * self.options.minutes
+
+    def train_whole(self, ranks: int) -> Path:
+        """The last checkpoint of a run that is not killed."""
+        name = f"whole{ranks}"
+        Run(self.folder, name, ranks).wait_for_steps(10**9)
+        checkpoint = self.folder / "logs" / name / self.LAST
+        if not checkpoint.exists():
+            raise SystemExit((self.folder / f"{name}.out").read_text()[-3000:])
+        return checkpoint
+
+    def start_and_kill(self, name: str, ranks: int) -> None:
+        """Start or resume a run and kill it after some steps; let it finish if the soak is over."""
+        if not self.kinds:
+            self.kinds = self.dice.sample(KILLS, len(KILLS))
+        kind = None if self.is_over() else self.kinds[-1]
+        limit = 100_000 if kind == "disk full" and not self.disk.mounted else None
+        run = Run(self.folder, name, ranks, limit_bytes=limit)
+        if kind is None or (not run.wait_for_steps(self.dice.randrange(1, 9)) and limit is None):
+            run.wait_for_steps(10**9)
+            return
+        if run.kill(kind, self.dice, self.disk):
+            self.kinds.pop()
+            # The run meets a full disk at its next checkpoint, and obeys a signal after the current step.
+            seconds = run.wait(LIMIT_SECONDS)
+            self.kills += 1
+            self.seconds[kind][ranks].append(seconds)
+            ended = "HANGS" if seconds is None else f"{seconds:.1f} s"
+            print(f"{self.kills:3d} {name} {ranks} rank(s), {kind}: {ended}", flush=True)
+        else:
+            run.wait(LIMIT_SECONDS)
+        self.disk.free()
+
+    def report(self) -> tuple[list[str], int]:
+        """A table in Markdown, and how many runs hung or ended with other weights."""
+        options = self.options
+        lines = [
+            "| kill | " + " | ".join(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks) + " | slowest end |"
+        ]
+        lines.append("|---|" + "--:|" * (len(options.ranks) + 1))
+        for kind, by_ranks in self.seconds.items():
+            times = [seconds for found in by_ranks.values() for seconds in found]
+            ended_times = [seconds for seconds in times if seconds is not None]
+            slowest = f"over {LIMIT_SECONDS:.0f} s" if None in times else f"{max(ended_times):.1f} s" if times else ""
+            counts = " | ".join(str(len(by_ranks[ranks])) for ranks in options.ranks)
+            lines.append(f"| {kind} | {counts} | {slowest} |")
+        hung = sum(
+            seconds is None for by_ranks in self.seconds.values() for found in by_ranks.values() for seconds in found
+        )
+        minutes = (time.monotonic() - self.begin) / 60
+        disk = "a full tmpfs" if self.disk.mounted else "a limit on the size of files"
+        lines.append("")
+        lines.append(
+            f"{self.kills} kills in {minutes:.0f} minutes "
+            f"(`--kills {options.kills} --minutes {options.minutes:g} --seed {options.seed}`), "
+            f"{disk} for a full disk; {hung} runs had to be ended by force; {self.equal} of {self.compared} finished runs are "
+            "bit-equal to the run never interrupted, weights and optimizer."
+        )
+        return lines, hung + self.compared - self.equal
 
 
 if __name__ == "__main__":

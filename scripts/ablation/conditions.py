@@ -1,8 +1,8 @@
-"""What `make ablation` trains, and what it compares with which table of the paper.
+"""What `make ablation` trains, and which tables of the paper it compares.
 
-A condition is a run of open_clip's program: what differs from the demo's flags (`emoji.runs.emoji_flags`: debiased
-sampling, effective batch 64 as two micro-batches of 32), and nothing else. A comparison names two conditions, the paper's
-numbers for both, and what the paper says of them. Both are written down before any result, and no row is tuned.
+A condition is a run of the training program with the demo's flags (`emoji.runs.emoji_flags`: debiased sampling, effective batch
+64 as two micro-batches of 32) and those that it names. A comparison names two conditions, the paper's numbers for both, and the
+paper's claim. Both were written down before any result, and no row is tuned.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Claim = Literal["higher", "lower", "same", "different"]
 
 @dataclass(frozen=True)
 class Condition:
-    """One run a seed.
+    """A configuration, trained once for each seed.
 
     Attributes:
         label: in tables and figures.
-        sampling: of --sampling.
+        sampling: value of --sampling.
         flags: training flags that differ from the demo's.
         data: "emoji", the four sources; "context", one of them in two halves (A.5); "clusters", all in one, clustered (A.6).
         ranks: processes under torchrun, on gloo.
-        epochs: passes over the data where the four sources have one: every run shows equally many samples.
+        epochs: passes over the data for each pass over the four sources, so that every run has as many samples.
         init_from: the condition whose last checkpoint of the same seed it starts from.
         clusters_of: the condition whose image features of the same seed make the clusters.
     """
@@ -39,7 +39,7 @@ class Condition:
 
     @property
     def needs(self) -> str | None:
-        """The condition whose checkpoint of the same seed must be there first."""
+        """The condition whose run of the same seed has to come first."""
         return self.init_from or self.clusters_of
 
 
@@ -74,7 +74,7 @@ CONDITIONS: dict[str, Condition] = {
     "gather": Condition("gather with gradient", flags=_TWO_RANKS, ranks=2),
     "batch-64": Condition("batch 64, no DGA", flags=_batch(64, 1)),
     "batch-256": Condition("batch 256, no DGA", flags=_batch(256, 1)),
-    # Nothing retained, so that all is forwarded twice as in the paper; "auto" would keep all eight small graphs.
+    # No graph is retained, so that all is forwarded twice as in the paper; "auto" would keep all eight small graphs.
     "dga-256": Condition("batch 256, DGA 8 x 32", flags=_batch(32, 8, "--dga-retain", "0")),
     "no-replay": Condition(
         "batch 256, DGA, other masks", flags=_batch(32, 8, "--dga-retain", "0", "--ablate", "no-replay")
@@ -84,7 +84,7 @@ CONDITIONS: dict[str, Condition] = {
     "auxiliary": Condition("ViT beside a frozen BERT", flags=(*_VIT, "--freeze", "text"), init_from="mixup"),
     "context-random": Condition("two contexts, random", sampling="random", data="context", epochs=4),
     "context-debiased": Condition("two contexts, debiased", data="context", epochs=4),
-    # A source drawn for each step, as in the paper's released code: the exact draw wants every cluster to fill a batch.
+    # A source is drawn for each step, as in the paper's released code: the exact draw refuses clusters smaller than a batch.
     "clusters": Condition(
         f"debiased over {CLUSTERS} clusters",
         flags=("--debiased-draw", "iid"),
@@ -96,11 +96,11 @@ CONDITIONS: dict[str, Condition] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of the paper: what it says of two of its runs, and the two conditions here that stand for them.
+    """A row of the paper that compares two of its runs, and the two conditions here that repeat them.
 
     Attributes:
         run, against: conditions.
-        claim: what the paper's numbers say of `run` beside `against`, as a direction, or that they do not differ.
+        claim: whether the paper's number of `run` is higher or lower than that of `against`, the same, or different.
         what: the sentence's subject.
         measure: "rsum", or "cpu_seconds" of training.
         paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars.
@@ -116,17 +116,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or section of the paper, and what is compared for it."""
+    """A table or section of the paper, and its comparisons."""
 
     name: str
     title: str
     setting: str
     comparisons: tuple[Comparison, ...]
-    curves: tuple[tuple[str, ...], ...] = ()  # panels of loss curves to draw
+    curves: tuple[tuple[str, ...], ...] = ()  # panels of loss curves, each with some conditions
 
     @property
     def conditions(self) -> list[str]:
-        """Those compared, in the order of CONDITIONS."""
+        """The compared conditions, in the order of CONDITIONS."""
         named = {name for one in self.comparisons for name in (one.run, one.against)}
         return [name for name in CONDITIONS if name in named]
 
@@ -158,9 +158,9 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "Table 5",
         "DGA against a true large batch",
-        "Batches of 64 and 256, whole and as micro-batches of 32, all at one learning rate (the paper speaks of scaling it). "
-        "The gradient's formula is the same; the dropout masks are not, since they are drawn per micro-batch, so runs agree as "
-        "two seeds do. No mixup, whose partner is within the micro-batch. "
+        "Batches of 64 and 256, whole and as micro-batches of 32, all at one learning rate (the paper mentions scaling it). "
+        "The gradient's formula is the same, but dropout masks are drawn per micro-batch, so the runs differ like two seeds. "
+        "Without mixup, whose partner would be within the micro-batch. "
         "2 x 32 is the run `debiased`, which keeps both graphs; 8 x 32 keeps none and forwards all twice.",
         (
             Comparison(
@@ -185,7 +185,7 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "Table 6",
         "DGA with and without replayed randomness",
-        "Batch 256 as 8 x 32, all forwarded twice; the text tower has dropout 0.1. The paper: 16 steps.",
+        "Batch 256 as 8 x 32, all forwarded twice; the text tower has dropout 0.1. The paper: 16 DGA steps.",
         (
             Comparison(
                 "dga-256",
@@ -210,8 +210,8 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "Table 8",
         "Auxiliary encoder",
-        "`zerovl-emoji-vit` as the new image tower, beside the frozen text tower of the run `mixup` and trained whole. The "
-        "paper: ViT-B/32 beside the BERT of the ViT-B/16 run. The teacher here was trained for as many epochs.",
+        "The image tower of `zerovl-emoji-vit`, trained against the frozen text tower of the run `mixup`, and with a text "
+        "tower that is trained too. All have the same epochs. The paper: ViT-B/32 with the BERT of the ViT-B/16 run.",
         (
             Comparison(
                 "auxiliary", "vit", "same", "A frozen auxiliary text tower", paper=((381.2, 493.9), (379.5, 494.1))
@@ -222,8 +222,8 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "A.4",
         "Sequential sampling",
-        "Batches from one source, the sources one after the other in each epoch, in two orders. The paper shows bars without "
-        "numbers.",
+        "Each batch from one source, the sources one after the other in each epoch, in two orders. The paper shows bars "
+        "without numbers.",
         (
             Comparison("sequential", "random", "higher", "Sequential sampling, fluent last,"),
             Comparison("sequential-reversed", "random", "higher", "Sequential sampling, noto last,"),
@@ -235,10 +235,10 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "A.5",
         "Context bias",
-        "Twemoji alone, in two halves: the longer captions with a red frame around the picture, the shorter ones without; "
-        "four times the epochs, so that as many samples are seen. Within: the held-out pairs of one half. Across: all held-out "
-        "pairs, each picture with the other half's frame, so that the frame misleads who learned it. Mixed: all, each with its "
-        "own frame. The paper: CC3M.",
+        "Twemoji only, in two halves: the longer captions have a red frame around the picture, the shorter ones none; four "
+        "times the epochs, so that as many samples are seen. Within: the held-out pairs of one half. Across: all held-out "
+        "pairs, each picture with the other half's frame, which misleads a model that relies on the frame. Mixed: all, each "
+        "with its own frame. The paper: CC3M.",
         (
             Comparison(
                 "context-debiased",
@@ -252,8 +252,8 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "A.6",
         "Clusters as sources",
-        f"The four sources as one without names, split into {CLUSTERS} clusters by `zerovl cluster` on image features of the "
-        "run `random`, which is also the baseline: random sampling knows no sources. A cluster is drawn for each step in "
+        f"The four sources as one, split into {CLUSTERS} clusters by `zerovl cluster` on image features of the run `random`. "
+        "That run is also the baseline, because random sampling does not use sources. A cluster is drawn for each step in "
         "proportion to its size (`--debiased-draw iid`), since a small one may not fill a batch. The paper: 100 clusters.",
         (
             Comparison(

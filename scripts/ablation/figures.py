@@ -1,4 +1,4 @@
-"""The figures of docs/results.md: one a table, every seed a dot, their mean a bar."""
+"""The figures of docs/results.md: one for each table, with a dot for every seed and a bar for their mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DPI = 110
 
 
 def table_figure(table: PaperTable, records: Records) -> bytes:
-    """PNG of a table's conditions: RSUM in three pools, CPU seconds where they are compared, loss curves where asked for.
+    """PNG of a table's conditions: RSUM in three pools, CPU seconds if they are compared, loss curves if the table names some.
 
     Raises:
         UserError: matplotlib is missing.
@@ -65,7 +65,7 @@ def _bars(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], colour
 
 
 def _curves(axes: Any, runs: Mapping[str, Mapping[int, Mapping[str, Any]]], colours: Mapping[str, str]) -> None:
-    """A thin line a run, conditions told apart by colour and dashes, so that one upon the other shows."""
+    """One thin line a run. Conditions differ in colour and dashes, so that two curves that coincide are both visible."""
     for i, (name, by_seed) in enumerate(runs.items()):
         for run in by_seed.values():
             samples, losses = zip(*run["loss_curve"], strict=True)

@@ -1,10 +1,9 @@
-"""docs/results.md and its figures, from the JSONs that `run.py` left.
+"""docs/results.md and its figures, from the JSONs that `run.py` wrote.
 
     python -m scripts.ablation.report [--runs ablation] [--page docs/results.md] [--quick]
 
-Beside the page lies a folder of its name with the figures and `runs.json`, all the records in one file, from which the same
-page is made again: `--runs docs/results/runs.json`. Every sentence of a result follows from the numbers by the rule of
-`judge`.
+The folder of the page's name holds the figures and `runs.json`, all records in one file, which makes the same page again:
+`--runs docs/results/runs.json`. Every verdict follows from the numbers by the rule in `judge`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def read_records(path: Path) -> Records:
     """The records of a folder of JSONs, or of a `runs.json`.
 
     Raises:
-        UserError: nothing there, or runs of different lengths or splits, whose numbers do not stand side by side.
+        UserError: no records, or runs of different lengths or splits, which cannot be compared.
     """
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +70,7 @@ def value_of(record: Record, measure: str) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Means over the seeds that both have, the larger of their spreads (max - min over seeds), and what follows."""
+    """The verdict on a comparison: means over the seeds that both have, and the larger of their spreads (max - min)."""
 
     verdict: str
     seeds: int
@@ -85,11 +84,14 @@ class Judgement:
 
 
 def judge(claim: Claim, run: Mapping[int, float], against: Mapping[int, float]) -> Judgement:
-    """What two conditions say of the paper's claim, from their values by seed.
+    """Whether two conditions reproduce the paper's claim, from their values by seed.
 
-    A difference counts when it exceeds the spread, the larger of the two ranges over seeds. For a direction: beyond the
-    spread with the paper's sign it is reproduced, with the other sign contradicted, else not visible. For "different"
-    either sign will do. For "same" it is the other way round: within the spread reproduced, beyond it contradicted.
+    A difference counts if it exceeds the spread, the larger of the two ranges over seeds.
+
+        claim              within the spread    beyond it, the paper's sign    beyond it, the other sign
+        higher, lower      not visible          reproduced                     contradicted
+        different          not visible          reproduced                     reproduced
+        same               reproduced           contradicted                   contradicted
     """
     seeds = sorted(run.keys() & against.keys())
     if not seeds:
@@ -126,7 +128,7 @@ def judged(records: Records, comparison: Comparison) -> Judgement:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; columns of numbers are set to the right."""
+    """A pipe table; columns of numbers are aligned to the right."""
     numbers = [all(row[i][:1] in "-0123456789" for row in rows) for i in range(len(header))]
     rule = ["--:" if right else "---" for right in numbers]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
@@ -152,7 +154,7 @@ def papers_words(comparison: Comparison) -> str:
 
 
 def our_words(comparison: Comparison, judgement: Judgement) -> str:
-    """The same of our runs."""
+    """Our numbers of both runs and their difference."""
     if not judgement.seeds:
         return "-"
     if comparison.measure == "cpu_seconds":
@@ -162,7 +164,7 @@ def our_words(comparison: Comparison, judgement: Judgement) -> str:
 
 
 def sentence(comparison: Comparison, judgement: Judgement) -> str:
-    """A row in a plain sentence."""
+    """A comparison as a sentence."""
     run, against = CONDITIONS[comparison.run].label, CONDITIONS[comparison.against].label
     head = f"{comparison.what} (*{run}* against *{against}*)"
     if not judgement.seeds:
@@ -171,8 +173,8 @@ def sentence(comparison: Comparison, judgement: Judgement) -> str:
     said = {
         "higher": f"the paper has more {unit if unit == 'RSUM' else 'GPU hours'}",
         "lower": f"the paper has less {unit if unit == 'RSUM' else 'GPU hours'}",
-        "same": "the paper sees no difference to speak of",
-        "different": "the paper finds that it matters",
+        "same": "the paper has nearly the same",
+        "different": "the paper finds a difference",
     }[comparison.claim]
     spread = f", with a seed spread of {judgement.spread:.1f}" if judgement.seeds > 1 else ""
     return f"{head}: {judgement.difference:+.1f} {unit}{spread}; {said}: **{judgement.verdict}**."
@@ -184,19 +186,19 @@ HOW = """\
 - **RSUM** is the sum of recall at 1, 5 and 10 in both directions, 0 to 600, on held-out pairs of the test split; the
   hyperparameters are those of `make demo`, chosen on validation, the same for every row.
 - *within*: pictures and captions of one source (mean over the four); *across*: pictures of one source, captions of
-  the same concepts in another (mean over twelve pairs); *mixed*: all sources in one pool, where knowing the source alone
-  narrows it four-fold, so that a biased model gains there.
-- The paper's numbers are zero-shot RSUM on COCO and Flickr30K, in whose pools the source tells nothing apart. Their analogue
-  here is **the mean of within and across**, called RSUM below; it alone decides a verdict, and was chosen before any run.
+  the same concepts in another (mean over twelve pairs); *mixed*: all sources in one pool. A model that knows the query's
+  source has to search a quarter of the mixed pool only, so bias raises that number.
+- The paper's numbers are zero-shot RSUM on COCO and Flickr30K, where knowing a source does not help. The nearest measure
+  here is **the mean of within and across**, called RSUM below; verdicts use it alone, and it was chosen before any run.
 - Cells are the mean over seeds (min-max). **Spread** is the larger of the two runs' max - min over seeds.
 - **reproduced in direction**: the difference has the paper's sign and exceeds the spread. **not visible at this scale**: it
-  lies within the spread. **contradicted**: it exceeds the spread with the other sign. Where the paper sees no
-  difference, within the spread is reproduced and beyond it contradicted; a wide spread makes that easy, so look at it.
-  Of three seeds with equal normal noise and no effect, 5 % exceed the spread by chance, half of them with the paper's sign.
-- **probe**: accuracy in percent with which a linear probe guesses the source from an embedding, chance is 25 (50 in A.5).
+  lies within the spread. **contradicted**: it exceeds the spread with the other sign. Where the paper has nearly the same
+  for both, a difference within the spread is reproduced and one beyond it contradicted; with a wide spread that says little.
+  With three seeds, equal normal noise and no effect, 5 % of differences exceed the spread, half of them with the paper's sign.
+- **probe**: accuracy in percent of a linear probe that guesses the source from an embedding; chance is 25 (50 in A.5).
   **log p**: its mean over negative pairs of the same and of another source (figure 4 of the paper).
-- **CPU s** are those of the training process(es), start-up (some 8 s a process) and data loading included; **samples/s**
-  counts from the first to the last logged step, by the clock of a machine that had other work, too."""
+- **CPU s**: CPU seconds of the training process(es) with start-up (about 8 s a process) and data loading; **samples/s**: from
+  the first to the last logged step by wall-clock time, on a machine with other work."""
 
 
 def introduction(records: Records) -> str:
@@ -210,11 +212,11 @@ def introduction(records: Records) -> str:
         "# The paper's tables in miniature",
         "",
         "Made by `make ablation` (`scripts/ablation/run.py`, then `scripts/ablation/report.py`): do not edit. "
-        "The same page comes of `python -m scripts.ablation.report --runs docs/results/runs.json`.",
+        "`python -m scripts.ablation.report --runs docs/results/runs.json` makes the same page.",
         "",
         f"{len(every)} runs of `training.main` on four emoji sets (docs/data.md), seeds {', '.join(map(str, seeds))}, {epochs} "
         f"epochs each ({samples[0]:,} to {samples[-1]:,} samples), on a CPU with one thread a process, {hours:.1f} CPU hours "
-        f"in all. Retrieval is measured on the {split} split. Nothing is tuned per row; rows that do not hold stay in.",
+        f"in all. Retrieval is measured on the {split} split. No row is tuned, and none is left out.",
     ]
     if len(seeds) < 2:
         lines += ["", "**One seed only: differences are shown, but without a spread there is no verdict.**"]
@@ -222,7 +224,7 @@ def introduction(records: Records) -> str:
 
 
 def summary(records: Records) -> str:
-    """Every comparison in a line."""
+    """One line for each comparison."""
     rows = []
     for table in TABLES:
         for one in table.comparisons:
@@ -234,7 +236,7 @@ def summary(records: Records) -> str:
 
 
 def conditions_table(records: Records, names: Sequence[str]) -> str:
-    """A line a condition with all that was measured."""
+    """One line for each condition, with all that was measured."""
     rows = []
     for name in names:
         runs = list(records[name].values())
@@ -251,7 +253,7 @@ def conditions_table(records: Records, names: Sequence[str]) -> str:
 
 
 def section(records: Records, table: PaperTable, folder: Path) -> str:
-    """A table of the paper: setting, measurements, comparisons, sentences, and the figure, which is drawn."""
+    """The page's section on a table of the paper: setting, measurements, comparisons, figure. Draws the figure's file."""
     picture = folder / f"{table.name.lower().replace(' ', '-').replace('.', '')}.png"
     write_atomically(picture, table_figure(table, records))
     comparisons = [(one, judged(records, one)) for one in table.comparisons]
@@ -282,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="folder of the runs' JSONs, or a runs.json (default ablation)")
     parser.add_argument("--page", type=Path, help="default docs/results.md")
-    parser.add_argument("--quick", action="store_true", help="of ablation/quick, into ablation/quick/results.md")
+    parser.add_argument(
+        "--quick", action="store_true", help="the runs of ablation/quick, into ablation/quick/results.md"
+    )
     arguments = parser.parse_args(argv)
     runs = arguments.runs or Path("ablation/quick" if arguments.quick else "ablation")
     page = arguments.page or (Path("ablation/quick/results.md") if arguments.quick else Path("docs/results.md"))

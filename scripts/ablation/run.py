@@ -1,12 +1,12 @@
 """`make ablation`: the paper's tables in miniature, on the four emoji sources.
 
     python -m scripts.ablation.run [--seeds 0,1,2] [--epochs 8] [--jobs 2] [--only debiased,random] [--list]
-    python -m scripts.ablation.report            # docs/results.md of what the runs left
+    python -m scripts.ablation.report            # makes docs/results.md from the runs
 
-Each condition of `ablation_conditions` is trained by open_clip's program in a process of its own with one thread, and
-measured on the test split (its hyperparameters were chosen on val). A run leaves one JSON, ablation/NAME-seedS.json:
-what was asked for, loss curve, retrieval, signs of bias, times. Called again, it keeps the runs whose JSON is there and
-asks for the same, and begins the others anew; all conditions of one seed come before the next seed.
+Each condition of `conditions.py` is trained by training.main in a process of its own with one thread, and measured on the test
+split (its hyperparameters were chosen on val). A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve,
+retrieval, signs of bias, times. Called again, it keeps the runs whose JSON has the same settings and trains the others from the
+start. All conditions of one seed come before the next seed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ablation:
-    """Where things lie and what each job asks for."""
+    """The folders of an ablation, and the settings of its jobs."""
 
     data: Path
     out: Path
@@ -93,7 +93,7 @@ class Ablation:
         return self.out / f"{job}.json"
 
     def asked(self, job: Job) -> dict[str, Any]:
-        """What makes a record that of this job: its flags, and those of the run that it is built on."""
+        """The job's settings, by which its record is recognised: its flags, and those of the run that it is built on."""
         run, needs = self.training_run(job), CONDITIONS[job.name].needs
         built_on = None if needs is None else self.asked(Job(job.seed, needs))["flags"]
         return {
@@ -102,7 +102,7 @@ class Ablation:
         }  # fmt: skip
 
     def is_recorded(self, job: Job) -> bool:
-        """Whether the job's JSON is there and is of what is asked for now."""
+        """Whether the job's JSON exists and has the job's settings."""
         file = self.record_file(job)
         if not file.is_file():
             return False
@@ -110,7 +110,7 @@ class Ablation:
         return all(record.get(key) == value for key, value in self.asked(job).items())
 
     def plan(self, seeds: Sequence[int], names: Sequence[str]) -> list[Job]:
-        """The jobs to train, seed by seed: those without a record, each behind the one that it needs."""
+        """The jobs to train, seed by seed: those without a record, each after the one that it needs."""
         jobs: list[Job] = []
         for seed in seeds:
             wanted = {name for name in names if not self.is_recorded(Job(seed, name))}
@@ -122,7 +122,7 @@ class Ablation:
         return jobs
 
     def tidy(self, job: Job) -> None:
-        """Remove a recorded job's checkpoints, unless another condition of its seed is still to be built on them."""
+        """Remove a recorded job's checkpoints, unless another condition of its seed still needs them."""
         waiting = [name for name, one in CONDITIONS.items() if one.needs == job.name]
         if self.is_recorded(job) and all(self.is_recorded(Job(job.seed, name)) for name in waiting):
             shutil.rmtree(self.training_run(job).folder / "checkpoints", ignore_errors=True)
@@ -137,7 +137,7 @@ class Ablation:
 
 @dataclass(frozen=True)
 class Ended:
-    """A training process that has come to its end, with its wall-clock and CPU seconds (of all its ranks)."""
+    """A training process that has ended, with its wall-clock seconds and the CPU seconds of all its ranks."""
 
     job: Job
     status: int
@@ -147,7 +147,7 @@ class Ended:
 
 @dataclass
 class Processes:
-    """Training processes side by side, at most `slots` (a rank takes one)."""
+    """Training processes that run at the same time, at most `slots` (a rank takes one)."""
 
     slots: int
     running: dict[Job, subprocess.Popen] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Processes:
         child = run.start()
         self.running[job] = child
         self._cost[job] = min(run.ranks, self.slots)
-        # A thread a process waits for it: wait4 alone tells a single child's CPU time, and it tells the wall-clock even
+        # One thread waits for each process: only wait4 gives a single child's CPU time, and the thread sees the end also
         # while another run is being measured.
         threading.Thread(target=self._wait, args=(job, child, time.monotonic()), daemon=True).start()
 
@@ -178,7 +178,7 @@ class Processes:
         return ended
 
     def stop(self) -> None:
-        """Ends all that run, and waits for them."""
+        """Ends all running processes, and waits for them."""
         for child in self.running.values():
             if child.returncode is None:
                 os.kill(child.pid, signal.SIGTERM)
@@ -192,7 +192,7 @@ class Processes:
 
 
 class Measurements:
-    """Measures run after run in this process, with the held-out pictures loaded and transformed once."""
+    """Measures runs in this process; the held-out pictures are loaded and transformed once for all."""
 
     def __init__(self, ablation: Ablation) -> None:
         self.ablation = ablation
@@ -226,7 +226,7 @@ class Measurements:
 
 
 def thinned(curve: Sequence[tuple[int, float]], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
-    """At most `points` of a loss curve: means over as many neighbours each, at the last one's samples."""
+    """A loss curve of at most `points`: each is the mean of a block of neighbours, at the samples of the block's last."""
     step = -(-len(curve) // points)
     blocks = [curve[i : i + step] for i in range(0, len(curve), step)]
     return [(block[-1][0], round(sum(loss for _, loss in block) / len(block), 4)) for block in blocks]
@@ -236,7 +236,7 @@ _LOGGED = re.compile(r"^(\d{4}-\d\d-\d\d,\d\d:\d\d:\d\d) .*Train Epoch: (\d+) \[
 
 
 def samples_per_second(log: Path) -> float | None:
-    """Samples over seconds between the first and the last logged step, data loading included; None within a second."""
+    """Samples a second from the first to the last logged step, with data loading; None if these are within a second."""
     steps = []
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         if found := _LOGGED.match(line):
@@ -253,10 +253,10 @@ def samples_per_second(log: Path) -> float | None:
 
 
 def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, str]:
-    """Train and measure the jobs; a run that fails stops only those that are built on it.
+    """Train and measure the jobs. If a run fails, those that are built on it are not started.
 
     Returns:
-        What went wrong, by job.
+        The reasons of failures, by job.
     """
     start = time.monotonic()
     measurements = Measurements(ablation)
@@ -273,7 +273,7 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, st
             elif base in jobs and base not in trained:
                 continue
             elif not processes.has_room(CONDITIONS[job.name].ranks):
-                return  # in order: a later, smaller one does not overtake
+                return  # keep the order: no later, smaller job goes first
             else:
                 try:
                     prepare(ablation, job)
@@ -290,9 +290,9 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, st
             if ended.status == 0:
                 trained.add(ended.job)
             else:
-                words = ablation.training_run(ended.job).last_words()
+                words = ablation.training_run(ended.job).last_error()
                 failed[ended.job] = f"the training ended with status {ended.status}: {words}"
-            launch()  # before measuring: the cores stay busy
+            launch()  # before measuring, so that the cores stay busy
             done += 1
             head = f"[{done}/{len(jobs)}, {(time.monotonic() - start) / 60:.1f} min] {ended.job}"
             try:
@@ -315,7 +315,7 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, st
 
 
 def prepare(ablation: Ablation, job: Job) -> None:
-    """Write the sources that a condition has of its own."""
+    """Write the sources that only this condition has."""
     condition = CONDITIONS[job.name]
     if condition.data == "context":
         write_contexts(ablation.data, ablation.contexts)
@@ -325,7 +325,7 @@ def prepare(ablation: Ablation, job: Job) -> None:
 
 
 def listing() -> str:
-    """Every condition, the tables that it is in, and the flags that make it."""
+    """Every condition with its tables and flags."""
     lines = []
     for name, condition in CONDITIONS.items():
         tables = ", ".join(table.name for table in TABLES if name in table.conditions)
@@ -342,13 +342,15 @@ def listing() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it is not there")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it does not exist"
+    )
     parser.add_argument("--out", type=Path, default=Path("ablation"))
     parser.add_argument("--seeds", help="default 0,1,2")
     parser.add_argument("--epochs", type=int, help="default 8")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_EPOCHS} epochs, in OUT/quick")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs side by side (default: cores)")
-    parser.add_argument("--only", help="these conditions alone, and what they are built on: NAME,NAME")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: cores)")
+    parser.add_argument("--only", help="only these conditions and those that they are built on: NAME,NAME")
     parser.add_argument("--split", choices=("val", "test"), default="test", help="settings are chosen on val")
     parser.add_argument("--list", action="store_true", help="list the conditions")
     arguments = parser.parse_args(argv)
@@ -368,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(*_: object) -> None:
-    """A runner that is asked to end takes its trainings along, which a second signal must not cut short."""
+    """End the trainings with this program; a second SIGTERM is ignored, so that this is not interrupted."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
@@ -390,9 +392,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prepare_emoji(ablation.data)
     jobs = ablation.plan(seeds, names)
     kept = sum(ablation.is_recorded(Job(seed, name)) for seed in seeds for name in names)
-    print(
-        f"{len(jobs)} runs to train, {arguments.jobs} side by side; {kept} finished ones are kept in {out}", flush=True
-    )
+    print(f"{len(jobs)} runs to train, {arguments.jobs} at a time; {kept} finished runs are kept in {out}", flush=True)
     failed = run_all(ablation, jobs, arguments.jobs) if jobs else {}
     for job, reason in failed.items():
         print(f"ablation: error: {job}: {reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Sources that the ablation makes of the emoji data: two contexts of one source (A.5), and clusters of all (A.6)."""
+"""Sources that the ablation makes from the emoji data: two contexts of one source (A.5), and clusters of all (A.6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scripts.emoji.runs import SOURCES, Encoder, Pool, TrainingRun, bias_record
 
 CONTEXT_SOURCE = "twemoji"  # keyword lists of 1 to 13 words: the widest spread of caption lengths
 CONTEXTS = ("long", "short")
-FRAME, FRAME_PX = (255, 0, 0), 4  # of a picture of 64 px
+FRAME, FRAME_PX = (255, 0, 0), 4  # red; pictures are 64 px wide
 
 
 def framed(picture: Image.Image) -> Image.Image:
@@ -39,7 +39,7 @@ def framed(picture: Image.Image) -> Image.Image:
 
 
 def length(caption: str) -> tuple[int, int]:
-    """What the halves are split by: words, then characters."""
+    """Words, then characters: the order by which captions are split into halves."""
     return len(caption.split()), len(caption)
 
 
@@ -49,12 +49,12 @@ def length(caption: str) -> tuple[int, int]:
 
 
 def context_data(out: Path) -> str:
-    """The `--train-data` value of what `write_contexts` writes."""
+    """The `--train-data` value for the sources of `write_contexts`."""
     return "::".join(f"{context}={out / context}" for context in CONTEXTS)
 
 
 def write_contexts(data: Path, out: Path) -> None:
-    """One source in two halves, `OUT/long` with frames and `OUT/short` without; nothing is done where they are."""
+    """Writes one source in two halves, `OUT/long` with frames and `OUT/short` without, unless they exist."""
     if (out / "context.json").is_file():
         return
     shards = sorted((data / CONTEXT_SOURCE).glob("*.tar"))
@@ -86,14 +86,18 @@ def _framed_pair(pair: Sample) -> Sample:
 
 @dataclass(frozen=True)
 class ContextPairs:
-    """The held-out pairs of the source by context, their pictures with their own context's frame and with the other's."""
+    """The held-out pairs of the source by context: pictures with their own context's frame, and with the other's."""
 
     own: dict[str, list[EmojiSample]]
     other: dict[str, list[EmojiSample]]
 
     @classmethod
     def of(cls, samples: Sequence[EmojiSample], contexts: Path) -> ContextPairs:
-        """Args: the source's held-out samples; the folder of `write_contexts`, whose training captions set the bound."""
+        """
+        Args:
+            samples: the source's held-out samples.
+            contexts: folder of `write_contexts`; its training captions set the length that divides the contexts.
+        """
         bound = tuple(json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"])
         own: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
         other: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
@@ -108,7 +112,7 @@ class ContextPairs:
 
 
 def measure_contexts(run: TrainingRun, encoder: Encoder, pairs: ContextPairs, *, seed: int) -> RunRecord:
-    """RSUM within a half (mean of both), across (every picture with the other half's frame), mixed (with its own)."""
+    """Measures RSUM within a half (mean of both), across (pictures with the other half's frame), mixed (with their own)."""
     pool = Pool.of(pairs.own)
     own = {context: encoder(samples) for context, samples in pairs.own.items()}
     other = {context: encoder(samples) for context, samples in pairs.other.items()}
@@ -133,7 +137,7 @@ def _rsum(features: Sequence[SourceFeatures]) -> float:
 
 
 def write_union(data: Path, out: Path) -> Path:
-    """All sources' shards as one source without names: links in one folder, with a `sizes.json` for all."""
+    """All sources' shards as one source: links in one folder, with a `sizes.json` for all."""
     sizes: dict[str, int] = {}
     out.mkdir(parents=True, exist_ok=True)
     for source in SOURCES:
@@ -148,12 +152,12 @@ def write_union(data: Path, out: Path) -> Path:
 
 
 def cluster_data(out: Path) -> str:
-    """The `--train-data` value of what `write_clusters` writes."""
+    """The `--train-data` value for the sources of `write_clusters`."""
     return "::".join(f"emoji-{k:03d}={out / f'cluster-{k:03d}'}" for k in range(CLUSTERS))
 
 
 def write_clusters(data: Path, checkpoint: Path, out: Path, *, seed: int) -> None:
-    """`zerovl cluster` on the union of the sources, by a checkpoint's image features, always made anew.
+    """Runs `zerovl cluster` on the union of the sources, with a checkpoint's image features; replaces an earlier result.
 
     Raises:
         UserError: the command fails.

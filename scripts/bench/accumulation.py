@@ -1,7 +1,7 @@
-"""What scripts/bench/dga.py compares: models and micro-batches, the ways to take a step, and how to measure one.
+"""The parts of scripts/bench/dga.py: models and micro-batches, ways to take a step, and measurements of a step.
 
-Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `R` graphs retained. A way
-leaves the gradient of K micro-batches in `.grad`; there is no optimizer in it, so that none of its time is counted.
+Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `R` graphs retained. A way computes
+the gradient of K micro-batches into `.grad`, without an optimizer step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ VISION_SIZES = {
     "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
 }
 CONTEXT_LENGTH = 25
-# Tokens of a caption before the cut at the context, as mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
-# 2021), 1.15 word pieces a word, [CLS] and [SEP]. Of 25 tokens 45 % are then padding.
+# Tokens of a caption before it is cut to the context, mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
+# 2021), 1.15 word pieces a word, [CLS] and [SEP]. Then 45 % of 25 tokens are padding.
 CAPTION_TOKENS = (13.8, 5.2)
 PAD, FIRST, LAST = 0, 2, 3  # [PAD], [CLS] and [SEP] in the vocabulary of `write_bert`
 
@@ -62,7 +62,7 @@ MicroBatch = tuple[Tensor, Tensor]  # uint8 images (B, 3, height, width), texts 
 
 
 def write_bert(folder: Path, size: str, dropout: float) -> Path:
-    """A folder with a BertConfig of `size` and a WordPiece vocabulary of made-up words: all that random weights need."""
+    """Writes a folder for a BERT with random weights: a BertConfig of `size` and a WordPiece vocabulary of made-up words."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = BERT_SIZES[size]
     BertConfig(
@@ -79,8 +79,8 @@ def write_bert(folder: Path, size: str, dropout: float) -> Path:
 def register(model: str, text_model: str | None, dropout: float, scratch: Path) -> str:
     """The name under which open_clip builds `model` with random weights and without a hub.
 
-    `small` and `tiny` are an open_clip ViT with a BERT of that size. A model with an HF text tower gets that of the
-    folder `text_model` or, without one, a random BERT-base.
+    `small` and `tiny` are an open_clip ViT with a BERT of that size. The HF text tower of another model is that of the folder
+    `text_model`, or a random BERT-base.
     """
     if model in VISION_SIZES:
         text_folder = Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
@@ -105,12 +105,12 @@ def register(model: str, text_model: str | None, dropout: float, scratch: Path) 
     if known is not None and known["text_cfg"].get("hf_model_name"):
         return with_text_model(name, text_model or write_bert(scratch / "bert", "base", dropout))
     if text_model is not None:
-        return with_text_model(name, text_model)  # says why this model takes none
+        return with_text_model(name, text_model)  # raises: this model takes no text tower
     return name
 
 
 def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The registered model with random weights, the same for the same name, in training mode."""
+    """The registered model in training mode, with random weights that depend on its name only."""
     torch.manual_seed(0)
     model = open_clip.create_model(
         name,
@@ -123,9 +123,9 @@ def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype
 
 
 def make_batches(name: str, model: nn.Module, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
-    """Micro-batches as a loader leaves them: uint8 images, rows of interleaved channels, and captions of real lengths.
+    """Micro-batches as a loader gives them: uint8 images (channels last) and captions with realistic lengths.
 
-    They lie in host memory, pinned where the model is on a GPU.
+    They are in host memory, pinned if the model is on a GPU.
     """
     config = get_model_config(name)
     size_px = model.visual.image_size
@@ -151,7 +151,7 @@ def make_batches(name: str, model: nn.Module, sizes: Sequence[int], seed: int) -
 
 
 def caption_lengths(size: int, context: int, seed: int) -> np.ndarray:
-    """Tokens of `size` captions: a gamma distribution of `CAPTION_TOKENS`, cut at the context."""
+    """Tokens of `size` captions: a gamma distribution of `CAPTION_TOKENS`, cut to the context."""
     mean, deviation = CAPTION_TOKENS
     drawn = np.random.default_rng(seed).gamma((mean / deviation) ** 2, deviation**2 / mean, size)
     return np.clip(np.rint(drawn), 3, context).astype(np.int64)
@@ -164,7 +164,7 @@ def caption_lengths(size: int, context: int, seed: int) -> np.ndarray:
 
 @dataclass
 class Setup:
-    """A model on a device, perhaps over ranks, with what every way needs of it."""
+    """A model on a device, perhaps over ranks, as every way uses it."""
 
     inner: nn.Module
     device: torch.device
@@ -177,14 +177,14 @@ class Setup:
         if self.world_size > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.inner, device_ids=ids)
-        # Over ranks the combination of flags that gives open_clip's exact gradient.
+        # Over ranks these flags give open_clip's exact gradient.
         over = self.world_size > 1
         self.clip_loss = ClipLoss(
             local_loss=over, gather_with_grad=over, cache_labels=True, rank=self.rank, world_size=self.world_size
         )
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model takes, on its device and in its precision."""
+        """The model's inputs, in its precision."""
         dtype = next(self.inner.parameters()).dtype
         return normalize(images, OPENAI_DATASET_MEAN, OPENAI_DATASET_STD, dtype), texts
 
@@ -204,28 +204,28 @@ Way = Callable[[Sequence[MicroBatch]], Any]
 
 
 def plain(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """The yardstick: K steps of plain training, each with its own small contrastive batch."""
+    """The baseline of all ratios: K steps of plain training, each with its own small contrastive batch."""
     for micro_batch in micro_batches:
         setup.zero_grad()
         one_graph(setup, [micro_batch])
 
 
 def forwards_only(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """What a replayed micro-batch costs beside its plain training: a forward pass without graph."""
+    """The additional cost of a replayed micro-batch: a forward pass without graph."""
     for micro_batch in micro_batches:
         with torch.no_grad(), setup.autocast():
             setup.forward(micro_batch)
 
 
 def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """What a large enough device would do: one forward pass of all samples, one loss, one backward pass."""
+    """The whole batch at once, if the device is large enough: one forward pass of all samples, one loss, one backward pass."""
     with setup.autocast():
         images, texts = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*micro_batches, strict=True))
         setup.clip_loss(**setup.forward((images, texts))).backward()
 
 
 def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """What open_clip 3.3 computes with --accum-freq K: a pass for features, then K times forward, whole loss, backward."""
+    """open_clip 3.3 with --accum-freq K: a pass for the features, then K times forward, whole loss, backward."""
     with torch.no_grad(), setup.autocast():
         cached = [setup.forward(micro_batch) for micro_batch in micro_batches]
     for k, micro_batch in enumerate(micro_batches):
@@ -277,10 +277,10 @@ def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool)
 
 
 def keep_heap() -> bool:
-    """Let this process keep memory that it frees, as a GPU's caching allocator does; whether it could (glibc only).
+    """Let this process keep memory that it frees, as a GPU's caching allocator does. Returns whether it could (glibc only).
 
-    glibc hands the top of the heap back to the kernel, and gets it back as pages that must be cleared: 28,000 page faults in
-    a step that retains 16 graphs, and none in one that keeps a micro-batch's. It would be timed as a cost of the way.
+    glibc returns the top of the heap to the kernel and requests it again as pages that must be cleared: 28,000 page faults in
+    a step that retains 16 graphs, none in a step that retains one. The times would contain that cost.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -292,7 +292,7 @@ def keep_heap() -> bool:
 
 
 def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
-    """Seconds of one step, ranks starting together: of the wall clock, or of this process' CPU time."""
+    """Seconds of one step, which all ranks start together: of the wall clock, or of this process' CPU time."""
     setup.zero_grad()
     if setup.world_size > 1:
         dist.barrier()
@@ -307,10 +307,10 @@ def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: 
 
 
 def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:
-    """Most device memory of a step: parameters and all it makes, gradients included (CPU: live tensor bytes)."""
+    """Peak device memory of a step, with parameters and gradients (CPU: live tensor bytes)."""
     setup.zero_grad()
     if setup.device.type == "cuda":
-        gc.collect()  # what an earlier way left in reference cycles
+        gc.collect()  # frees reference cycles of an earlier way
         torch.cuda.reset_peak_memory_stats(setup.device)
         way(micro_batches)
         torch.cuda.synchronize(setup.device)
@@ -321,10 +321,10 @@ def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> i
 
 
 def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Most live tensor bytes of a step at any size, its parameters included, without doing it: tensors have shapes only.
+    """Peak of the live tensor bytes of a step of any size, with parameters, without computing it: tensors have shapes only.
 
-    What an allocator adds, and what kernels need of scratch memory, is not in it. `model` is used up: its parameters and
-    buffers become stand-ins without values. The step must make its inputs itself and may not look at values.
+    An allocator's overhead and the kernels' scratch memory are not included. `model` cannot be used afterwards: its parameters
+    and buffers become tensors without values. The step must make its inputs itself and may not read values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     for module in model.modules():
@@ -337,11 +337,11 @@ def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
 
 @dataclass
 class Counts:
-    """What a step does on this rank, whatever the machine."""
+    """Passes and FLOPs of a step on this rank; they do not depend on the machine."""
 
     forwards: float  # passes through the towers a sample
     backwards: float
-    flops: int  # multiply-adds, counted twice, in the matrix products of towers and loss
+    flops: int  # of the matrix products of towers and loss; a multiply-add counts twice
 
 
 def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Counts:
@@ -379,7 +379,7 @@ def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
 
 
 def reference_gradient(setup: Setup, micro_batches: Sequence[MicroBatch], seed: int) -> dict[str, Tensor]:
-    """The effective batch's gradient from one graph, random masks drawn micro-batch by micro-batch as accumulation does."""
+    """The effective batch's gradient from one graph, with random masks drawn micro-batch by micro-batch as in accumulation."""
     setup.zero_grad()
     torch.manual_seed(seed)
     outputs = []

@@ -1,14 +1,14 @@
-"""`zerovl data check` against the speed at which the same disk gives the same shards.
+"""`zerovl data check` compared with the speed of the disk.
 
     python scripts/bench/check.py [--gigabytes 2] [--threads 1,2,4] [--rounds 5] [--folder DIR] [--json check.json]
 
-Shards of JPEGs as `zerovl data` writes them (341 x 256 px; 6,000 a shard), read three ways, in turn: `dd`, as many of them at a
-time as there are threads, each with a part of the shards and blocks of a megabyte; the check; the check with `--hash`. *cold*:
-the shards' pages are dropped from the page cache before each (posix_fadvise, which needs no rights); *warm*: they are all in
-it, so that `dd` measures memory. Expected, cold: the check reads at 80 % of dd's speed or more, if it gets the processor time,
+Shards of JPEGs as `zerovl data` writes them (341 x 256 px; 6,000 a shard) are read in three ways, in turn: by as many `dd` at a
+time as there are threads, each with a part of the shards and blocks of a megabyte; by the check; by the check with `--hash`.
+*cold*: the shards are dropped from the page cache before each (posix_fadvise, which needs no privileges); *warm*: they are all
+in it, so that `dd` measures memory. Expected, cold: the check reads at 80 % of dd's speed or more, if it gets enough CPU time:
 0.3 to 0.4 s a gigabyte.
 
-Takes about five minutes on two cores, and as much disk as `--gigabytes` says.
+Takes about five minutes on two cores, and `--gigabytes` of disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_by_dd(shards: list[Path], threads: int) -> None:
 
 
 def check(folder: Path, threads: int, hashes: bool) -> None:
-    """What `zerovl data check` does; the shards have no faults."""
+    """Run `zerovl data check`'s function; the shards have no faults."""
     result = check_shards(folder, threads=threads, hashes=hashes, progress=False)
     assert not result.faults, result.faults
 
@@ -90,9 +90,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2)
     parser.add_argument("--threads", default="1,2,4", help="shards at the same time")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, help="where shards are written for the time being, on the disk to measure"
-    )
+    parser.add_argument("--folder", type=Path, help="folder for the shards, on the disk to measure; they are removed")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:

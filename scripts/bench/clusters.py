@@ -1,16 +1,15 @@
-"""Samples a second of one source, of its clusters out of the same shards by index, and of its clusters written anew (A.6).
+"""Samples a second of one source, of its clusters read from the original shards, and of its clusters after --reshard (A.6).
 
     python scripts/bench/clusters.py [--clusters 8,100] [--samples 20000] [--rounds 5] [--folder DIR] [--json clusters.json]
 
 Three ways to train on the same pairs: `source`, its shards one after the other (random sampling); `index`, debiased sampling
-over K clusters whose samples are picked out of those shards; `reshard`, debiased sampling over K clusters that
-`zerovl cluster --reshard` has written. Labels are drawn at random, so that a cluster's samples lie as scattered as can be.
+over K clusters whose samples are read from those shards by index; `reshard`, debiased sampling over K clusters that
+`zerovl cluster --reshard` has written. Clusters are drawn at random, so that their samples are scattered as far as possible.
 
-*reading* takes encoded samples as a loader worker does, and nothing more: what the way itself costs. *loader* is the whole
-mixture (JPEG decoding, a random crop to 224 px, tokens) with `--workers` processes, the first `--loader-samples` of an epoch
-and the start of the processes included. *cold*: the pages of all shards are dropped from the page cache before (posix_fadvise,
-which needs no rights); *warm*: they are all in it. A round measures every way once, in turning order; medians over rounds, and
-the lowest and highest.
+*reading* reads encoded samples as a loader worker does, and nothing more. *loader* is the whole mixture (JPEG decoding, a
+random crop to 224 px, tokens) with `--workers` processes: the first `--loader-samples` of an epoch, with the start of the
+processes. *cold*: all shards are dropped from the page cache before (posix_fadvise, which needs no privileges); *warm*: they
+are all in it. A round measures every way once, each round in another order; medians over rounds, with the lowest and highest.
 
 Takes two to three minutes a round on two busy cores, and 2 GB of disk.
 """
@@ -56,7 +55,7 @@ def prepare(folder: Path, samples: int, per_shard: int, clusters: list[int]) -> 
     write_shards(folder / "source", samples // per_shard, per_shard, partial(picture_of, pictures))
     (source,) = parse_sources(f"bench={folder}/source")
     for shard in source.shards:
-        open_index(shard)  # as `zerovl cluster` leaves it
+        open_index(shard)  # writes the index, as `zerovl cluster` does
     values = {}
     for count in clusters:
         out = folder / f"clusters-{count}"
@@ -83,8 +82,8 @@ def prepare(folder: Path, samples: int, per_shard: int, clusters: list[int]) -> 
 
 
 def set_cache(folder: Path, *, warm: bool) -> None:
-    """Bring all shards below a folder into the page cache, or out of it."""
-    os.sync()  # pages that are not written yet cannot be dropped
+    """Read all shards below a folder into the page cache, or drop them from it."""
+    os.sync()  # pages not yet written cannot be dropped
     for path in folder.rglob("*.tar"):
         descriptor = os.open(path, os.O_RDONLY)
         if warm:
@@ -96,7 +95,7 @@ def set_cache(folder: Path, *, warm: bool) -> None:
 
 
 def read(train_data: str) -> float:
-    """Encoded samples a second of one epoch, batches of one source after the other as a worker takes them."""
+    """Encoded samples a second of one epoch, read batch by batch in the order of the schedule."""
     mixture = _mixture(train_data, workers=1, decode=False)
     schedule = mixture.schedule(0)
     begin = time.perf_counter()
@@ -165,10 +164,8 @@ def main() -> None:
     parser.add_argument("--per-shard", type=int, default=5_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="loader processes")
-    parser.add_argument("--loader-samples", type=int, default=4000, help="of each loader measurement, 0: reading alone")
-    parser.add_argument(
-        "--folder", type=Path, help="where shards are written for the time being, on the disk to measure"
-    )
+    parser.add_argument("--loader-samples", type=int, default=4000, help="of each loader measurement; 0: only reading")
+    parser.add_argument("--folder", type=Path, help="folder for the shards, on the disk to measure; they are removed")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,25 +1,25 @@
-"""What decoupled gradient accumulation costs (section 4.1), beside the other ways to train with a large batch.
+"""The cost of decoupled gradient accumulation (section 4.1), compared with other ways to train with a large batch.
 
     python scripts/bench/dga.py [--model small] [--micro-batch 16] [--steps 1,4,16] [--ranks 1] [--out FILE.json]
-    python scripts/bench/dga.py --loss-rows 65536 [--loss-chunk 256]        # the loss alone, in place of the steps
+    python scripts/bench/dga.py --loss-rows 65536 [--loss-chunk 256]        # the loss alone, without steps
 
-The first form takes steps of K micro-batches of B samples on each of W ranks in every way, turn by turn in one run: plain
-training on K small batches (the yardstick), one graph over all, open_clip's --accum-freq, a two-pass step as GradCache's,
-and ours with 1, 2, K/2 and an automatic number R of graphs retained. A row holds
+The first form takes steps of K micro-batches of B samples on each of W ranks in every way, in turn: plain training on K small
+batches (the baseline), one graph over all, open_clip's --accum-freq, a two-pass step as in GradCache, and ours with 1, 2, K/2
+and an automatic number R of graphs retained. A row holds
 
     time        seconds a sample, as a ratio to plain training's in the step just before; median over rounds, with range
     passes      forward and backward passes a sample, counted
-    ideal       forwards / 3 + 2 backwards / 3, a forward being a third of a step: for ours 1 + (K-R)/(3K)
-    FLOPs       matrix products of a step, counted, as a ratio to plain training's; the towers' due is 1 + f (K-R)/K with
-                their counted forward share f (near 1/3: attention goes back at more than twice its forward, and nobody
-                wants the gradient of the pixels)
-    memory      most device memory, as a ratio to plain training's on one micro-batch (CPU: live tensors; parameters count)
-    error       |g - g_ref| / |g_ref| of the towers and of logit_scale against one graph under the same random masks,
-                dropout and token drop on, for K = --error-steps in --error-precision
+    ideal       forwards / 3 + 2 backwards / 3, as if a forward pass were a third of a step: for ours 1 + (K-R)/(3K)
+    FLOPs       matrix products of a step, counted, as a ratio to plain training's; "due" is 1 + f (K-R)/K, where f is the
+                forward share of the towers' FLOPs, counted (not exactly 1/3: the backward pass of attention takes more than
+                twice its forward pass, and the gradient of the pixels is not computed)
+    memory      peak device memory, as a ratio to plain training's on one micro-batch (CPU: live tensors and parameters)
+    error       |g - g_ref| / |g_ref| of the towers and of logit_scale against one graph under the same random masks, with
+                dropout and token drop, for K = --error-steps in --error-precision
 
-On a CPU the process keeps the memory that it frees (glibc's default gives it back and takes it anew, page by page). No
-optimizer step and no data loading is in any of it. Models have random weights, and no hub is asked. Over ranks (CPU:
-gloo; CUDA: nccl, a GPU a rank) the ratios are rank 0's. FILE.json holds everything, FILE.md the tables.
+On a CPU the process keeps the memory that it frees (by default glibc returns it and requests it again, page by page). Optimizer
+step and data loading are not included. Models have random weights; no hub is used. Over ranks (CPU: gloo; CUDA: nccl, a GPU a
+rank) the ratios are rank 0's. FILE.json holds everything, FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from torch import nn
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.memory import PeakBytes, available_bytes
 
-SEED = 1  # of micro-batches and masks; ranks add their own number
+SEED = 1  # of micro-batches and masks; each rank adds its number
 WARM_UP_PAIRS = 4096
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second
 
@@ -81,8 +81,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
     parser.add_argument("--error-batch", type=int, default=4, metavar="B")
     parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
-    parser.add_argument("--no-one-graph", action="store_true", help="leave one graph over all out, also where it fits")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU in bf16, for its utilisation")
+    parser.add_argument("--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation")
     parser.add_argument("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
     parser.add_argument("--loss-rows", metavar="N,N", help="measure the loss alone, on this many pairs")
     parser.add_argument("--loss-width", type=int, default=512, metavar="D")
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
-    """Everything one rank does; rank 0 leaves the results in the folder `scratch`."""
+    """Measure on one rank; rank 0 writes the results into the folder `scratch`."""
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         keep_heap()
@@ -141,7 +141,7 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
     most = max(args.steps)
     batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
-    for _ in range(WARM_UP_STEPS):  # DDP lays its buckets out anew after the first
+    for _ in range(WARM_UP_STEPS):  # DDP rearranges its buckets after the first
         one(batches[:1])
     forward_flops, step_flops = tower_flops(setup, batches[0])
     single = peak_bytes(setup, one, batches[:1])
@@ -185,14 +185,14 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
                 record |= {"time": statistics.median(ratios), "time_range": [min(ratios), max(ratios)]}
                 record |= {"samples_per_second": args.ranks * per_second}
                 if device.type == "cuda":
-                    model_flops = per_second * step_flops / args.micro_batch  # the replay is no part of the model's
+                    model_flops = per_second * step_flops / args.micro_batch  # without the replay
                     record |= {"flops_utilisation": model_flops / (args.peak_tflops * 1e12)}
             results["rows"].append(record)
     return results
 
 
 def _agreed_free(setup: Setup) -> int:
-    """Memory free on the device, the least of all ranks'; none where it cannot be told."""
+    """Free memory of the device, the least of all ranks'; 0 if it is not known."""
     free = torch.tensor([available_bytes(setup.device) or 0], device=setup.device)
     if setup.world_size > 1:
         free //= setup.world_size if setup.device.type == "cpu" else 1
@@ -205,7 +205,7 @@ def measure_times(
 ) -> dict[str, dict[str, list[float]]]:
     """Each way's seconds a sample, and their ratios to a step of plain training taken just before, round by round.
 
-    Neighbours in time share what the machine does besides. Every round begins with another way.
+    Two steps in a row meet about the same load of other programs. Every round begins with another way.
     """
     yardstick = contestants["plain micro-batches"]
     samples = sum(len(images) for images, _ in batches)
@@ -225,13 +225,13 @@ def measure_times(
 
 
 def measure_errors(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, dict[str, float]]:
-    """The gradient error of each way that claims the effective batch's gradient, on a small one."""
+    """The gradient error of each way that should give the effective batch's gradient, on a small batch."""
     setup = make_setup(name, args, device, rank, args.error_precision)
     batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, SEED + rank)
     reference = reference_gradient(setup, batches, SEED + rank)
     contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
     contestants = {row: way for row, way in contestants.items() if row.startswith(("open_clip", "two-pass", "ours"))}
-    # Rows of other K hold the same method: K/2 graphs of K are K/2 of another.
+    # The rows "K/2 of K graphs" of other K get the error of this K.
     errors = {row: gradient_errors(setup, way, batches, SEED + rank, reference) for row, way in contestants.items()}
     half = errors.get(f"ours, retain {args.error_steps // 2}")
     for steps in args.steps:
@@ -265,7 +265,7 @@ def measure_loss(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -> dict[str, float]:
-    """One step; what it needs of memory counts the features, made before, and their gradients."""
+    """Seconds and peak memory of one step, with the features and their gradients."""
     leaves = [part.clone().requires_grad_() for part in features]
     scale = torch.tensor(50.0, device=device, requires_grad=True)
     setup = Setup(nn.Linear(1, 1), device)
@@ -277,7 +277,7 @@ def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.devi
 
     if device.type == "cuda":
         small = [part[:WARM_UP_PAIRS].detach().clone().requires_grad_() for part in leaves]
-        loss(small[0], small[1], scale).backward()  # kernels and handles; a million pairs take a minute a step
+        loss(small[0], small[1], scale).backward()  # loads kernels; a step of a million pairs would take a minute
         scale.grad = None
         del small
         before = torch.cuda.memory_allocated(device)
@@ -285,7 +285,7 @@ def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.devi
         took = seconds(setup, step, [], "wall")
         peak = torch.cuda.max_memory_allocated(device) - before + inputs
     else:
-        with live:  # a few operations a chunk: counting costs no time to speak of
+        with live:  # a few operations a chunk: counting takes hardly any time
             took = seconds(setup, step, [], "cpu")
         peak = live.peak + inputs
     return {"seconds": took, "peak_mib": peak / 2**20, "logit_scale_gradient": scale.grad.item()}
@@ -302,7 +302,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def steps_markdown(results: dict[str, Any]) -> str:
-    """The rows as a table, below a line that says what was run."""
+    """The rows as a table, below a line with the settings."""
     gpu = any("flops_utilisation" in row for row in results["rows"])
     timed = results["rounds"] > 0
     header = ["K", "way"] + (["time / plain (range)", "ideal", "time / ideal"] if timed else [])

@@ -1,15 +1,15 @@
-"""The measurements of scripts/gpu.py, each in a process of its own; a result is printed the moment it is there.
+"""The measurements of scripts/gpu.py, each in a process of its own; each result is printed at once.
 
     python scripts/bench/gpu_parts.py machine|steps|loss|plan [--rehearse] [--compile] [--have KEY ...]
 
 A result is a line `RESULT {"key": ..., ...}`; keys named with --have are not measured again. Sizes are the paper's: ViT-B/16
 at 224 px with token drop 0.25, BERT-base at 25 tokens with dropout 0.1, micro-batches of 512, bf16 autocast, TF32 as
-open_clip's training sets it. --rehearse takes tiny ones on whatever device there is.
+open_clip's training sets it. --rehearse takes tiny ones on a GPU or the CPU.
 
-    machine  the hardware, the versions, the bf16 matrix rate and the copy bandwidth that it reaches
-    steps    K micro-batches in one optimizer step's gradient: seconds, samples/s, peak memory; plain training is the yardstick
+    machine  hardware and versions, bf16 matrix rate, copy bandwidth
+    steps    the gradient of K micro-batches: seconds, samples/s, peak memory; the baseline is plain training
     loss     the loss and its gradient at N pairs of width 512
-    plan     `zerovl plan` beside a training with the same arguments
+    plan     `zerovl plan` compared with a training with the same arguments
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from open_clip_zerovl.tar.shards import Sample, write_source
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
 LOSS_CHUNK = 1024
-DISTINCT_BATCHES = 4  # micro-batches that differ; a step of more repeats them
+DISTINCT_BATCHES = 4  # different micro-batches; a step of more repeats them
 WARM_UP_MICRO_BATCHES = 2
 LOSS_WIDTH = 512
 
 
 class Sizes:
-    """What is measured, at paper size or rehearsed."""
+    """Sizes of the measurements: the paper's, or tiny for a rehearsal."""
 
     def __init__(self, rehearse: bool) -> None:
         self.model = "tiny" if rehearse else "ViT-B-16+BERT-base"
@@ -69,7 +69,7 @@ class Sizes:
         self.pairs = (256, 512) if rehearse else (16_384, 65_536, 262_144, 1_048_576)
         self.matrix = 256 if rehearse else 8192
         self.copy_bytes = 2**20 if rehearse else 2**32
-        # (model, micro-batch, K, pairs of each of two sources, px, passes over them, loader processes, steps at least)
+        # Model, micro-batch and K; pairs of each of two sources, pixels, passes; loader processes; least steps, steps skipped.
         self.plan_model = "zerovl-emoji" if rehearse else "zerovl-ViT-B-16-BERT-base"
         self.plan_batch, self.plan_steps = (8, 2) if rehearse else (512, 8)
         self.plan_pairs, self.plan_px, self.plan_passes = (64, 64, 2) if rehearse else (8192, 256, 10)
@@ -91,7 +91,7 @@ def device_name(device: torch.device) -> str:
 
 
 def datasheet_tflops(name: str) -> float | None:
-    """The maker's dense bf16 rate of a GPU of this name, None for one that the table does not have."""
+    """The maker's dense bf16 rate of the GPU of this name, None if the table does not have it."""
     bare = name.lower().replace(" ", "")
     found = [gpu for gpu in GPUS.values() if gpu.label.lower().replace(" ", "").removesuffix("gb") in bare]
     return max((gpu.tflops for gpu in found), default=None)
@@ -126,7 +126,7 @@ def machine(sizes: Sizes, have: Sequence[str]) -> None:
 
 
 def _median_seconds(device: torch.device, once: Callable[[], Any], rounds: int = 10) -> float:
-    """Median of single calls by the wall clock, the device waited for; three calls warm up."""
+    """Median wall-clock seconds of a call, until the device is done; after three calls to warm up."""
     took = []
     for round_ in range(rounds + 3):
         if device.type == "cuda":
@@ -171,7 +171,7 @@ def contestants(setup: Setup, steps: int) -> dict[str, Way]:
 
 
 def graphs_kept(way: Way, sizes: list[int]) -> int | None:
-    """R of one of ours, decided by now."""
+    """R of one of our ways, None for others."""
     dga = getattr(getattr(way, "func", None), "__self__", None)
     return None if dga is None else dga._retention.graphs(sizes)
 
@@ -194,8 +194,8 @@ def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
     if compiled:
         setup.model = torch.compile(model)
     yardstick = partial(plain, setup)
-    first = seconds(setup, yardstick, batches[:1], "wall")  # kernels, and what is to be compiled with a graph
-    first += seconds(setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall")  # and without
+    first = seconds(setup, yardstick, batches[:1], "wall")  # loads kernels, compiles the pass with a graph
+    first += seconds(setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall")  # compiles the pass without
     if f"{mode}, first" not in have:
         emit(f"{mode}, first", mode=mode, first_seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch)
     for k in sizes.steps:
@@ -268,7 +268,7 @@ def made_up_source(folder: Path, count: int, px: int, seed: int) -> None:
     """A source of JPEGs with large shapes, `px` on a side, and captions of letters."""
     rng = np.random.default_rng(seed)
     pictures = []
-    for _ in range(min(count, 256)):  # a source repeats them: decoding costs the same
+    for _ in range(min(count, 256)):  # the source repeats them; decoding costs the same
         shapes = rng.integers(0, 256, (px // 16 + 2, px // 16 + 2, 3), dtype=np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(shapes).resize((px, px), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
@@ -300,7 +300,7 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
             "--device", "cuda" if cuda else "cpu", "--workers", str(sizes.plan_workers), "--epochs", "1",
             "--warmup", "5", "--log-every-n-steps", "1", "--save-frequency", "0",
         ]  # fmt: skip
-        if sizes.plan_model != "zerovl-emoji":  # whose convolutions have no tokens
+        if sizes.plan_model != "zerovl-emoji":  # a ConvNeXt has no tokens to drop
             arguments += ["--token-drop", "0.25"]
         planned, real = one_after_the_other(arguments, least=sizes.plan_least, skipped=sizes.plan_skipped)
     emit(

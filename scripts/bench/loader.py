@@ -1,16 +1,15 @@
-"""Samples a second and core of the data engine against open_clip's own loader, and the cost of entering an epoch midway.
+"""Samples a second and core of our loader and of open_clip's, and the cost of entering an epoch in its middle.
 
     python scripts/bench/loader.py [--sizes 384x256,1280x854] [--workers 1,2,4] [--pixel-path arrays] [--json loader.json]
     python scripts/bench/loader.py --resume [--samples 1000000] [--json resume.json]
 
-Both loaders read the same shards of synthetic JPEGs with the same augmentation (a random crop of 60-100 % of the area to
-224 px, bicubic, normalised) and the same tokenizer. Runs are interleaved and medians compared, since other programs share
-the machine; the CPU time of the worker processes is measured besides, and *per core* means per second of that time: it
-is what decides how many cores feed a GPU, and other programs hardly disturb it. The first batches, in which workers start
-and fill their windows, are left out. The two loaders' images are compared in distribution: mean and standard deviation of
-their pixels and the share of high spatial frequencies.
+Both loaders read the same shards of synthetic JPEGs with the same augmentation (a random crop of 60-100 % of the area to 224
+px, bicubic, normalised) and the same tokenizer. Runs are interleaved and medians compared, because other programs share the
+machine. *per core* means per CPU second of the worker processes: it decides how many cores feed a GPU, and other programs
+hardly change it. The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders'
+images are compared in distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
 
-`--resume`: an epoch of a million small samples entered at its middle. Expected: the first batch comes within 5 % of the time
+`--resume`: an epoch of a million small samples is entered in its middle. Expected: the first batch comes within 5 % of the time
 that reading the skipped samples takes.
 
 Takes about four minutes on two cores; `--resume` about three more.
@@ -53,7 +52,7 @@ CAPTION = "a small brown dog that runs over wet sand with a red ball in its mout
 
 
 def photograph(seed: int, width_px: int, height_px: int) -> bytes:
-    """A JPEG with the spectrum of a photograph (amplitude falls as 1/frequency) and its size in bytes."""
+    """A JPEG with about the spectrum of a photograph (amplitude falls with the frequency), and so about its size in bytes."""
     rng = np.random.default_rng(seed)
     rows, columns = np.fft.fftfreq(height_px)[:, None], np.fft.rfftfreq(width_px)[None]
     falling = 1 / np.maximum(np.hypot(rows, columns), 1 / width_px) ** 1.4
@@ -69,7 +68,7 @@ def photograph(seed: int, width_px: int, height_px: int) -> bytes:
 
 
 def picture_of(pictures: list[bytes], number: int) -> bytes:
-    """Sample `number`'s picture."""
+    """The picture of sample `number`; a list is repeated."""
     return pictures[number % len(pictures)]
 
 
@@ -98,7 +97,7 @@ def ours(shards: str, transform: Any, tokenizer: Any, workers: int, pixel_path: 
 
 
 def stock(shards: str, transform: Any, tokenizer: Any, workers: int) -> Iterator[Any]:
-    """open_clip's loader of webdataset shards, resampled so that it does not end."""
+    """open_clip's loader of webdataset shards, with resampling so that it does not end."""
     args = argparse.Namespace(
         train_data=shards,
         train_num_samples=1_000_000,
@@ -123,7 +122,7 @@ def cpu_seconds_of_children() -> float:
 
 
 def measure(batches: Iterator[Any], seconds: float, warm_up: int) -> tuple[float, float]:
-    """Samples per second, and per CPU second of the workers, after some batches of warming up."""
+    """Samples per second, and per CPU second of the workers, after some batches to warm up."""
     for _ in range(warm_up):
         next(batches)
     cpu, begin, count = cpu_seconds_of_children(), time.perf_counter(), 0
@@ -214,7 +213,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Time to the first batch of an epoch entered at its middle, against reading what lies before."""
+    """Time to the first batch of an epoch entered in its middle, and the time that reading the first half takes."""
     small = io.BytesIO()
     Image.new("RGB", (16, 16), (9, 99, 199)).save(small, "JPEG")
     per_shard = 10_000
@@ -236,7 +235,7 @@ def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     next(whole)
     first = time.perf_counter() - begin
-    read = min(steps // 2, 1500)  # reading goes at one speed; a part of it tells
+    read = min(steps // 2, 1500)  # the speed is constant: a part is measured
     begin = time.perf_counter()
     for _ in range(read):
         next(whole)
@@ -265,8 +264,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
     parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")
-    parser.add_argument("--resume", action="store_true", help="measure entering an epoch at its middle instead")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="of the epoch that is entered")
+    parser.add_argument("--resume", action="store_true", help="measure entering an epoch in its middle instead")
+    parser.add_argument("--samples", type=int, default=1_000_000, help="in the epoch of --resume")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     torch.set_num_threads(1)

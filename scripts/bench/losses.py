@@ -1,10 +1,9 @@
-"""Memory of the losses at a large batch, on a machine without a GPU: shapes are followed, nothing is computed.
+"""Memory of the losses at a large batch, without a GPU: tensors have shapes only, and nothing is computed.
 
     python scripts/bench/losses.py [--samples 65536] [--width 512] [--chunk 256] [--teachers 2] [--teacher-width 768]
 
-A line has the GiB of live tensors at the peak of one rank's loss and gradient in fp32, without and with what comes in
-(features in fp32, teachers' features in fp16). What an allocator adds, and what products take besides, is not
-in it. A minute a line.
+A line has the GiB of live tensors at the peak of one rank's loss and gradient in fp32, without and with its inputs (features in
+fp32, teachers' features in fp16). An allocator's overhead and the products' scratch memory are not included. A minute a line.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def peak_gib(options: dict[str, Any], args: argparse.Namespace) -> tuple[float, float]:
-    """(made by the loss, with its inputs)."""
+    """GiB at the peak: of the loss, and with its inputs."""
     n = args.samples
     with FakeTensorMode():
         return _peak_gib(options, args, n)

@@ -1,10 +1,10 @@
-"""Peak memory of a training step at paper size, on a machine without a GPU: shapes are followed, nothing is computed.
+"""Peak memory of a training step at paper size, without a GPU: tensors have shapes only, and nothing is computed.
 
     python scripts/bench/memory.py [--micro-batch 128] [--steps 1,16] [--retain 1,2]
 
 ViT-B/16 at 224 px with token drop 0.25, BERT-base at 25 tokens, bf16 autocast, decoupled gradient accumulation with the loss
-in chunks of 1,024 rows. A line has the GiB of live tensors at the peak of a step (parameters and gradients included, AdamW's
-averages and waiting micro-batches not) and their ratio to K = 1. What an allocator adds is not in it. About a minute.
+in chunks of 1,024 rows. A line has the GiB of live tensors at the peak of a step and their ratio to K = 1. Parameters and
+gradients are included; AdamW's averages, waiting micro-batches and an allocator's overhead are not. About a minute.
 """
 
 from __future__ import annotations

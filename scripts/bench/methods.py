@@ -1,15 +1,15 @@
-"""What each method costs or saves (sections 3.2 and 4.3): FLOPs, time and memory of a training step at paper size.
+"""The cost of each method (sections 3.2 and 4.2): FLOPs, time and memory of a training step at paper size.
 
     python scripts/bench/methods.py [--device cuda] [--precision amp_bf16] [--batch-size 2] [--dga-steps 4] [--rounds 3]
 
 ViT-B/16 (and, for the auxiliary encoder of Table 8, ViT-B/32) at 224 px and BERT-base at 25 tokens with random weights, one
 step of decoupled gradient accumulation (retain 1), forward and backward, without data loading and optimizer. A line has
 
-    FLOPs       of matrix products a sample (multiply-adds count twice), and their ratio to the model's baseline
+    FLOPs       of matrix products a sample (a multiply-add counts twice), and their ratio to the model's baseline
     time        milliseconds a sample, median over rounds in which every mode takes a turn, and the median of the rounds'
-                ratios to the baseline; on the CPU the process's own time, which a shared machine still makes noisy
-    memory      GiB at the peak of a step, parameters, gradients and AdamW's two averages included. On a GPU the
-                allocator's, at --batch-size; elsewhere live tensor bytes at --memory-batch, simulated with bf16 autocast
+                ratios to the baseline; on a CPU by the process's CPU time, which is still noisy on a shared machine
+    memory      GiB at the peak of a step, with parameters, gradients and AdamW's two averages: on a GPU of the allocator, at
+                --batch-size; else live tensor bytes at --memory-batch, simulated with bf16 autocast
 
 `--rounds 0` leaves the times out (about three minutes on one core).
 """
@@ -87,7 +87,7 @@ def build(mode: str, text_folder: str) -> torch.nn.Module:
 
 
 class Step:
-    """A mode's training step: called, it leaves the gradient of K micro-batches of B random pairs."""
+    """A mode's training step: the gradient of K micro-batches of B random pairs."""
 
     def __init__(self, mode: str, model: torch.nn.Module, precision: str, cache_folder: Path) -> None:
         self.mode, self.model, self.cache_folder = mode, model, cache_folder
@@ -145,7 +145,7 @@ class Step:
 
 
 def memory_gib(mode: str, args: argparse.Namespace, text_folder: str, scratch: Path) -> float:
-    """Peak of a step with two micro-batches, in GiB (nan where it cannot be simulated: mixup and a cache look at values)."""
+    """Peak of a step with two micro-batches, in GiB; nan where it cannot be simulated, since mixup and a cache read values."""
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -180,7 +180,7 @@ def measured_times(steps: dict[str, Step], args: argparse.Namespace) -> dict[str
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", default="fp32", help="open_clip's, of autocast: fp32, amp, amp_bf16")
+    parser.add_argument("--precision", default="fp32", help="open_clip's name of it: fp32, amp, amp_bf16")
     parser.add_argument("--batch-size", type=int, default=2, help="micro-batch")
     parser.add_argument("--memory-batch", type=int, default=128, help="micro-batch of the simulated memory")
     parser.add_argument("--dga-steps", type=int, default=4, help="micro-batches of a step")

@@ -1,10 +1,10 @@
-"""CPU milliseconds a picture: PIL's path against the one on arrays, bytes to the transform's picture, one thread.
+"""CPU milliseconds a picture from bytes to the transform's picture: PIL's path and the path on arrays, one thread.
 
     OMP_NUM_THREADS=1 python scripts/bench/pixels.py [--sizes 384x256,640x427,1280x854] [--rounds 12]
 
 Two photographs (scikit-learn's) as JPEGs of quality 85, open_clip's training transform with a crop of 60-100 % of the area to
-224 px, with and without AutoAugment. "stock" is PIL without decoding at a reduced size, as in open_clip. The ways take turns
-in every round, on the process's CPU clock; medians. "decode" is the floor of each path: decoding alone.
+224 px, with and without AutoAugment. "stock" is open_clip's way: PIL decodes at full size. The ways take turns in every round,
+by the process's CPU clock; medians. "decode" is decoding only.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How right `zerovl plan` is: its step time beside that of a real training run of 50 steps on the same machine.
+"""How right `zerovl plan` is: its step time compared with that of a training run of 50 steps on the same machine.
 
     OMP_NUM_THREADS=1 python scripts/bench/plan.py [--data data/emoji] [--case TEXT] [--rounds N] [--beside [cpu|wall]]
 
-For each case a plan is made and then `python -m training.main` run with the same arguments; the real time is the median of
-the steps that the run logs, without the first five. Prints planned/real for each, and exits with 1 if the median over the
+For each case a plan is made, and then `python -m training.main` runs with the same arguments; the real time is the median of
+the steps that the run logs, without the first five. Prints planned/real for each. The exit status is 1 if the median over the
 rounds of a case is more than 15 % off.
 
-`--beside` is for a machine that others use at the same time, whose speed changes from minute to minute: the plan is made
-while the training runs, and the real time is the median of the steps logged meanwhile, at least 50. Both programs read the CPU
-time of their own process, which does not show how loader processes and training share a machine, or the time of day.
+`--beside` is for a machine that other programs use, whose speed changes from minute to minute: the plan is made while the
+training runs, and the real time is the median of the steps logged meanwhile, at least 50. Both programs measure the CPU time of
+their own process (which does not show how loader processes and training share a machine), or the wall-clock time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def effective_batch(arguments: list[str]) -> int:
 
 
 def as_child(program: str, clock: str, arguments: list[str]) -> int:
-    """Run a program in this process, under the clock asked for."""
+    """Run a program in this process, with the given clock."""
     now = {"wall": time.time, "cpu": time.process_time}[clock]
     if program == "plan":
         from open_clip_zerovl.cli.program import main as plan
@@ -86,7 +86,7 @@ def command(program: str, clock: str, arguments: list[str]) -> list[str]:
 
 
 def logged_steps(folder: Path) -> list[tuple[datetime, float]]:
-    """When each step of a run was logged, and its seconds."""
+    """The time at which each step of a run was logged, and its seconds."""
     log = folder / "run" / "out.log"
     found = LOGGED.findall(log.read_text("utf-8")) if log.is_file() else []
     return [(datetime.strptime(when, "%Y-%m-%d,%H:%M:%S"), float(seconds)) for when, seconds in found]
@@ -95,7 +95,7 @@ def logged_steps(folder: Path) -> list[tuple[datetime, float]]:
 def one_after_the_other(
     arguments: list[str], least: int = STEPS, skipped: int = SKIPPED
 ) -> tuple[dict[str, Any], list[float]]:
-    """The plan, and the seconds of each step of a run of `least` steps or more but for the first `skipped`."""
+    """The plan, and the seconds of each step of a run of `least` steps or more, without the first `skipped`."""
     done = subprocess.run(command("plan", "wall", arguments), capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"plan.py: zerovl plan ended with status {done.returncode}: {done.stderr}")
@@ -109,7 +109,7 @@ def one_after_the_other(
 
 
 def side_by_side(arguments: list[str], clock: str) -> tuple[dict[str, Any], list[float]]:
-    """The same by either clock, with the run going on while the plan is made."""
+    """The plan and the seconds of steps by either clock; the training runs while the plan is made."""
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "errors", "w+", encoding="utf-8") as errors:
         folder = Path(logs)
         run = command("train", clock, [*arguments, "--epochs", "1000", "--logs", logs, "--name", "run"])
@@ -148,7 +148,7 @@ def main() -> int:
         nargs="?",
         const="cpu",
         choices=("cpu", "wall"),
-        help="plan while the run goes on (default: by CPU time)",
+        help="plan while the training runs (default: by CPU time)",
     )
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=("plan", "train"), help=argparse.SUPPRESS)

@@ -1,12 +1,11 @@
-"""Time and memory of the retrieval metrics, beside open_clip's get_clip_metrics, in one run (the paper's section 5 sizes).
+"""Time and memory of the retrieval metrics and of open_clip's get_clip_metrics (sizes of the paper's section 5).
 
     python scripts/bench/retrieval.py [--repeats 3] [--width 512] [--device cpu]
 
-Rows: 5,000 images x 5,000 captions with both programs (theirs needs a square), 5,000 x 25,000 with ours. Times are the
-least of the repeats, taken in turn, so that a busy machine troubles both alike; CPU seconds sum the threads. Memory is
-the peak resident set above the moment before the call (Linux), without mapped files, since libraries' pages that a short
-machine dropped and reads again are nobody's allocation; or on a GPU the peak that torch allocated. Features are not
-counted.
+Rows: 5,000 images x 5,000 captions with both programs (open_clip's needs a square), 5,000 x 25,000 with ours. Times are the
+least of the repeats, taken in turn, so that other load affects both alike; CPU seconds are summed over threads. Memory on a CPU
+is the peak resident set minus the resident set before the call (Linux), without mapped files, since pages of libraries that are
+read again are no allocation; on a GPU it is the peak that torch allocated. Features are not counted.
 Expected: at least 5 times as fast at 5,000 x 5,000, and at most 1 GiB above the features everywhere.
 """
 
@@ -34,7 +33,7 @@ MOST_MIB = 1024.0
 def features(
     images: int, captions_each: int, width: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Captions that lie near their images, so that recalls are neither 0 nor 1."""
+    """Random features; captions are near their images, so that recalls are neither 0 nor 1."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(images, width, generator=generator)
     links = torch.arange(images).repeat_interleave(captions_each)
@@ -43,15 +42,17 @@ def features(
 
 
 def measured(call: Callable[[], dict], device: str) -> tuple[float, float, float, dict]:
-    """Seconds, CPU seconds, peak MiB above the start, and what came out."""
+    """Seconds, CPU seconds, peak MiB above the start, and the result."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        ctypes.CDLL(None).malloc_trim(0)  # else what an earlier call freed would count as there already
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # memory that an earlier call has freed must not count as resident before this one
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
         before = _status("RssAnon")
     start, start_cpu = time.perf_counter(), time.process_time()
     result = call()

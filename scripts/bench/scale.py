@@ -1,14 +1,14 @@
-"""What one reader needs before its first sample, from 14 million to 12.8 billion pairs.
+"""Time and memory of one reader before its first sample, from 14 million to 12.8 billion pairs.
 
     python scripts/bench/scale.py [--pairs 14e6,100e6,1.28e9,12.8e9] [--ranks 1024] [--workers 8] [--json scale.json]
 
 For each strategy a fresh process does what a loader worker does at the start of an epoch and after a jump into its middle: the
-schedule, what this reader owes and has delivered, its stretch of each source's shards, the order of its first samples, and the
-first micro-batch's counts. Seconds and the growth of the peak of resident memory leave Python's imports out. Four sources hold
-6, 4, 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
+schedule, this reader's quota and what it has delivered, its part of each source's shards, the order of its first samples, and
+the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports. Four sources hold 6, 4,
+20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
 
-Printed besides: sizes.json of all shards, the index of one shard of its size (`tar/index`), and, on paper, what a rank
-receives in a step: features and log-sum-exps (gathered) and gradients (all-reduced).
+Also printed: the sizes of sizes.json and of one shard's index (`tar/index`), and, calculated, what a rank receives in a step:
+features and log-sum-exps (gathered) and gradients (all-reduced).
 
 Takes about two minutes on two cores.
 """
@@ -37,7 +37,7 @@ def shard_sizes(pairs: int) -> list[list[int]]:
 
 
 def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
-    """Seconds and MiB of one reader from nothing to its first samples, in this process."""
+    """Seconds and MiB that one reader takes until its first samples, in this process."""
     from open_clip_zerovl.data.dealing import deal
     from open_clip_zerovl.data.schedule import Batching, epoch_pieces, slice_pieces, source_schedule
     from open_clip_zerovl.data.shares import LocalOrder
@@ -71,13 +71,13 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
 
 
 def in_a_process(*arguments: str) -> dict[str, Any]:
-    """`start` in a process of its own, whose peak of memory is its own."""
+    """`start` in a process of its own, so that its peak memory is that of nothing else."""
     command = [sys.executable, __file__, "--one", *arguments]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def sizes_json_bytes(pairs: int) -> int:
-    """Of a sizes.json of all shards."""
+    """Size of a sizes.json of all shards."""
     return sum(
         len(json.dumps({f"{number:05d}.tar": size for number, size in enumerate(sizes)}))
         for sizes in shard_sizes(pairs)
@@ -85,7 +85,7 @@ def sizes_json_bytes(pairs: int) -> int:
 
 
 def index_bytes_per_sample() -> float:
-    """Of a shard's index on disk: made of a small shard, whose fixed part is taken off by a second one."""
+    """Bytes a sample of a shard's index on disk: the difference of two indexes, in which the fixed part cancels."""
     import io
     import tarfile
     import tempfile
@@ -108,7 +108,7 @@ def index_bytes_per_sample() -> float:
 
 
 def communication(ranks: int) -> list[str]:
-    """One row: what a rank receives in a step, on paper."""
+    """One row: MiB that a rank receives in a step, calculated."""
     batch = MICRO_BATCH * ranks
     features = 2 * (ranks - 1) / ranks * batch * WIDTH * 4
     sums = 2 * (ranks - 1) / ranks * batch * 4

@@ -1,4 +1,4 @@
-"""Training FLOPs, and CPU time, of the paper's image tower and whole model with and without TokenDrop (section 4.3, Table 7).
+"""Training FLOPs, and CPU time, of the paper's image tower and whole model with and without TokenDrop (section 4.2, Table 7).
 
     python scripts/bench/token_drop.py [--rate 0.25] [--batch-size 2]
 

@@ -1,9 +1,9 @@
-"""Captions per second and core of the word augmentation (section 2.2).
+"""Captions a second of the word augmentation on one core (section 2.2).
 
     python scripts/bench/words.py [--tokenizer FOLDER_OR_HUB_NAME] [--captions 100000]
 
-Expected: more than 20,000 captions/s on one core; a caption has 10.4 words, about as many as one of CC3M. Without
-`--tokenizer` a small WordPiece vocabulary is made from the captions; the vocabulary's size does not matter to the rate.
+Expected: more than 20,000 captions/s; a caption has 10.4 words, about as many as one of CC3M. Without `--tokenizer` a small
+WordPiece vocabulary is made from the captions; the vocabulary's size does not change the rate.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ def demo_page(
     """Write the demo's report: results, loss curves, retrieval examples, and the bias report of the same runs.
 
     Args:
-        records: by run, as `picture.demo_picture` takes them.
+        records: by run, as for `picture.demo_picture`.
         examples: see `records.retrieval_examples`.
         bias: `bias.measure_bias` of the same runs.
-        lead: a sentence or two under the title.
+        lead: one or two sentences under the title.
 
     Raises:
-        UserError: no run, or an example that lacks one.
+        UserError: no run, or an example without one of the runs.
     """
     if not records:
         raise UserError("a demo page needs at least one run")
@@ -54,15 +54,15 @@ def demo_page(
         paragraph(MIXED_POOL_NOTE),
         heading("Training loss"),
         paragraph(
-            "Each run on its own kind of batch, so that the losses are not of one task: where all negatives come from one "
-            "source, knowing the source helps nothing, and the loss stays higher for the same knowledge."
+            "The losses are not comparable, because each run has its own kind of batch: where all negatives come from one "
+            "source, knowing the source does not help, and the loss of an equally good model is higher."
         ),
         chart(loss_picture(records), "Training loss over the samples seen, by run"),
     ]
     if examples:
         body += [
             heading("Text to picture, all sources mixed"),
-            paragraph("A caption and its own picture; then each run's best pictures, the right one framed in green."),
+            paragraph("A caption with its picture, then the best pictures of each run, the right one framed in green."),
             *(_example(example, list(records)) for example in examples),
         ]
     if bias is not None:

@@ -1,4 +1,4 @@
-"""The demo's one picture: loss, RSUM by pool, signs of bias, retrieval examples; and its loss curve alone."""
+"""The demo's picture (loss, RSUM by pool, signs of bias, retrieval examples), and its loss curve alone."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def demo_picture(
 
     Args:
         path: the PNG; its folder is made.
-        runs: by name, one to five; the order is the order of colours.
+        runs: by name, one to five, in the order of colours.
         examples: see `retrieval_examples`.
-        title: one line above everything.
+        title: one line at the top.
         width_px: the picture's width; text is sized for 1600.
 
     Raises:
-        UserError: matplotlib is missing, no run, more runs than colours, or an example that lacks a run.
+        UserError: matplotlib is missing, no run, more runs than colours, or an example without one of the runs.
     """
     if not 1 <= len(runs) <= len(MODEL_COLOURS):
         raise UserError(f"a picture shows 1 to {len(MODEL_COLOURS)} runs, got {len(runs)}")
@@ -74,7 +74,7 @@ def demo_picture(
             raise UserError(f"the retrieval example {example.query!r} has no pictures of run {missing[0]}")
     colours = colours_of(list(runs), MODEL_COLOURS)
 
-    # Inches at 100 dpi of a 1600 px picture: title and legend, the four panels, the examples.
+    # Heights in inches (100 px each at the default width): title and legend, the four panels, a gap, a row of examples.
     head, panels, gap, row = 0.95, 3.5, 1.25, 0.92
     height = head + panels + 0.55 + (gap + row * len(examples) + 0.2 if examples else 0)
     figure = new_figure(16, height, dpi=width_px / 16, layout=None)
@@ -99,7 +99,7 @@ def demo_picture(
     _draw_pools(place(5.0, top, 4.3, panels - 0.4), runs, colours)
     _draw_probe(place(9.8, top, 2.7, panels - 0.4), runs, colours)
     _draw_log_p(place(13.0, top, 2.65, panels - 0.4), runs, colours)
-    note = "Mixed: knowing the source helps there, so less bias can mean a lower bar."
+    note = "Mixed: knowing the source helps, so a less biased model can have a lower bar."
     figure.text(5.0 / 16, 1 - (top + panels + 0.3) / height, note, fontsize=10.5, color=FAINT, va="center")
     if examples:
         _draw_examples(figure, height, head + panels + 0.55 + gap, row, runs, colours, examples)
@@ -142,10 +142,10 @@ def _ticks(count: int) -> Any:
 def _draw_bars(
     axes: Any, groups: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], form: str, *, down: bool = False
 ) -> None:
-    """Grouped bars with their value at the end; `groups` maps a group's label to each run's value."""
+    """Grouped bars with their values; `groups` maps a group's label to each run's value."""
     thick = 0.8 / len(colours)
     if len(colours) > 2:
-        form = form.replace(".1f", ".0f").replace(" %", "")  # narrow bars leave no room
+        form = form.replace(".1f", ".0f").replace(" %", "")  # narrow bars have no room for more
     for position, values in enumerate(groups.values()):
         for i, (run, colour) in enumerate(colours.items()):
             x = position + (i - (len(colours) - 1) / 2) * thick
@@ -181,7 +181,7 @@ def _draw_probe(axes: Any, runs: Mapping[str, RunRecord], colours: Mapping[str, 
 
 
 def _draw_log_p(axes: Any, runs: Mapping[str, RunRecord], colours: Mapping[str, str]) -> None:
-    _title(axes, "Mean log p of negatives", "lower: pushed away, teaches less")
+    _title(axes, "Mean log p of negatives", "lower: easier negatives")
     groups = {
         "same\nsource": {name: run.log_p_same_source for name, run in runs.items()},
         "other\nsource": {name: run.log_p_other_source for name, run in runs.items()},

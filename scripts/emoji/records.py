@@ -1,6 +1,6 @@
-"""What the demo and the ablation keep of a run: its numbers, its loss curve, retrieval examples, and a table of them.
+"""Results of a run for the demo and the ablation: numbers, loss curve, retrieval examples, and a table of the numbers.
 
-Numbers come from `bias` and `retrieval`, loss curves from open_clip's own training log.
+Numbers come from `bias` and `retrieval`, loss curves from the training log.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from open_clip_zerovl.errors import UserError
 POOLS = ("within", "across", "mixed")
 
 MIXED_POOL_NOTE = (
-    "The mixed pool rewards guessing the source: a model that knows the query's source has only that source's pairs left "
-    "to tell apart, so a model without the bias can score lower there although it knows the content better."
+    "The mixed pool rewards a model that recognises sources: it has to search only the pairs of the query's source. So a less "
+    "biased model can score lower there even if it matches contents better."
 )
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the table and the picture show of one run.
+    """One run's row in the table and part of the picture.
 
-    `loss_curve` holds (samples seen, loss) pairs. `rsum` maps `within`, `across`, `mixed` to 0..600 (`bias.pool_metrics`).
-    Probe accuracies and their chance level are shares (`bias.source_probe_accuracy`), the log p are means over negative
-    pairs (`bias.mean_log_p_negatives`).
+    Attributes:
+        loss_curve: (samples seen, loss).
+        rsum: `within`, `across`, `mixed` -> 0..600 (`bias.pool_metrics`).
+        probe_images, probe_texts, probe_chance: accuracies and chance level, 0..1 (`bias.source_probe_accuracy`).
+        log_p_same_source, log_p_other_source: means over negative pairs (`bias.mean_log_p_negatives`).
     """
 
     loss_curve: Sequence[tuple[int, float]]
@@ -44,7 +46,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RetrievedPicture:
-    """One picture of a ranking, (H, W, 3) uint8: which source drew it, and whether the query's caption is its own."""
+    """One picture of a ranking, (H, W, 3) uint8, with its source; `right` if the query is its caption."""
 
     pixels: np.ndarray
     source: str
@@ -53,7 +55,7 @@ class RetrievedPicture:
 
 @dataclass(frozen=True)
 class RetrievalExample:
-    """A caption as query: its own picture, and for each run the best pictures and the rank (from 1) of its own one."""
+    """A caption as query: its own picture, and for each run the best pictures and the rank (from 1) of its own picture."""
 
     query: str
     source: str
@@ -66,10 +68,9 @@ _TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[\s*(\d+)/(\d+) .*\bLoss: (\S+) \
 
 
 def read_training_log(path: str | Path) -> list[tuple[int, float]]:
-    """The loss curve of a run, from the `Train Epoch:` lines of open_clip's `out.log`.
+    """The loss curve of a run, from the `Train Epoch:` lines of its `out.log`.
 
-    Each value is the loss of the one step that was logged, on the first rank. Where a resumed run repeats a step, the
-    later line counts.
+    Each value is the loss of the logged step, on the first rank. If a resumed run repeats a step, the later line counts.
 
     Returns:
         (samples seen since the start of training, loss), ascending.
@@ -100,12 +101,12 @@ def retrieval_examples(
     *,
     k: int = 5,
 ) -> list[RetrievalExample]:
-    """Rank a pool of N pairs for some of its captions, by each run's features.
+    """Rank the pictures of a pool of N pairs for some of its captions, by each run's features.
 
     Args:
         pictures, captions, sources: (N,) the pool; pictures are (H, W, 3) uint8.
         features: by run, image_features and text_features (N, D), L2-normalised.
-        queries: indices of the captions to ask with.
+        queries: indices of the captions to rank for.
         k: pictures to keep.
     """
     examples = []
@@ -124,7 +125,7 @@ def results_table(runs: Mapping[str, RunRecord], *, markdown: bool = False) -> s
     """One row a run: RSUM in the three pools, the source probe in percent, mean log p of negatives.
 
     Args:
-        markdown: pipes and a rule for a Markdown file; else two header lines and blanks, for a terminal.
+        markdown: a Markdown table; else columns with two header lines, for a terminal.
 
     Raises:
         UserError: no run.
@@ -154,7 +155,7 @@ def results_table(runs: Mapping[str, RunRecord], *, markdown: bool = False) -> s
         rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
         return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    # A group's name stands over the first of its columns, as wide as all of them.
+    # A group's name is centred over all of its columns.
     over, i = [], 0
     while i < len(groups):
         span = [j for j in range(i, len(groups)) if groups[j] == groups[i]]

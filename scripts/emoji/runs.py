@@ -1,6 +1,6 @@
-"""Runs of open_clip's training program on the emoji sources: their flags, their processes, what is measured of them.
+"""Trainings on the emoji sources: their flags, their processes, their measurements.
 
-Shared by the demo (two runs) and the ablation (the paper's tables): the same hyperparameters, the same held-out pairs.
+The demo (two runs) and the ablation (the paper's tables) share the hyperparameters and the held-out pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
 
 
 def emoji_flags(data: Path, *, sampling: str, epochs: int, seed: int, more: Sequence[str] = ()) -> list[str]:
-    """The recipe that `make demo` and `make ablation` train by, chosen on the validation split (docs/models.md).
+    """The training flags of `make demo` and `make ablation`, chosen on the validation split (docs/models.md).
 
     Args:
         data: the folder of `zerovl data emoji`.
@@ -63,7 +63,7 @@ def merge_flags(base: Sequence[str], more: Sequence[str]) -> list[str]:
 
 
 def flag_names(flags: Sequence[str]) -> list[str]:
-    """The flags themselves, in order, without their values."""
+    """The names of the flags, in order, without values."""
     return [group[0] for group in _groups(flags)]
 
 
@@ -89,7 +89,7 @@ def _groups(flags: Sequence[str]) -> list[list[str]]:
         elif groups:
             groups[-1].append(word)
         else:
-            raise UserError(f"training flags begin with --, and the first of these is {word!r}")
+            raise UserError(f"training flags begin with --, but the first of these is {word!r}")
     return groups
 
 
@@ -100,12 +100,12 @@ def _groups(flags: Sequence[str]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One run of `training.main`: where it writes, and the flags that it was asked to train by.
+    """One run of `training.main`.
 
     Attributes:
-        folder: what the program makes of --logs and --name.
-        flags: everything but these two.
-        ranks: processes; more than one by torchrun.
+        folder: the run's folder, --logs/--name.
+        flags: all other flags.
+        ranks: processes; torchrun starts more than one.
     """
 
     folder: Path
@@ -122,16 +122,16 @@ class TrainingRun:
 
     @property
     def errors(self) -> Path:
-        """What the processes wrote to stderr."""
+        """The file with the processes' standard error."""
         return self.folder.with_name(self.folder.name + ".err")
 
     @property
     def asked(self) -> Path:
-        """The flags of the run that is in `folder`."""
+        """The file with the flags of the run that is in `folder`."""
         return self.folder.with_name(self.folder.name + ".flags.json")
 
     def command(self) -> list[str]:
-        """What a person would type."""
+        """The command line of the run."""
         launch = ["-m", "training.main"]
         if self.ranks > 1:
             launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *launch, "--"]
@@ -140,15 +140,15 @@ class TrainingRun:
         ]  # fmt: skip
 
     def is_finished(self) -> bool:
-        """Whether the last checkpoint is there and came of these flags."""
+        """Whether the last checkpoint exists and the run had these flags."""
         return self.checkpoint.is_file() and self.was_asked_for()
 
     def was_asked_for(self) -> bool:
-        """Whether what is in the folder was started with these flags."""
+        """Whether the run in the folder was started with these flags."""
         return self.asked.is_file() and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
 
     def start(self) -> subprocess.Popen:
-        """Begin from nothing, one thread a process: small models scale badly over threads."""
+        """Start from an empty folder, with one thread a process: small models scale badly over threads."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
@@ -160,9 +160,10 @@ class TrainingRun:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
 
-    def last_words(self) -> str:
-        words = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return words[-1] if words else "no message"
+    def last_error(self) -> str:
+        """The last line of standard error."""
+        lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no message"
 
     def _identity(self) -> dict[str, Any]:
         return {"flags": list(self.flags), "ranks": self.ranks}
@@ -175,10 +176,15 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Pool:
-    """The held-out pairs of all sources, in one order."""
+    """The held-out pairs of all sources, in one order.
+
+    Attributes:
+        samples: (P,)
+        rows: source -> which of the source's samples are held out of it.
+    """
 
     samples: list[EmojiSample]
-    rows: dict[str, Tensor]  # of each source's samples, those held out of it
+    rows: dict[str, Tensor]
 
     @classmethod
     def of(cls, samples: Mapping[str, list[EmojiSample]]) -> Pool:
@@ -200,7 +206,7 @@ class Pool:
         )
 
     def queries(self) -> list[int]:
-        """One caption a source for the picture: the middle one of its own, not chosen by how well it does."""
+        """One caption of each source for the picture: the middle one, whatever its results."""
         indices: dict[str, list[int]] = {}
         for index, source in enumerate(self.sources):
             indices.setdefault(source, []).append(index)
@@ -209,7 +215,7 @@ class Pool:
 
 @dataclass
 class Encoder:
-    """Features of samples by one model; pictures that are ready for a model are kept for the next of the same transform."""
+    """Encodes samples with one model. Transformed pictures are kept in `ready` for the next model with the same transform."""
 
     model: torch.nn.Module
     preprocess: Callable[[Any], Tensor]
@@ -218,7 +224,7 @@ class Encoder:
 
     @classmethod
     def of(cls, checkpoint: Path, ready: dict[tuple[str, int], tuple[Any, Tensor]] | None = None) -> Encoder:
-        """Args: `ready` pictures, to be handed from one call to the next."""
+        """A checkpoint's encoder; encoders that share `ready` share their transformed pictures."""
         return cls(*load_model(checkpoint), {} if ready is None else ready)
 
     @property
@@ -231,7 +237,7 @@ class Encoder:
     def __call__(self, samples: list[EmojiSample]) -> SourceFeatures:
         """L2-normalised features of one source's samples."""
         key = (repr(self.preprocess), id(samples))
-        if key not in self.ready:  # the list is kept beside its pictures, so that its id stays its own
+        if key not in self.ready:  # the list is kept with its pictures, so that no other object gets its id
             self.ready[key] = (samples, torch.stack([self.preprocess(sample.image) for sample in samples]))
         texts = self.tokenizer([sample.caption for sample in samples])
         model: Any = self.model
@@ -246,7 +252,7 @@ class Encoder:
 def measure(
     run: TrainingRun, encoder: Encoder, samples: Mapping[str, list[EmojiSample]], pool: Pool, *, seed: int
 ) -> tuple[RunRecord, tuple[Tensor, Tensor, float]]:
-    """The table's row of one run (three pools, source probe, log p of negatives); its features of the pool and its scale."""
+    """A run's record (RSUM in three pools, source probe, log p of negatives), and its features (P, D) and logit scale."""
     by_source = {source: encoder(own) for source, own in samples.items()}
     pools = pool_metrics(by_source)
     images, texts = pool.features(by_source)
@@ -271,7 +277,7 @@ def bias_record(
     loss_curve: Sequence[tuple[int, float]],
     seed: int,
 ) -> RunRecord:
-    """RSUM as given, with the signs of source bias in a pool's features (P, D)."""
+    """The record of a run: the given RSUM, and the signs of source bias in a pool's features (P, D)."""
     concepts = [sample.concept for sample in pool.samples]
     log_p = mean_log_p_negatives(images, texts, pool.sources, logit_scale)["mean"]
     return RunRecord(

@@ -1,11 +1,11 @@
-"""What a fine-tuning changed: retrieval on its test set by the checkpoint it started from and by its last one.
+"""Retrieval before and after a fine-tuning: the checkpoint it started from and its last one, on its test set.
 
     python -m scripts.paper.finetune_report logs/finetune-coco [--recipe finetune-coco] [--transform paper|checkpoint]
 
-Prints one table and writes it into the run's folder as finetune.json and finetune.md. The run's params.txt says what it
-started from (`--init-from`) and where its set lies (`--retrieval-data`). Images pass each checkpoint's own transform, as in
-the run's log and in `zerovl retrieval`. A recipe's name adds the paper's row of Table 10, and takes the paper's transform (A.9:
-squash to 256, crop 224) to compare with it. The first five captions of each image are kept, and the table says what was taken.
+Prints one table and writes it into the run's folder as finetune.json and finetune.md. The run's params.txt names the checkpoint
+it started from (`--init-from`) and its set (`--retrieval-data`). Images pass each checkpoint's own transform, as in the run's
+log and in `zerovl retrieval`. With --recipe the table has the paper's row of Table 10, and images pass the paper's transform
+(A.9: squash to 256, crop 224) to be comparable; the table says which was used. The first five captions of each image are kept.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Comparison:
     """Retrieval before and after a fine-tuning.
 
     Attributes:
-        before, after: metrics by the names of ROWS, recalls and RSUM in percent points, and how many `images` and `captions`.
-        paper: likewise, what the paper reports; only what it does.
-        checkpoints: what was measured, before and after.
+        before, after: metrics by the names of ROWS, recalls and RSUM in percent points, and numbers of `images` and `captions`.
+        paper: those of these metrics that the paper reports.
+        checkpoints: before and after.
         data: the retrieval set.
     """
 
@@ -52,7 +52,7 @@ class Comparison:
     transform: str
 
     def table(self) -> str:
-        """As Markdown, which reads well in a terminal, too."""
+        """As Markdown, aligned for a terminal."""
         columns = {"before": self.before, "after": self.after, **({"paper": self.paper} if self.paper else {})}
         lines = ["|          |" + "|".join(f"{name:>7} " for name in columns) + "|"]
         lines.append("|----------|" + "|".join("-------:" for _ in columns) + "|")
@@ -62,7 +62,7 @@ class Comparison:
         return "\n".join(lines)
 
     def caption(self) -> str:
-        """What was measured, in Markdown."""
+        """Set, transform and checkpoints, in Markdown."""
         before, after = self.checkpoints
         return (
             f"Recalls in percent and their sum, on {self.data}: {self.after['images']:,} images, "
@@ -74,7 +74,7 @@ def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = Fal
     """Score the checkpoint that a run started from and its last one.
 
     Raises:
-        UserError: a run without checkpoint, without --init-from or without --retrieval-data; what cannot be loaded.
+        UserError: a run without checkpoint, without --init-from or without --retrieval-data; a model that cannot be loaded.
     """
     after = newest_whole(str(run / "checkpoints"))
     if after is None:
@@ -86,10 +86,10 @@ def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = Fal
     sets = parse_retrieval_data(str(params["retrieval_data"]))
     wanted = RECIPES[recipe].finetuned_on if recipe else next(iter(sets))
     if wanted not in sets:
-        raise UserError(f"{run} was trained beside the sets {', '.join(sets)}, and the recipe is scored on {wanted}")
+        raise UserError(f"{run} was trained with the sets {', '.join(sets)}, but the recipe is scored on {wanted}")
     before = Path(str(params["init_from"]))
     if before.suffix == ".safetensors":
-        before = before.parent  # an exported folder's weights; its config lies beside them
+        before = before.parent  # the weights of an exported folder, whose config is beside them
     scores = []
     settings = RetrievalSettings(paper_transform=paper_transform)
     for model in (str(before), after):

@@ -1,12 +1,12 @@
-"""One node's part of a training: a process for each GPU, stopped with a checkpoint when the scheduler or a person says so.
+"""One node's part of a training: a process for each GPU, stopped with a checkpoint when the scheduler or a user asks for it.
 
     python -m scripts.paper.launch --ranks 8 -- TRAINING ARGUMENTS            this machine alone
     srun ... python -m scripts.paper.launch --ranks 8 --slurm -- ARGUMENTS    one on each node of a job, see train.sbatch
 
-SIGTERM and SIGUSR1 reach the ranks as SIGUSR1, which asks them to agree on a step, save it and end. torchrun is kept out of
-it: told to stop, it kills the ranks after 30 s, and an optimizer step with its checkpoint can take longer.
+SIGTERM and SIGUSR1 are passed on to the ranks as SIGUSR1, which asks them to agree on a step, save it and end. torchrun does
+not get the signal: it would kill the ranks after 30 s, and an optimizer step with its checkpoint can take longer.
 
-Exit status: training's own; 85 where it was stopped with a step checkpoint, so that the same command goes on from there.
+Exit status: training's own; 85 if it was stopped with a step checkpoint, from which the same command goes on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.processes import end_with_parent
+from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER, end_with_parent
 
-PREEMPTED_STATUS = 85  # of training.main; torchrun turns it into 1
-REQUEUE_MARKER = "requeue"  # what training.main leaves in the run's folder then
 REMIND_SECONDS = 5.0  # a rank that is still starting ignores the signal, so it is sent again
-# open_clip would take the launcher's own place in a SLURM job for the rank's.
+# Removed for the ranks: open_clip would take the launcher's SLURM task number for the rank.
 SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 
@@ -35,10 +33,10 @@ class Node:
     """This node's place in the job.
 
     Attributes:
-        ranks: processes on it.
+        ranks: processes on this node.
         nodes: launchers in the job, one a node.
         index: of this node; node 0 holds rank 0.
-        master_addr, master_port: where node 0 is met, if there are several.
+        master_addr, master_port: where the nodes meet, if there are several.
     """
 
     ranks: int
@@ -60,12 +58,12 @@ class Node:
 
 
 def command_line(node: Node, arguments: Sequence[str]) -> list[str]:
-    """torchrun for this node's ranks, or plain Python where there is one in all."""
+    """torchrun for this node's ranks, or plain Python for a single rank."""
     if node.ranks * node.nodes == 1:
         return [sys.executable, "-m", "training.main", *arguments]
     place = ["--standalone"]
     if node.nodes > 1:
-        # Ranks in the order of the nodes, where a rendezvous backend would give them in the order of arrival.
+        # Ranks in the order of the nodes; a rendezvous backend would number them in the order of arrival.
         place = [f"--nnodes={node.nodes}", f"--node-rank={node.index}"]
         place += [f"--master-addr={node.master_addr}", f"--master-port={node.master_port}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={node.ranks}"]
@@ -82,16 +80,18 @@ def run_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -> int:
-    """Train with this node's ranks and hand on what asks them to stop.
+    """Train with this node's ranks and pass stop signals on to them.
 
     Returns:
-        The exit status of training, or 85 if it left the marker of a run that is to be started again.
+        The exit status of training, or PREEMPTED_STATUS if it left the marker of a run that is to be started again.
     """
     environment = {name: value for name, value in os.environ.items() if name not in SLURM_RANKS}
     folder = run_folder(arguments)
     marker = (cwd or Path()) / folder / REQUEUE_MARKER if folder is not None else None
     if marker is not None and node.index == 0:
-        marker.unlink(missing_ok=True)  # of an earlier stop: a run that cannot start must not seem to have been stopped
+        marker.unlink(
+            missing_ok=True
+        )  # left by an earlier stop: a run that fails to start must not look like a stopped one
     with StopSignals() as stop:
         child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=begin_child)
         single = node.ranks * node.nodes == 1
@@ -109,17 +109,17 @@ def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -
 
 
 def begin_child() -> None:
-    """What torchrun, or the one rank, does first: ignore SIGUSR1 and end with this launcher.
+    """Runs first in torchrun or the single rank: ignore SIGUSR1, and end with this launcher.
 
-    SIGUSR1 would end torchrun, and a scheduler may send it to all processes of a job; the ranks inherit it until they listen
-    themselves. A launcher that is killed would leave ranks that train on while the job is started again.
+    A scheduler may send SIGUSR1 to all processes of a job, and it would end torchrun. The ranks inherit this until they set
+    their own handler. Without the second, ranks of a killed launcher would train on while the job is started again.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     end_with_parent(signal.SIGTERM)
 
 
 class StopSignals:
-    """Remembers SIGTERM and SIGUSR1 while it is open."""
+    """Within its block, remembers SIGTERM and SIGUSR1 in `asked`."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -139,7 +139,7 @@ class StopSignals:
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes that one has started and that still run, from /proc."""
+    """The running child processes of a process, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -160,7 +160,7 @@ def _ask_to_stop(pid: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True, help="processes on this node")
-    parser.add_argument("--slurm", action="store_true", help="one of a SLURM job's nodes")
+    parser.add_argument("--slurm", action="store_true", help="this is one of a SLURM job's nodes")
     parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENTS", help="of training.main")
     options = parser.parse_args()
     node = Node.of_slurm(options.ranks, os.environ) if options.slurm else Node(options.ranks)

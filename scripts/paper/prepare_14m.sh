@@ -3,12 +3,12 @@
 #
 #   CC3M_TSV=Train_GCC-training.tsv scripts/paper/prepare_14m.sh DATA_DIR [PROCESSES]
 #
-# Needs: a processor core for every 100 pairs/s, 600 GB of disk (docs/data.md), an open line to the web; no GPU.
-# Takes: about 12 hours on 8 cores where the network keeps up. Stop it at any time; called again it goes on.
-# Ends with: table 2 beside what came. Everything is also in DATA_DIR/prepare_14m.log.
+# Needs: a CPU core for every 100 pairs/s, 600 GB of disk (docs/data.md), access to the web; no GPU.
+# Takes: about 12 hours on 8 cores if the network keeps up. Stop it at any time; called again it goes on.
+# Ends with: table 2 beside the pairs fetched. The output is also in DATA_DIR/prepare_14m.log.
 #
-# CC3M_TSV names CC3M's list, which asks for a sign-in and cannot be fetched by a script. VG_SOURCE, SBU_SOURCE and
-# CC12M_SOURCE name files that are here already (see `zerovl data vg --help`), separated by spaces.
+# CC3M_TSV names CC3M's list, whose download needs a sign-in, so that no script can fetch it. VG_SOURCE, SBU_SOURCE and
+# CC12M_SOURCE name local files (see `zerovl data vg --help`), separated by spaces.
 set -euo pipefail
 
 if [[ $# -lt 1 || "$1" == -* ]]; then
@@ -18,13 +18,13 @@ fi
 data=$1
 processes=${2:-$(( ($(nproc) + 1) / 2 ))}
 if [[ -z "${CC3M_TSV:-}" ]]; then
-    echo "CC3M_TSV is not set: get Train_GCC-training.tsv from ai.google.com/research/ConceptualCaptions and name it there." >&2
+    echo "CC3M_TSV is not set: get Train_GCC-training.tsv from ai.google.com/research/ConceptualCaptions and set CC3M_TSV to its path." >&2
     exit 2
 fi
 mkdir -p "$data"
 exec > >(tee -a "$data/prepare_14m.log") 2>&1
 
-# One dataset, shared by several processes; each writes every n-th shard. Fails when one of them does.
+# One dataset, made by several processes; each writes every n-th shard. Fails if one of them does.
 share() {
     local name=$1 pids=() failed=0
     shift
@@ -39,11 +39,11 @@ share() {
     return "$failed"
 }
 
-# A stop reaches the processes in the background too.
+# A stop also ends the processes in the background.
 trap 'trap - INT TERM; kill 0' INT TERM
 
 echo "$(date '+%F %T') begin: $data"
-# Each source by itself, and a failure does not keep the others from being made.
+# One source after the other; a source that fails does not stop the others.
 failures=()
 # shellcheck disable=SC2086  # the variables hold lists of paths
 {
@@ -54,7 +54,7 @@ failures=()
 }
 zerovl data report "$data"
 if ((${#failures[@]})); then
-    echo "$(date '+%F %T') NOT DONE: ${failures[*]}; the reason stands above; call this again to go on."
+    echo "$(date '+%F %T') NOT DONE: ${failures[*]}; the reason is printed above; call this again to go on."
     exit 1
 fi
 echo "$(date '+%F %T') done. Train with:"

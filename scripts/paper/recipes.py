@@ -1,14 +1,14 @@
-"""Start one of the paper's runs (table.py) on what is here; behind `make train-14m` and the others.
+"""Start one of the paper's runs (table.py) on this machine or its SLURM cluster; `make train-14m` and the like call it.
 
     python -m scripts.paper.recipes train-14m --data /data [--dry-run] [--set lr=5e-5 ...]
     python -m scripts.paper.recipes train-14m --data /data --plan [--assume v100:8]
     python -m scripts.paper.recipes --list | NAME --describe
 
 Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and starts torchrun here or
-submits train.sbatch where there is SLURM. Runs save step checkpoints; stopped, the same command goes on exactly.
+submits train.sbatch where there is SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
 
-DATA holds what `zerovl data NAME --out DATA/NAME` writes: a folder of webdataset shards a source (sbu, vg, cc3m, cc12m, and web
-for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
+DATA holds what `zerovl data NAME --out DATA/NAME` writes: for each source a folder of webdataset shards (sbu, vg, cc3m, cc12m,
+and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from open_clip_zerovl.plan.gpus import (
     graphs_room,
     micro_batch_for,
 )
-from scripts.paper.launch import PREEMPTED_STATUS, Node, command_line, run_folder, run_node
+from open_clip_zerovl.processes import PREEMPTED_STATUS
+from scripts.paper.launch import Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ Settings = dict[str, "str | None"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run is started on.
+    """The machines of a run.
 
     Attributes:
         gpus: of one node; 0 trains on the CPU.
@@ -82,7 +83,7 @@ def find_gpus() -> tuple[int, float]:
 
 
 def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple[int, int]:
-    """Micro-batch B and DGA steps K, so that B*K*ranks is the recipe's effective batch or the nearest that B divides.
+    """Micro-batch B and DGA steps K: B*K*ranks is the recipe's effective batch, or the multiple of B*ranks nearest to it.
 
     Raises:
         SystemExit: a run without DGA on GPUs that do not hold its batch.
@@ -93,12 +94,12 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
     steps = max(1, round(target / (micro_batch * hardware.ranks)))
     if steps > 1 and not recipe.dga:
         raise SystemExit(
-            f"recipes.py: the paper ran this without DGA; that needs {-(-target // micro_batch)} GPUs of this size and "
-            f"{hardware.ranks} are there: take dga-8 or dga-16, which give the same batch"
+            f"recipes.py: the paper ran this without DGA; that needs {-(-target // micro_batch)} GPUs of this size, but there "
+            f"are {hardware.ranks}: take dga-8 or dga-16, which give the same batch"
         )
     if (reached := micro_batch * steps * hardware.ranks) != target:
         print(
-            f"recipes.py: the effective batch is {reached} in place of {target} "
+            f"recipes.py: the effective batch is {reached} instead of {target} "
             f"({hardware.ranks} ranks x {micro_batch} x {steps})",
             file=sys.stderr,
         )
@@ -122,7 +123,7 @@ def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
-    """--train-data of the recipe's sources, --retrieval-data of the sets that are there."""
+    """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
     sources = {source.split("/")[0]: data / source for source in recipe.sources}
     flags: Settings = {"train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())}
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
@@ -132,7 +133,7 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
 
 
 def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
-    """What the recipe cannot start without and is not here, in a sentence; None if all is there."""
+    """A sentence that names what the recipe needs and what is missing; None if nothing is."""
     for need in recipe.needs:
         if not settings.get(need):
             return f"give --set {need}=... ({recipe.paper})"
@@ -146,7 +147,7 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
     if not said:
         return None
-    return f"{'; '.join(said)}; docs/data.md tells how it is made (--data or DATA= says where the data lies)"
+    return f"{'; '.join(said)}; docs/data.md says how to make it (--data or DATA= names the folder of the data)"
 
 
 def holds_data(folder: Path) -> bool:
@@ -155,7 +156,7 @@ def holds_data(folder: Path) -> bool:
 
 
 def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
-    """A sentence where a node's loader processes outnumber its CPU cores, else None."""
+    """A sentence if a node has more loader processes than CPU cores, else None."""
     workers = int(flags.get("workers") or 0)
     loaders = hardware.ranks_per_node * workers
     if loaders <= cpus:
@@ -167,7 +168,7 @@ def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
 
 
 def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
-    """CPU cores that a node gives: on SLURM what is asked for (train.sbatch asks for 16), else those here."""
+    """CPU cores of a node: on SLURM as many as are asked for (train.sbatch asks for 16), else this machine's."""
     if not slurm:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     texts = [*options.sbatch, (ROOT / "scripts" / "paper" / "train.sbatch").read_text(encoding="utf-8")]
@@ -189,7 +190,7 @@ def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, se
 
 
 def as_arguments(flags: Settings) -> list[str]:
-    """A command line of flags; None leaves one out, "" is a switch."""
+    """A command line: {"lr": "1e-4", "pretrained-image": "", "wd": None} is `--lr 1e-4 --pretrained-image`."""
     arguments: list[str] = []
     for flag, value in flags.items():
         if value is not None:
@@ -198,7 +199,7 @@ def as_arguments(flags: Settings) -> list[str]:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Training's own reading of its flags, so that a slip is told at once and not by a job that waited for its turn.
+    """Read the flags as training does, so that a mistake is reported now and not when a queued job starts.
 
     Raises:
         SystemExit: flags that training does not know or refuses.
@@ -213,14 +214,14 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 
 def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str | None) -> list[str]:
-    """`zerovl plan` for a recipe: it chooses micro-batch and DGA steps itself, unless --set says them."""
+    """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
     batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
     batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
     return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
 
 
 def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
-    """`zerovl linear-probe` for a recipe; `--set model=` names what is probed."""
+    """`zerovl linear-probe` for a recipe; `--set model=` names the checkpoint."""
     train, test = recipe.sources
     flags: Settings = {"train": str(data / train), "test": str(data / test), "out": f"logs/{name}", **recipe.flags}
     flags |= {"batch-size": str(recipe.effective_batch), **({"amp": ""} if hardware.gpus else {}), **settings}
@@ -228,49 +229,49 @@ def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settin
     return [sys.executable, "-m", "open_clip_zerovl.cli", "linear-probe", model, *as_arguments(flags)]
 
 
-def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], site: Sequence[str]) -> list[str]:
-    """What is submitted to SLURM."""
+def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The command that submits the run to SLURM, with further `options` for sbatch."""
     return [
         "sbatch", f"--nodes={hardware.nodes}", f"--job-name={name}",
-        *([f"--gres=gpu:{hardware.gpus}"] if hardware.gpus else []), *site,
+        *([f"--gres=gpu:{hardware.gpus}"] if hardware.gpus else []), *options,
         str(ROOT / "scripts" / "paper" / "train.sbatch"), "--ranks", str(hardware.ranks_per_node),
         *(["--report", name] if RECIPES[name].finetuned_on else []), "--", *arguments,
     ]  # fmt: skip
 
 
 def report_line(name: str, arguments: Sequence[str]) -> list[str]:
-    """What a fine-tuning ends with."""
+    """The command that ends a fine-tuning."""
     return [sys.executable, "-m", "scripts.paper.finetune_report", str(run_folder(arguments)), "--recipe", name]
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="of --list, with or without train-")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name of --list, with or without train-")
     parser.add_argument("--list", action="store_true", help="list the recipes")
-    parser.add_argument("--describe", action="store_true", help="say what the recipe is and start nothing")
+    parser.add_argument("--describe", action="store_true", help="print the recipe and start nothing")
     parser.add_argument(
         "--data", type=Path, default=Path(os.environ.get("DATA") or "data"), help="default: $DATA, or data/"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FLAG=VALUE",
-        help="set or replace a flag of training; FLAG alone is a switch, FLAG= leaves it out",
+        help="set or replace a flag of training; FLAG alone sets a switch, FLAG= removes a flag",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print")
     parser.add_argument("--plan", action="store_true", help="zerovl plan: what is missing, how long, how much memory")
     parser.add_argument("--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8")
-    parser.add_argument("--gpus", type=int, help="GPUs a node, in place of those found here; 0 trains on the CPU")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each, likewise")
+    parser.add_argument("--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU (default: as found here)")
     parser.add_argument("--processes", type=int, default=1, help="ranks of a node without GPUs (default 1)")
     parser.add_argument("--nodes", type=int, default=int(os.environ.get("NODES") or "1"), help="SLURM nodes")
     parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="for sbatch: --sbatch=--partition=gpu"
+        "--sbatch", action="append", default=[], metavar="OPTION", help="an option for sbatch: --sbatch=--partition=gpu"
     )
-    parser.add_argument("--no-slurm", action="store_true", help="start here even where sbatch is installed")
+    parser.add_argument("--no-slurm", action="store_true", help="start on this machine even if sbatch is installed")
     return parser
 
 
 def parse_settings(texts: Sequence[str]) -> Settings:
-    """`--set` as flags: "a=1" sets, "a" is a switch, "a=" leaves the flag out."""
+    """`--set` as flags: "a=1" sets a flag, "a" a switch, "a=" removes a flag."""
     settings: Settings = {}
     for text in texts:
         flag, separator, value = text.partition("=")
@@ -279,25 +280,25 @@ def parse_settings(texts: Sequence[str]) -> Settings:
 
 
 def hardware_of(options: argparse.Namespace) -> Hardware:
-    """What the options say, or what is here."""
+    """The hardware that the options name, else this machine's."""
     found, memory_gib = find_gpus()
     gpus = found if options.gpus is None else options.gpus
     if options.assume:
-        gpus = max(1, gpus)  # flags for GPUs, not for the CPU that plans
+        gpus = max(1, gpus)  # the plan is for GPUs, also on a machine without
     return Hardware(gpus, options.gpu_memory or memory_gib or GPUS["v100"].memory_gib, options.nodes, options.processes)
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
-    """Whether the run goes to SLURM. A dry run on several nodes shows what would be submitted, with or without sbatch here.
+    """Whether the run goes to SLURM. A dry run on several nodes shows what would be submitted even without sbatch.
 
     Raises:
-        SystemExit: a node's GPUs that nothing tells; several nodes without SLURM.
+        SystemExit: the GPUs of a SLURM node are not known; several nodes without SLURM.
     """
     if shutil.which("sbatch") and not options.no_slurm and "SLURM_JOB_ID" not in os.environ:
         if not hardware.gpus and options.gpus is None:
             raise SystemExit(
-                "recipes.py: this machine has no GPUs to tell what a SLURM node has: give --gpus 8 --gpu-memory 32 or the "
-                "like (--gpus 0 trains on CPUs, --no-slurm here)"
+                "recipes.py: this machine has no GPUs, so those of a SLURM node are not known: give --gpus 8 --gpu-memory 32 "
+                "or the like (--gpus 0 trains on CPUs, --no-slurm on this machine)"
             )
         return True
     if hardware.nodes > 1 and options.dry_run and not options.no_slurm:
@@ -308,20 +309,20 @@ def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
 
 
 def announce(name: str, *lines: Sequence[str]) -> None:
-    """Print what is started, so that it can be typed."""
+    """Print the recipe and the commands that are started."""
     recipe = RECIPES[name]
     print(f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}")
     print("\n".join(shlex.join(line) for line in lines), flush=True)
 
 
 def run_line(name: str, line: Sequence[str], *, dry_run: bool) -> int:
-    """Announce one command and run it; its exit status."""
+    """Print one command and run it; returns its exit status."""
     announce(name, line)
     return 0 if dry_run else subprocess.run(line, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}).returncode
 
 
 def train(name: str, arguments: Sequence[str], hardware: Hardware, *, dry_run: bool) -> int:
-    """Train here, and end a fine-tuning with its report; the exit status, 85 for a run that was stopped and goes on."""
+    """Train here, and end a fine-tuning with its report; returns the exit status, PREEMPTED_STATUS for a stopped run."""
     node = Node(hardware.ranks_per_node)
     report = report_line(name, arguments) if RECIPES[name].finetuned_on else None
     announce(name, command_line(node, arguments), *([report] if report else []))
@@ -358,21 +359,21 @@ def main() -> int:
         print(f"recipes.py: missing: {missing}", file=sys.stderr)
     if recipe.program == "linear-probe":
         if options.plan:
-            raise SystemExit("recipes.py: zerovl plan knows trainings; a linear probe goes on where it was interrupted")
+            raise SystemExit("recipes.py: zerovl plan plans trainings only, and this recipe is a linear probe")
         return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
     flags = training_flags(recipe, name, data, hardware, settings)
     if options.plan:
         if missing and not (options.assume or hardware.gpus or dry_run):
-            # Steps of a ViT-B on a CPU would be taken for minutes, and say nothing of a run that cannot be started.
+            # A plan would take steps of a ViT-B on the CPU for minutes, for a run that cannot start here.
             raise SystemExit(
                 f"recipes.py: {name}: {missing}. This machine has no GPU to measure either: plan for one with "
-                "ASSUME=v100:8 (--assume), or where the data and the GPUs are"
+                "ASSUME=v100:8 (--assume), or on the machine with the data and the GPUs"
             )
         return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
-    if settings:  # the table's own flags are tested; torch comes with the check
+    if settings:  # tests check the table's own flags; the check imports torch
         check_flags(arguments)
     slurm = submits(options, hardware)
     if sentence := crowded(hardware, flags, cores_of_a_node(options, slurm)):

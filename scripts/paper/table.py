@@ -1,6 +1,6 @@
-"""The paper's runs as one table: what differs from the base, on what hardware, how long, and what the paper reports.
+"""The paper's runs as one table: each run's difference from the base, and the paper's hardware, hours and results.
 
-`recipes.py` starts them. A source is a folder under DATA, named by its first part: `coco/train` is the source `coco`.
+`recipes.py` starts them. A source is a folder under DATA and is named after its first part: `coco/train` is the source `coco`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASE: Flags = {
     "dga-retain": "auto",
 }
 METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
-# "Identical to pre-training's" but for rate, length and batch (5.2); the floor keeps pre-training's tenth of the rate.
+# "Identical to pre-training's" except rate, length and batch (5.2); the floor is a tenth of the rate, as in pre-training.
 FINETUNE: Flags = {**METHODS, "lr": "1e-5", "lr-min": "1e-6", "pretrained-image": None}
 FINETUNE_288: Flags = {**FINETUNE, **HALF, "model": "zerovl-ViT-B-16-288-BERT-base"}
 
@@ -53,17 +53,17 @@ class Recipe:
 
     Attributes:
         paper: where the paper reports it.
-        result: what it reports there, in the unit of `metric`.
-        hardware: what the paper ran it on.
+        result: the paper's number, in the unit of `metric`.
+        hardware: the paper's.
         effective_batch: N over all GPUs and DGA steps.
-        flags: what differs from BASE (of a linear probe: all flags).
-        time: what the paper says it took.
-        metric: what is measured.
+        flags: those that differ from BASE (for a linear probe: all flags).
+        time: the paper's.
+        metric: what `result` measures.
         sources: folders under DATA that it trains on.
-        samples: of the whole run, where the paper counts steps and not epochs.
-        dga: whether K may exceed 1; False asks for GPUs that hold the batch.
+        samples: of the whole run, if the paper counts steps and not epochs.
+        dga: whether K may exceed 1; False needs GPUs that hold the batch.
         needs: flags that have no default and must be given with --set.
-        finetuned_on: the retrieval set under DATA that the run is scored on before and after.
+        finetuned_on: the retrieval set under DATA on which the run is scored before and after.
         paper_row: the paper's recalls on that set in percent, and its RSUM.
         program: "training", or "linear-probe" for `zerovl linear-probe`.
     """
@@ -117,10 +117,10 @@ RECIPES: dict[str, Recipe] = {
         "442.1 / 546.5",
         "8 V100 32 GB",
         16384,
-        {**METHODS, **HALF},  # section 5.1 tells of no TokenDrop here
+        {**METHODS, **HALF},  # section 5.1 does not mention TokenDrop
         sources=(*SOURCES_14M, "web"),
     ),
-    # Tables 3 and 4, the ladder. The rows before "gradient reserved gather" detach the gather.
+    # Tables 3 and 4, one method added in each row. The rows before "gradient reserved gather" detach the gather.
     "baseline": Recipe(
         "Table 3, baseline", "371.6 / 483.3", "8 V100", 1024, {"sampling": "random", "ablate": "detached-gather"}
     ),
@@ -148,7 +148,7 @@ RECIPES: dict[str, Recipe] = {
         "413.4 / 527.1",
         "8 V100",
         16384,
-        {**METHODS, "ablate": "no-replay", "dga-retain": "0"},  # no graph is kept: every mask is drawn twice
+        {**METHODS, "ablate": "no-replay", "dga-retain": "0"},  # no graph kept, so every mask is drawn twice
     ),
     "auxiliary": Recipe(
         "Table 8, ViT-B/32 beside the frozen BERT of another run",
@@ -205,7 +205,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def find_recipe(name: str) -> str | None:
-    """The recipe's name for what was typed, with or without the `train-` of the make targets; None where there is none."""
+    """A recipe's name with or without the make targets' `train-`: "train-debiased" is `debiased`. None if there is none."""
     return next((known for known in (name, name.removeprefix("train-"), f"train-{name}") if known in RECIPES), None)
 
 

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them. Needs Linux; elsewhere nothing happens."""
+"""Processes: ending with the one that started them, and what a stopped training leaves for its launcher."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import ctypes
 import os
 import sys
 
+PREEMPTED_STATUS = 85  # exit status of a training that was stopped with a step checkpoint; torchrun turns it into 1
+REQUEUE_MARKER = "requeue"  # a file in the run's folder: the launcher is to start this run again with --resume latest
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
-    """Have the kernel send this process a signal when its parent ends, however the parent ends.
+    """Have the kernel send this process a signal when its parent ends, in whatever way. Linux only; elsewhere a no-op.
 
-    Linux counts as the parent the *thread* that started this process: call it only where that is a thread that lives as
-    long as the parent, such as its main thread.
+    To Linux the parent is the *thread* that started this process: call it only if that thread lives as long as the parent,
+    such as its main thread.
 
     Args:
         number: the signal.
-        parent: process number of the parent, as the parent itself gave it. A parent that has ended already is noticed by it.
+        parent: the parent's process number, as the parent itself gave it; with it a parent that has already ended is noticed.
     """
     if not sys.platform.startswith("linux"):
         return

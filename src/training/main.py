@@ -34,6 +34,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, device, early, ending, evaluate, model, preemption, resume, schedule, train
@@ -154,7 +155,7 @@ class Run:
             args, resumes_latest=self.resumes_latest
         )  # it may have been taken while this process waited
         self.fresh = [path.name for path in folder.iterdir()] == [LOCK]
-        (folder / preemption.REQUEUE_MARKER).unlink(missing_ok=True)
+        (folder / REQUEUE_MARKER).unlink(missing_ok=True)
         checkpointing.remove_leftovers(folder / "checkpoints")
 
     def start(self) -> None:
@@ -215,13 +216,13 @@ class Run:
             status = ending.INTERRUPTED_STATUS if interrupted else 128 + signal.SIGTERM
             words = f"stopped after step {stop.step} of epoch {stop.epoch}; nothing is saved: --logs {self.args.logs}"
         else:
-            status = ending.INTERRUPTED_STATUS if interrupted else preemption.PREEMPTED_STATUS
+            status = ending.INTERRUPTED_STATUS if interrupted else PREEMPTED_STATUS
             words = (
                 f"stopped; step {stop.step} of epoch {stop.epoch} is saved. The same command goes on from there with --name "
                 f"{self.args.name} --resume latest"
             )
             if not interrupted:
-                words += f"; left {os.path.join(self._folder(), preemption.REQUEUE_MARKER)} for the launcher"
+                words += f"; left {os.path.join(self._folder(), REQUEUE_MARKER)} for the launcher"
         if rank == 0:
             print(f"training.main: {words}.", file=sys.stderr, flush=True)
         return status

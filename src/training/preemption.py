@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-REQUEUE_MARKER = "requeue"  # in the run's folder: the launcher is to start this run again with --resume latest
-PREEMPTED_STATUS = 85
+from open_clip_zerovl.processes import REQUEUE_MARKER
 
-CONNECT_SECONDS = 60.0  # that ranks may be apart after their first step, in which they have met several times
+CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
-PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a person (Ctrl-C)
+PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a user (Ctrl-C)
 
 
 @dataclass

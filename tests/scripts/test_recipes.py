@@ -118,8 +118,8 @@ def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected
 
 def test_a_batch_that_does_not_divide_is_said_and_one_without_dga_refused(capsys):
     assert batching_of(RECIPES["gather"], Hardware(3, 32), {}) == (128, 3)
-    assert "effective batch is 1152 in place of 1024 (3 ranks x 128 x 3)" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="needs 128 GPUs of this size and 8 are there: take dga-8 or dga-16"):
+    assert "effective batch is 1152 instead of 1024 (3 ranks x 128 x 3)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="needs 128 GPUs of this size, but there are 8: take dga-8 or dga-16"):
         batching_of(RECIPES["batch-16384"], Hardware(8, 32), {})
 
 

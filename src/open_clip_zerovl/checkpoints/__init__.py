@@ -1,4 +1,4 @@
-"""Checkpoints: opened, exported for stock open_clip, converted."""
+"""Checkpoints: loading them, exporting them for stock open_clip, converting those of other programs."""
 
 from open_clip_zerovl.late import handed_on
 

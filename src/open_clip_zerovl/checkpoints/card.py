@@ -1,7 +1,7 @@
 """The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
 
-Everything in it was read: the run's `params.txt`, the `results.jsonl` that open_clip writes beside the checkpoints, and the
-config that the weights fit. What is not known is said to be not known. The licence is the owner's to add.
+It holds only what was read from the run's `params.txt`, from the `results.jsonl` that open_clip writes beside the checkpoints,
+and from the model's config. It names no licence: the model's owner adds one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from open_clip_zerovl.errors import UserError
 
 CARD_FILE = "README.md"
 
-# Of params.txt: what makes the training what it was, in the order of the card. A falsy value means "not used".
+# Arguments in params.txt that belong to the recipe, with their labels, in the card's order. A falsy value means "not used".
 _RECIPE = (
     ("epochs", "epochs"),
     ("train_num_samples", "samples an epoch"),
@@ -50,7 +50,7 @@ _RECIPE = (
     ("pretrained_image", "image tower pretrained"),
     ("seed", "seed"),
 )
-# Their values are paths of the machine that trained: only the name of the file goes public.
+# Their values are paths on the training machine: the card has the file's name only.
 _PATHS = frozenset({"init_from", "init_image", "init_text"})
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 
@@ -59,7 +59,7 @@ def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
     """The card of a training checkpoint, with the metrics of its own epoch.
 
     Raises:
-        UserError: `results.jsonl` beside the checkpoint is no JSON, or `params.txt` holds what no training wrote.
+        UserError: `results.jsonl` beside the checkpoint is not JSON, or `params.txt` holds a value that no training writes.
     """
     params = read_params(checkpoint)
     epoch = read_epoch(checkpoint)
@@ -76,7 +76,7 @@ def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
-    """The numbers that a run measured after an epoch; a later line of the same name counts. {} without a file."""
+    """The metrics of an epoch in a run's results; of two with the same name the later. {} without a file."""
     metrics: dict[str, float] = {}
     if not file.is_file():
         return metrics
@@ -104,10 +104,10 @@ def model_card(
     """The card as Markdown with the front matter that a hub reads.
 
     Args:
-        origin: a sentence: where the weights come from.
+        origin: a sentence that says where the weights come from.
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
-        notes: more sentences for the end.
+        notes: sentences for the end.
     """
     parts = [
         "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n- clip\n- zerovl\n---",
@@ -135,7 +135,7 @@ def _title(spec: ModelSpec, params: Mapping[str, Any]) -> str:
 
 
 def _public(name: str) -> str:
-    """A name without the folders of the machine it was made on."""
+    """The model's name without the path of a local folder."""
     return Path(name.partition(":")[2]).name if name.startswith("local-dir:") else name
 
 
@@ -190,7 +190,7 @@ def _data(params: Mapping[str, Any]) -> str:
     for i, entry in enumerate(str(train_data).split("::")):
         name, equals, _ = entry.partition("=")
         if not equals or "/" in name:
-            # open_clip's unnamed data: a folder, a file in one, or a pattern of shards in one. The folder's name says most.
+            # open_clip's unnamed data, shown by its folder's name: a folder, a file in one, or a pattern of shards in one.
             is_folder = "{" not in entry and not Path(entry).suffix
             folder = entry if is_folder else entry.partition("{")[0].rpartition("/")[0]
             name = Path(folder).name

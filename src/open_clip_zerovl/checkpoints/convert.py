@@ -7,11 +7,11 @@ The released layout, under `state_dict`:
     image_projection.linear.weight  (D, image width), text_projection.linear.weight (D, text width), no bias
     loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent where it was constant
 
-open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also under `module.` and `_orig_mod.`) is taken apart into the
-same pieces. Every tensor is placed, or named among those that no embedding depends on, or the conversion is refused.
+open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also with `module.` and `_orig_mod.` prefixes) is split into the
+same pieces. A tensor that has no place is refused, unless no embedding depends on it; the card then names it.
 
-timm builds a ViT at its own image size only (as far as open_clip lets it). Weights for another size, trained at it or
-interpolated to it (`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
+open_clip builds a timm ViT at the size of its name only. Weights for another size, trained at it or interpolated to it
+(`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
 CONTEXT_LENGTH = 25  # of the released configurations
-TEMPERATURE_RANGE = (0.001, 0.5)  # the released code clamps what it uses
-TOLERANCE = 1e-5  # largest difference of an entry of an L2-normalised embedding that --verify lets pass
+TEMPERATURE_RANGE = (0.001, 0.5)  # to which the released code clamps the temperature
+TOLERANCE = 1e-5  # largest difference that --verify allows in an entry of an L2-normalised embedding
 
 # prefix in the file -> piece; the longer prefixes come first
 _RELEASED = {
@@ -66,19 +66,19 @@ _OPEN_CLIP = {
     "text.proj.weight": "text_projection",
     "logit_scale": "logit_scale",
 }
-# Of BERT: an index that is no weight, and the pooler behind the raw [CLS].
+# Tensors of BERT on which no embedding depends: an index, and the pooler after the raw [CLS].
 _WITHOUT_EFFECT = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 
 @dataclass(frozen=True)
 class DualEncoder:
-    """A checkpoint taken apart.
+    """A checkpoint's weights by piece.
 
     Attributes:
         image, text: state dicts of the timm ViT and of the Hugging Face encoder, under their own names.
         image_projection, text_projection: (D, width).
         logit_scale: (), the logarithm of the factor on the cosines.
-        without_effect: names of the file's tensors on which no embedding depends; they are left behind.
+        without_effect: names of the file's tensors on which no embedding depends; they are left out.
     """
 
     image: dict[str, Tensor]
@@ -104,15 +104,15 @@ def convert_checkpoint(
     """Writes a checkpoint as a folder that stock open_clip loads, see `export_local_dir`.
 
     Args:
-        checkpoint: of the paper's released code, or of open_clip's training. Of the latter with a `params.txt` beside it
-            the two models need not be named.
+        checkpoint: of the paper's released code, or of open_clip's training. With a `params.txt` beside the latter
+            `image_model` and `text_model` are not needed.
         out_dir: the folder to make.
         image_model: the timm ViT (`vit_base_patch16_224.augreg_in21k`), or a model of open_clip that has one.
         text_model: folder or hub name of the Hugging Face text tower: its config and its tokenizer.
         image_size: side in pixels of the images that the folder's model takes. None takes the size that the position
-            embedding was trained for; for another size it is interpolated.
+            embedding was trained for; for another size the embedding is interpolated.
         normalization: of images: `imagenet` (the released 14M weights) or `half`, 0.5 for both (100M).
-        verify: compare embeddings of the written folder with a forward of the checkpoint's own towers.
+        verify: compare embeddings of the written folder with those of the checkpoint's own towers.
         force: replace an earlier export in `out_dir`.
 
     Returns:
@@ -120,26 +120,22 @@ def convert_checkpoint(
 
     Raises:
         UserError: a file that cannot be read, holds a tensor that has no place, or belongs to other models; a destination
-            that is not free; embeddings that differ by more than TOLERANCE.
+            that holds something else; embeddings that differ by more than TOLERANCE.
     """
     checkpoint = Path(checkpoint)
     check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
     if normalization not in NORMALIZATIONS:
         raise UserError(f"normalization '{normalization}' is not one of {', '.join(NORMALIZATIONS)}")
     weights = read_state_dict(checkpoint)
-    if not any(key.startswith("image_encoder.") for key in weights) and image_model is None and read_params(checkpoint):
+    if not _is_released(weights) and image_model is None and read_params(checkpoint):
         if image_size is not None:
             raise UserError("--image-size goes with --image-model; without it the run's params.txt tells the size")
-        folder = export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
-        if verify:
-            loaded, _, tokenizer = load_model(checkpoint, text_model=text_model)
-            _compare(folder, loaded.encode_image, lambda tokens: loaded.encode_text(tokens), tokenizer)
-        return folder
+        return _convert_by_params(checkpoint, out_dir, text_model=text_model, verify=verify, force=force)
     if image_model is None or text_model is None:
         raise UserError(
             f"{checkpoint} does not say which models it holds: name them with --image-model and --text-model"
         )
-    encoder = take_apart(weights, checkpoint)
+    encoder = split_weights(weights, checkpoint)
     trunk, timm_name = _timm_skeleton(image_model)
     trained_side, patch = _trained_side(encoder.image, checkpoint)
     side = image_size or trained_side
@@ -149,28 +145,58 @@ def convert_checkpoint(
 
     text_folder = Path(text_model).expanduser()
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
+    spec = _spec(encoder, vision_cfg, timm_name, source, side, normalization)
+    notes = _notes(encoder, trained_side, side, normalization)
+    card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
+    folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
+    if verify:
+        image_tower, text_tower = _own_towers(encoder, timm_name, side, source)
+        _compare(folder, image_tower, text_tower, open_clip.get_tokenizer(LOCAL_DIR + str(folder)))
+    return folder
+
+
+def _convert_by_params(
+    checkpoint: Path, out_dir: str | os.PathLike[str], *, text_model: str | None, verify: bool, force: bool
+) -> Path:
+    """The folder of a training checkpoint whose `params.txt` names the model."""
+    folder = export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
+    if verify:
+        loaded, _, tokenizer = load_model(checkpoint, text_model=text_model)
+        _compare(folder, loaded.encode_image, lambda tokens: loaded.encode_text(tokens), tokenizer)
+    return folder
+
+
+def _spec(
+    encoder: DualEncoder, vision_cfg: dict[str, Any], timm_name: str, text_source: str, side: int, normalization: str
+) -> ModelSpec:
+    """The description of the converted model."""
     mean, std = NORMALIZATIONS[normalization]
-    spec = ModelSpec(
-        name=f"{timm_name} with {Path(source).name}",
+    return ModelSpec(
+        name=f"{timm_name} with {Path(text_source).name}",
         model_cfg={
             "embed_dim": encoder.image_projection.shape[0],
             "init_logit_scale": float(encoder.logit_scale),
             "vision_cfg": vision_cfg,
             "text_cfg": {
-                "hf_model_name": source,
-                "hf_tokenizer_name": source,
+                "hf_model_name": text_source,
+                "hf_tokenizer_name": text_source,
                 "hf_model_pretrained": False,
                 "hf_pooler_type": "cls_last_hidden_state_pooler",
                 "hf_proj_type": "linear",
                 "context_length": CONTEXT_LENGTH,
             },
         },
-        # The paper squashes to 256 and crops 224, which open_clip cannot say; squashing alone keeps the shape of it.
+        # The paper squashes to 256 and crops 224, which open_clip's config cannot express; squashing alone is the nearest.
         preprocess_cfg=merge_preprocess_dict(
             PreprocessCfg(),
             {"size": side, "mean": mean, "std": std, "interpolation": "bilinear", "resize_mode": "squash"},
         ),
     )
+
+
+def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: str) -> list[str]:
+    """What the card says of the conversion."""
+    mean, std = NORMALIZATIONS[normalization]
     notes = [
         f"Images are normalised with mean {mean} and standard deviation {std}, as was asked for (`{normalization}`).",
         "The paper's evaluation squashes to 256 px and crops 224, which open_clip's config cannot express: this folder "
@@ -181,44 +207,44 @@ def convert_checkpoint(
             f"Its position embedding was interpolated from {trained_side} px, at which it was trained, to {side} px."
         )
     if encoder.without_effect:
-        notes.append(f"Left behind, since no embedding depends on it: {', '.join(encoder.without_effect)}.")
-    card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
-    folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
-    if verify:
-        image_tower, text_tower = _own_towers(encoder, timm_name, side, source)
-        _compare(folder, image_tower, text_tower, open_clip.get_tokenizer(LOCAL_DIR + str(folder)))
-    return folder
+        notes.append(f"Left out, since no embedding depends on it: {', '.join(encoder.without_effect)}.")
+    return notes
 
 
-def take_apart(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
+def _is_released(weights: dict[str, Tensor]) -> bool:
+    """Whether a checkpoint has the layout of the paper's released code."""
+    return any(key.startswith("image_encoder.") for key in weights)
+
+
+def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
     """Sorts all tensors of a checkpoint, of either layout, into its pieces.
 
     Raises:
         UserError: a tensor that belongs to no piece, a piece that is missing, projections of different widths.
     """
-    released = any(key.startswith("image_encoder.") for key in weights)
+    released = _is_released(weights)
     layout = _RELEASED if released else _OPEN_CLIP
     towers: dict[str, dict[str, Tensor]] = {"image": {}, "text": {}}
     singles: dict[str, Tensor] = {}
-    without_effect, strange = [], []
+    without_effect, unknown = [], []
     for key, tensor in weights.items():
         prefix = next((prefix for prefix in layout if key.startswith(prefix)), None)
         if prefix is None:
-            strange.append(key)
+            unknown.append(key)
         elif (piece := layout[prefix]) not in towers:
             if key == prefix:
                 singles[piece] = tensor
             else:
-                strange.append(key)
+                unknown.append(key)
         elif piece == "text" and key.removeprefix(prefix) in _WITHOUT_EFFECT:
             without_effect.append(key)
         else:
             towers[piece][key.removeprefix(prefix)] = tensor
-    if strange:
+    if unknown:
         kind = "the released ZeroVL layout" if released else "an open_clip model with timm and Hugging Face towers"
         raise UserError(
-            f"{checkpoint} holds {len(strange)} tensors that have no place in {kind} (first: {', '.join(strange[:3])}); "
-            "a checkpoint of another open_clip model is written by zerovl export --model NAME"
+            f"{checkpoint} holds {len(unknown)} tensors that have no place in {kind} (first: {', '.join(unknown[:3])}); "
+            "write a checkpoint of another open_clip model with zerovl export --model NAME"
         )
     needed = [piece for piece in layout.values() if piece != "temperature"]
     if missing := [piece for piece in needed if not towers.get(piece) and piece not in singles]:
@@ -248,7 +274,7 @@ def _logit_scale(temperature: Tensor | None) -> Tensor:
 
 
 def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
-    """The ViT without memory for weights, and timm's name of it."""
+    """The ViT without memory for its weights (on the meta device), and timm's name of it."""
     name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)
@@ -264,7 +290,7 @@ def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
 
 
 def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
-    """Side in pixels of the square that the position embedding was made for, and of a patch."""
+    """Side in pixels of the images that the position embedding was made for, and of a patch."""
     if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
         raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is no ViT of timm")
     patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
@@ -350,7 +376,11 @@ def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: st
 
 
 def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: Callable[[list[str]], Tensor]) -> None:
-    """Embeddings of the folder in stock open_clip against the given towers, on noise and on some texts."""
+    """Compares the embeddings of the folder in stock open_clip with the given towers', on noise and some texts.
+
+    Raises:
+        UserError: they differ by more than TOLERANCE.
+    """
     model, _, _ = open_clip.create_model_and_transforms(LOCAL_DIR + str(folder))
     model.eval()
     size = model.visual.image_size

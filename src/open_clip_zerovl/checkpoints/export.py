@@ -4,11 +4,10 @@
     open_clip_model.safetensors   the weights, under open_clip's own names
     config.json                   of the Hugging Face text tower, where the model has one
     tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
-    README.md                     the model card: how to load it, recipe, sources, metrics measured (`model_card`)
+    README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
 
-open_clip looks for the tokenizer in the folder itself, but takes `text_cfg.hf_model_name` as it stands. The export
-writes its absolute path there, so a folder that was moved must be exported again or have that one line edited
-(`relocation_note`).
+open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
+absolute path there: after moving the folder, export again or edit that line (`relocation_note`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Compared between the run's tokenizer and the exported one: case, accents, an unknown script, more words than fit.
+# Texts on which the run's tokenizer and the exported one are compared: case, accents, another script, too many words.
 _PROBE_TEXTS = ["A photo of a cat.", "Ünïcode café naïve", "猫 кот", "one two three " * 40]
 
 
@@ -66,22 +65,22 @@ def export_local_dir(
     """Writes a training checkpoint as a folder that stock open_clip loads, offline and without this package:
     `open_clip.create_model_and_transforms("local-dir:FOLDER")` and `open_clip.get_tokenizer("local-dir:FOLDER")`.
 
-    The folder is written beside its destination, loaded there by stock open_clip, compared tensor by tensor with the
-    checkpoint (and token by token with the run's tokenizer), and only then put in place.
+    The folder is first written beside its destination. Stock open_clip loads it there; every tensor is compared with the
+    checkpoint, and the tokens of some texts with the run's tokenizer. Then the folder is renamed to its destination.
 
     Args:
         checkpoint: open_clip's `epoch_N.pt`. Beside it, `params.txt` and `results.jsonl` fill the model card.
         out_dir: the folder to make.
         model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
-        force: replaces an earlier export in `out_dir`. A folder that is something else is never touched.
+        force: replaces an earlier export in `out_dir`. A folder that is no export is never changed.
 
     Returns:
         The absolute path of the folder.
 
     Raises:
         UserError: a checkpoint that cannot be read or belongs to another model, an unknown model, a missing text tower,
-            a destination that is not free.
+            a destination that holds something else.
     """
     checkpoint = Path(checkpoint)
     check_destination(_absolute(out_dir), force)
@@ -102,7 +101,7 @@ def write_local_dir(
     precision: str | None = None,
     force: bool = False,
 ) -> Path:
-    """The folder of `export_local_dir` from weights under open_clip's names and the model they belong to.
+    """Writes the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
 
     Args:
         origin: the file that the weights came from, for messages.
@@ -124,7 +123,7 @@ def write_local_dir(
     with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as workshop:
         folder = Path(workshop) / final.name
         folder.mkdir()
-        # Cloned: shared storage (tied weights) is not for safetensors, and a mapped file should not stay open.
+        # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
         save_file(
             {k: v.clone().contiguous() for k, v in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"}
         )
@@ -134,14 +133,13 @@ def write_local_dir(
             tokenizer.save_pretrained(folder)
         preprocess_cfg = built.visual.preprocess_cfg
         write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
-        _prove(folder, weights, tokenizer, spec)
+        _verify(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
-        shutil.copymode(
-            folder / CONFIG_FILE, folder / WEIGHTS_FILE
-        )  # safetensors makes files that their owner alone reads
+        # safetensors makes files that only their owner may read.
+        shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
         if final.exists():
-            # The old folder goes only once the new one stands ready beside it, with the temporary folder.
+            # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
             os.rename(final, Path(workshop) / "replaced")
         os.rename(folder, final)
     log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
@@ -151,7 +149,7 @@ def write_local_dir(
 
 
 def relocation_note(folder: str | os.PathLike[str]) -> str | None:
-    """What to do when an exported folder moves, in a sentence; None where it moves freely (CLIP's own text tower)."""
+    """A sentence that says what to do after moving an exported folder; None where nothing is needed (CLIP's own text tower)."""
     config = read_config(Path(folder))
     if not config["model_cfg"]["text_cfg"].get("hf_model_name"):
         return None
@@ -167,7 +165,7 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def check_destination(final: Path, force: bool) -> None:
-    """UserError unless a folder may, and can, be written there."""
+    """UserError unless the folder can be written there and replaces nothing but an earlier export, that with `force` only."""
     check_writable(final.parent, folder=True)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
@@ -186,8 +184,10 @@ def _pointing_at(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     return model_cfg
 
 
-def _prove(folder: Path, weights: dict[str, Tensor], tokenizer: HFTokenizer | SimpleTokenizer, spec: ModelSpec) -> None:
-    """Loads the folder as a stranger would and compares all that came back."""
+def _verify(
+    folder: Path, weights: dict[str, Tensor], tokenizer: HFTokenizer | SimpleTokenizer, spec: ModelSpec
+) -> None:
+    """Loads the folder with stock open_clip and compares tensors and tokens. UserError where they differ."""
     name = LOCAL_DIR + str(folder)
     model, _, _ = open_clip.create_model_and_transforms(name)
     for key, tensor in model.state_dict().items():

@@ -1,7 +1,7 @@
-"""What opens a checkpoint: the model that its weights belong to, its evaluation transform, its tokenizer.
+"""Loading a checkpoint: its model, its evaluation transform, its tokenizer.
 
-`assemble` builds the model of a `ModelSpec` through open_clip's own constructor and checks every tensor; `load_model` takes
-every kind of checkpoint.
+`load_model` takes every kind of checkpoint. `assemble` builds the model of a `ModelSpec` with open_clip's own constructor and
+checks every tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_loca
 Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
-# What open_clip, timm and transformers raise for a tower that is not there, or a config or a file that does not fit.
+# Errors of open_clip, timm and transformers for a missing tower, or a config or file that does not fit.
 UNBUILDABLE = (
     RuntimeError,
     OSError,
@@ -63,7 +63,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
 
 
 def _skeleton(spec: ModelSpec) -> nn.Module:
-    """The model without its weights, built by open_clip from the very config that an export holds."""
+    """The model without its weights, built by open_clip from the config that an export would hold."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
         try:
@@ -73,13 +73,13 @@ def _skeleton(spec: ModelSpec) -> nn.Module:
             raise
         except UNBUILDABLE as error:
             raise UserError(
-                f"open_clip cannot build {spec.name}: {first_line(error)}; its text tower is looked for in "
+                f"open_clip cannot build {spec.name}: {first_line(error)}; it looks for the text tower in "
                 f"'{spec.text_source or 'open_clip'}': if that is missing, give the folder of the text model"
             ) from error
 
 
 def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
-    """The tokenizer that open_clip would give, or a sentence where it would quietly give another."""
+    """The model's tokenizer. UserError where open_clip would give another one without saying so."""
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
@@ -105,9 +105,9 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
 
 
 def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Path, spec: ModelSpec) -> None:
-    """Every tensor of the checkpoint has its place, of its shape, in the model, and none stays empty."""
+    """UserError unless checkpoint and model have the same tensors, of the same shapes."""
     expected = model.state_dict()
-    # transformers stopped to store this constant at 4.31.
+    # A constant that transformers stores no more since 4.31.
     position_ids = "text.transformer.embeddings.position_ids"
     if position_ids not in expected:
         weights.pop(position_ids, None)
@@ -149,10 +149,10 @@ def load_model(
     Args:
         name_or_path: `local-dir:/folder` or a folder with open_clip_config.json; a training checkpoint `epoch_N.pt`; or
             open_clip's `NAME/pretrained` (a tag) or `hf-hub:org/name`, which may download.
-        model_name, text_model: for a checkpoint whose `params.txt` is away, or whose text tower has moved.
+        model_name, text_model: for a checkpoint without `params.txt` beside it, or whose text tower has moved.
 
     Raises:
-        UserError: whatever cannot be found, does not fit, or would leave the model at random weights.
+        UserError: something cannot be found, does not fit, or would leave the model at random weights.
     """
     text = os.fspath(name_or_path)
     folder = Path(text.removeprefix(LOCAL_DIR)).expanduser()
@@ -160,7 +160,7 @@ def load_model(
         model, preprocess, tokenizer = _load_checkpoint(folder, model_name, text_model)
         return model.to(device).eval(), preprocess, tokenizer
     if model_name or text_model:
-        raise UserError(f"a model name or a text tower goes with a training checkpoint, and '{text}' is no such file")
+        raise UserError(f"a model name or a text tower goes with a training checkpoint, but '{text}' is no such file")
     if text.startswith(LOCAL_DIR) or folder.is_dir():
         return _load_local_dir(folder, device)
     return _load_stock(text, device)
@@ -168,11 +168,11 @@ def load_model(
 
 @dataclass(frozen=True)
 class Encoder:
-    """A model to encode pictures and captions with, and how samples are brought to it.
+    """A model that encodes pictures and captions, and the settings of its loader.
 
     Attributes:
         model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
-        model_name, text_model: of a checkpoint that lies away from its run's `params.txt`.
+        model_name, text_model: for a checkpoint without its run's `params.txt` beside it.
         device: see `choose_device`.
         batch_size: samples at once, on each rank.
         workers: loader processes of each rank.
@@ -210,6 +210,7 @@ def _load_checkpoint(
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
 ) -> tuple[nn.Module, HFTokenizer | SimpleTokenizer]:
+    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
     tokenizer = _tokenizer(spec)

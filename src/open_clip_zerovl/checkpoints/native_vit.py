@@ -1,8 +1,8 @@
 """A plain timm ViT as open_clip's own VisionTransformer, which computes the same at any image size.
 
-open_clip passes no image size on to timm, so a timm ViT keeps the size of its name there (224 px for the paper's). Its own
-ViT takes the size from the config. Two things differ between them: the names of the tensors, and the bias of the patch
-embedding, which open_clip has not and which is added to the position embedding of the patches instead.
+open_clip passes no image size on to timm, so a timm ViT keeps the size of its name there (224 px for the paper's). open_clip's
+own ViT takes the size from the config. The two differ in the names of the tensors and in the bias of the patch embedding:
+open_clip's ViT has none, so it is added to the position embedding of the patches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def resample_positions(positions: Tensor, grid: int) -> Tensor:
 
     Args:
         positions: (1, 1 + G*G, width): of the class token, which is kept, and of a square of patches.
-        grid: patches a side wanted.
+        grid: patches a side of the result.
 
     Returns:
         (1, 1 + grid*grid, width) in the dtype given.

@@ -1,7 +1,7 @@
-"""The model that a checkpoint's weights belong to, as a description: a run's `params.txt`, or an exported folder's config.
+"""A description of the model that a checkpoint's weights belong to.
 
-A training checkpoint (`logs/NAME/checkpoints/epoch_N.pt`) holds weights but not the model they belong to; the run's
-`params.txt` does. `read_model_spec` puts the two back together.
+A training checkpoint (`logs/NAME/checkpoints/epoch_N.pt`) holds weights; the run's `params.txt` names their model.
+`read_model_spec` makes the description from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a training checkpoint leaves out: all that stock open_clip needs to rebuild the model."""
+    """What stock open_clip needs to rebuild a model, besides the weights."""
 
     name: str
     model_cfg: dict[str, Any]
@@ -44,9 +44,9 @@ class ModelSpec:
 
 
 def read_params(checkpoint: Path) -> dict[str, Any]:
-    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without one.
+    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without the file.
 
-    Nothing in it is run: values are read as Python literals, else as plain text. UserError for a file that is no text.
+    Values are read as Python literals, else as plain text, and never evaluated. UserError for a file that is not text.
     """
     for folder in (checkpoint.parent.parent, checkpoint.parent):
         file = folder / "params.txt"
@@ -93,7 +93,7 @@ def read_model_spec(
     params = read_params(checkpoint)
     name = model or params.get("model")
     if not name:
-        raise UserError(f"{checkpoint} has no params.txt beside it that names its model: give the model's name")
+        raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
     text_model = text_model or params.get("text_model")
     name, model_cfg, base_preprocess = _registered(str(name), params.get("pretrained"), text_model)
 
@@ -138,10 +138,12 @@ def _registered(
         return name, get_model_config(name), tag_cfg
     if schema == "local-dir":
         config = read_config(Path(identifier))
-        # A permission that the folder gives itself, see no_code_from_data; an export would hand it on.
+        # The folder would allow its own code to run (see no_code_from_data), and so would an export of it.
         (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop("trust_remote_code", None)
         return name, config["model_cfg"], config.get("preprocess_cfg", {})
-    raise UserError(f"training from '{name}' cannot be traced back offline: export from a model name or a local-dir")
+    raise UserError(
+        f"the config of '{name}' cannot be read offline: give the name of a registered model or a local-dir"
+    )
 
 
 def _unwrapped(size: Any) -> Any:

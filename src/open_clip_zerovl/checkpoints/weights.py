@@ -1,4 +1,4 @@
-"""State dicts read from files, without running what a file may hold, and with a sentence where one cannot be read."""
+"""State dicts read from files. No code in a file is run; a file that cannot be read is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
-# What torch's loader raises, beside its own refusal, on bytes that are no checkpoint or only the beginning of one.
+# Errors of torch's loader on bytes that are no checkpoint, or only the beginning of one.
 UNREADABLE = (
     RuntimeError,
     EOFError,
@@ -70,7 +70,7 @@ def _read_content(checkpoint: Path) -> Any:
         raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
     _check_kind(checkpoint)
     try:
-        # Mapped, the optimizer's two thirds of the file are never read; only the zip format can be mapped.
+        # Memory-mapped, so that the optimizer's state (two thirds of the file) is not read; only the zip format can be.
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -82,7 +82,7 @@ def _read_content(checkpoint: Path) -> Any:
 
 
 def _check_kind(checkpoint: Path) -> None:
-    """UserError for a file that is no checkpoint at all: a text, a picture, a safetensors file without its folder."""
+    """UserError for a file that is no checkpoint: a text, a picture, a safetensors file without its folder."""
     if checkpoint.suffix == ".safetensors":
         raise UserError(f"{checkpoint} holds weights alone; give the exported folder that it lies in")
     try:
@@ -90,19 +90,19 @@ def _check_kind(checkpoint: Path) -> None:
             start = file.read(512)
     except OSError as error:
         raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
-    # torch writes a zip archive, wrote a pickle (protocol 2 or later) before 1.6, and a tar long ago.
+    # torch writes a zip archive. Before version 1.6 it wrote a pickle (protocol 2 or later), in its first versions a tar.
     if not start.startswith((b"PK", b"\x80")) and start[257:262] != b"ustar":
         said = "is empty" if not start else f"begins with {start[:12]!r}"
         raise UserError(f"{checkpoint} is no checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its kind where it says nothing."""
+    """The first line of an error's message, or its class where there is no message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def unpickling_reason(error: pickle.UnpicklingError) -> str:
-    """What torch found in the file, without its advice to load it unchecked, which comes first."""
+    """What torch found in the file; its message begins with the advice to load it unchecked, which is left out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = [line for line in lines[1:] if not line.startswith(("Please file", "Check the documentation"))]
     return (found or lines or [type(error).__name__])[0]
@@ -110,7 +110,7 @@ def unpickling_reason(error: pickle.UnpicklingError) -> str:
 
 @contextmanager
 def no_alarm() -> Iterator[None]:
-    """Keeps back open_clip's warning of random weights where weights are loaded right after."""
+    """Suppresses open_clip's warning of random weights while a model is built whose weights are loaded right after."""
     root = logging.getLogger()  # open_clip logs there
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m open_clip_zerovl.cli`, which torchrun starts too."""
+"""`python -m open_clip_zerovl.cli`: `zerovl` in a form that torchrun can start."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The part of `zerovl`'s command line that prepares data: `zerovl data ...` and `zerovl cluster` (see cli.py)."""
+"""The command lines of `zerovl data ...` and `zerovl cluster` (see program.py)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _DATASETS = {
 
 
 def add_data(commands) -> None:
-    """Add `zerovl data ...`: the emoji data, the paper's datasets, and tools for shards that are there."""
+    """Add `zerovl data ...`: the emoji data, the paper's datasets, and tools for existing shards."""
     data = commands.add_parser("data", help="prepare a dataset as webdataset shards", description="Prepare a dataset.")
     datasets = data.add_subparsers(title="datasets and tools", metavar="DATASET", required=True)
     emoji = datasets.add_parser(
         "emoji",
         help="four emoji sets as four sources (the demo's data)",
         description="Fetch Noto, Twemoji, OpenMoji and Fluent emoji with their metadata, rasterise them and write "
-        "webdataset shards a source, held-out retrieval sets and a small BERT folder. A second call does nothing.",
+        "webdataset shards of each source, held-out retrieval sets and a small BERT folder. A second call does nothing.",
     )
     emoji.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     emoji.add_argument("--px", type=positive, default=64, help="side of the pictures in pixels (default %(default)s)")
     emoji.add_argument("--seed", type=seed, default=0, help="seed of the split (default %(default)s)")
-    emoji.add_argument("--force", action="store_true", help="write again what is there already")
+    emoji.add_argument("--force", action="store_true", help="write the data again where it exists")
     emoji.set_defaults(run=_run_emoji)
     _add_url_lists(datasets)
     _add_annotated(datasets)
@@ -51,18 +51,18 @@ def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
         name,
         help=_DATASETS[name],
         description=f"{_DATASETS[name]}: webdataset shards with sizes.json and a manifest. Called again, it goes on where it "
-        "stopped; docs/data.md tells what to expect.",
+        "stopped. docs/data.md has the pairs, disk and hours to expect.",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
         "--source",
         nargs="+",
         metavar="FILE",
-        help="annotation files, and folders or zips of pictures, that are here already",
+        help="local annotation files, and folders or zips of pictures (default: fetch them)",
     )
     parser.add_argument("--shard-size", type=positive, default=10_000, help="rows a shard (default %(default)s)")
     parser.add_argument("--threads", type=positive, default=32, help="pictures at the same time (default %(default)s)")
-    parser.add_argument("--retry-failed", action="store_true", help="try again what failed for a passing reason")
+    parser.add_argument("--retry-failed", action="store_true", help="try rows again that failed for a passing reason")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(dataset=name, attempts=1, part=(0, 1))
     return parser
@@ -71,7 +71,7 @@ def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
 def _add_url_lists(datasets) -> None:
     for name in ("sbu", "cc3m", "cc12m"):
         parser = _add_dataset(datasets, name)
-        parser.add_argument("--attempts", type=positive, default=3, help="tries of an address (default %(default)s)")
+        parser.add_argument("--attempts", type=positive, default=3, help="attempts per address (default %(default)s)")
         parser.add_argument(
             "--timeout", type=float, default=30.0, help="seconds a picture may take (default %(default)s)"
         )
@@ -85,7 +85,7 @@ def _add_url_lists(datasets) -> None:
 def _add_annotated(datasets) -> None:
     for name in ("vg", "coco", "f30k"):
         parser = _add_dataset(datasets, name)
-        parser.add_argument("--seed", type=seed, default=0, help="of the order of the samples (default %(default)s)")
+        parser.add_argument("--seed", type=seed, default=0, help="for the order of the samples (default %(default)s)")
         parser.set_defaults(run=_run_annotated)
 
 
@@ -132,14 +132,14 @@ def _run_annotated(arguments: argparse.Namespace) -> None:
 
 
 def _add_shard_tools(datasets) -> None:
-    report = datasets.add_parser("report", help="table 2 of the paper, with what is in your folders beside it")
+    report = datasets.add_parser("report", help="table 2 of the paper beside the contents of your folders")
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.set_defaults(run=_run_report)
-    index = datasets.add_parser("index", help="count existing shards into sizes.json, from their headers")
+    index = datasets.add_parser("index", help="count the samples of existing shards into sizes.json")
     index.add_argument("folder", metavar="DIR|s3://...", help="a source's folder, or a URL that fsspec opens")
     index.add_argument("--threads", type=positive, default=8, help="shards at the same time (default %(default)s)")
     index.set_defaults(run=_run_index)
-    check = datasets.add_parser("check", help="open every shard and look at every sample; status 2 if one has a fault")
+    check = datasets.add_parser("check", help="read every sample of every shard; status 2 if one has a fault")
     check.add_argument("folder", type=Path, metavar="DIR", help="a source's folder")
     check.add_argument("--hash", action="store_true", help="also compare with the manifest's hashes")
     check.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
@@ -175,9 +175,10 @@ def add_cluster(commands) -> None:
     """Add `zerovl cluster`."""
     cluster = commands.add_parser(
         "cluster",
-        help="one source into k-means clusters, each a source of its own (A.6)",
-        description="Features of one source by any open_clip model, k-means, an assignment with a report and previews. "
-        "Training reads the clusters through the tar index; --reshard writes them anew as folders of their own.",
+        help="split one source into k-means clusters, each a source of its own (A.6)",
+        description="Encode one source with any open_clip model, cluster the features by k-means, and write an assignment "
+        "with a report and previews. Training reads the clusters from the original shards; --reshard writes each cluster as "
+        "shards of its own.",
     )
     cluster.add_argument("model", metavar="MODEL", help="as for retrieval")
     cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")
@@ -188,23 +189,21 @@ def add_cluster(commands) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="dissolve clusters below N samples: the effective batch to come",
+        help="move the samples of clusters below N samples to others; N is the effective batch (default %(default)s)",
     )
     cluster.add_argument("--features", choices=("image", "text", "both"), default="image", help="default %(default)s")
-    cluster.add_argument("--reshard", action="store_true", help="write each cluster as a source (as much disk again)")
+    cluster.add_argument("--reshard", action="store_true", help="write each cluster as shards (as much disk again)")
     cluster.add_argument(
-        "--preview", type=natural, default=25, metavar="N", help="pictures a contact sheet (default %(default)s)"
+        "--preview", type=natural, default=25, metavar="N", help="pictures a preview (default %(default)s)"
     )
     cluster.add_argument(
-        "--passes", type=positive, default=10, help="of k-means over the features (default %(default)s)"
+        "--passes", type=positive, default=10, help="passes of k-means over the features (default %(default)s)"
     )
     cluster.add_argument("--batch-size", type=positive, default=256, help="default %(default)s")
     cluster.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
     cluster.add_argument("--seed", type=seed, default=0, help="default %(default)s")
     cluster.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
-    cluster.add_argument(
-        "--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt"
-    )
+    cluster.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
     cluster.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
     cluster.set_defaults(run=_run_cluster)
 

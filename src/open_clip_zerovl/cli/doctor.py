@@ -1,4 +1,4 @@
-"""The part of `zerovl`'s command line that looks at the machine: `zerovl doctor` (see program.py)."""
+"""The command line of `zerovl doctor` (see program.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The part of `zerovl`'s command line that plans a run: `zerovl plan` (see cli.py).
+"""The command line of `zerovl plan` (see program.py).
 
-It takes the training program's own flags. Those that neither time nor memory nor data depend on are passed over by name, so
-that a whole `python -m training.main` command line can be handed on.
+It takes a whole `python -m training.main` command line. Flags on which neither time nor memory nor data depend are ignored and
+listed in the report as "passed over".
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_plan(commands) -> None:
-    """Add `zerovl plan`. Its flags are read by `parse_plan`: argparse cannot pass over unknown ones in a subcommand."""
+    """Add `zerovl plan`. `parse_plan` reads its flags, because argparse cannot ignore unknown flags in a subcommand."""
     plan = commands.add_parser(
-        "plan", help="what a training run needs and takes, before it starts", add_help=False, prefix_chars="+"
+        "plan", help="what a training run needs, and how long it takes", add_help=False, prefix_chars="+"
     )
     plan.add_argument("arguments", nargs=argparse.REMAINDER)
     plan.set_defaults(run=_run_plan)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="zerovl plan",
         usage="zerovl plan [--effective-batch N] [--assume GPU[:COUNT]] [--json] [--] TRAINING ARGUMENTS",
         description="Check a run before it starts: data, memory, time, disk. Takes the arguments of python -m training.main; "
-        "those not listed here change none of it. Exit status: 0, 1 if something is missing, 2 for bad input.",
+        "flags not listed here change none of this. Exit status: 0, 1 if something is missing, 2 for bad input.",
         allow_abbrev=False,
     )
     add_flags(parser, (PlanFlags, OpenClipFlags, *SECTIONS), plan=True)

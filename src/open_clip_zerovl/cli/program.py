@@ -1,6 +1,6 @@
-"""`zerovl <command>`: with data.py, plan.py and teacher.py beside it the one place in the library that reads a command line.
+"""`zerovl <command>`. In the library only this room reads a command line (data.py, plan.py, teacher.py, doctor.py).
 
-Each command is a thin wrapper around a library function, imported when it is called.
+Each command calls one library function, which is imported when the command runs, so that `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from open_clip_zerovl.errors import sentence_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` and `doctor` also have 1).
 
-    What a person can mend ends in that sentence (see `errors.sentence_of`); what else is raised is a defect and is raised on.
+    Errors that the user can correct end in that sentence (see `errors.sentence_of`); others are defects and are raised.
     """
     parser = build_parser()
     arguments = parser.parse_args(argv)
@@ -84,9 +84,7 @@ def _add_retrieval(commands) -> None:
         help="a set is a folder in CLIP_benchmark's webdataset layout, dataset_coco.json@PICTURES (Karpathy) or "
         "valid_anno.csv@PICTURES (ZeroVL)",
     )
-    retrieval.add_argument(
-        "--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt"
-    )
+    retrieval.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
     retrieval.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
     retrieval.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
     retrieval.add_argument(
@@ -102,12 +100,12 @@ def _add_retrieval(commands) -> None:
         help="squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform",
     )
     retrieval.add_argument(
-        "--batch-size", type=positive, default=64, help="images at once, a rank (default %(default)s)"
+        "--batch-size", type=positive, default=64, help="images at once on each rank (default %(default)s)"
     )
-    retrieval.add_argument("--workers", type=natural, default=0, help="loader processes, a rank (default %(default)s)")
+    retrieval.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
     retrieval.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     retrieval.add_argument("--output", type=Path, metavar="FILE.json", help="also write the metrics as JSON")
-    retrieval.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the metrics as CSV, a line a set")
+    retrieval.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the metrics as CSV, one line a set")
     retrieval.add_argument(
         "--gallery", type=Path, metavar="FILE.html", help="also show hits and misses as one HTML page"
     )
@@ -151,7 +149,7 @@ def _add_linear_probe(commands) -> None:
         metavar="MODEL",
         help="an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
     )
-    probe.add_argument("--model-name", metavar="NAME", help="model of a checkpoint that lies away from its params.txt")
+    probe.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
     probe.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
     where = "a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of food101, pets, "
     where += "aircraft, places365, inat2021, inat17"
@@ -165,12 +163,14 @@ def _add_linear_probe(commands) -> None:
         help="paper: LARS on augmented images; quick: logistic regression on cached features (default %(default)s)",
     )
     probe.add_argument(
-        "--label", default="cls", metavar="cls|json:FIELD", help="where shards keep the class (default %(default)s)"
+        "--label", default="cls", metavar="cls|json:FIELD", help="member that holds the class (default %(default)s)"
     )
-    probe.add_argument("--epochs", type=positive, default=90, help="of the paper's way (default %(default)s)")
-    probe.add_argument("--batch-size", type=positive, default=16384, help="effective batch of it (default %(default)s)")
-    probe.add_argument("--lr", type=float, default=6.4, help="of it (default %(default)s)")
-    probe.add_argument("--wd", type=float, default=0.0, help="weight decay of it (default %(default)s)")
+    probe.add_argument("--epochs", type=positive, default=90, help="with --way paper (default %(default)s)")
+    probe.add_argument(
+        "--batch-size", type=positive, default=16384, help="effective batch with --way paper (default %(default)s)"
+    )
+    probe.add_argument("--lr", type=float, default=6.4, help="learning rate with --way paper (default %(default)s)")
+    probe.add_argument("--wd", type=float, default=0.0, help="weight decay with --way paper (default %(default)s)")
     probe.add_argument(
         "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
     )
@@ -227,15 +227,17 @@ def _add_bias(commands) -> None:
         "--data", required=True, metavar="NAME=SHARDS::...", help="named sources as --train-data takes them, held out"
     )
     bias.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
-    bias.add_argument("--samples", type=positive, default=500, metavar="N", help="of each source (default %(default)s)")
     bias.add_argument(
-        "--batch-sizes", type=positive, nargs="+", metavar="B", help="of log p (default: 16, 64, 256, ...)"
+        "--samples", type=positive, default=500, metavar="N", help="pairs of each source (default %(default)s)"
     )
     bias.add_argument(
-        "--map-samples", type=positive, default=300, metavar="N", help="of each source (default %(default)s)"
+        "--batch-sizes", type=positive, nargs="+", metavar="B", help="batches for log p (default: 16, 64, 256, ...)"
     )
     bias.add_argument(
-        "--concept", metavar="FIELD", help="json field that says what a sample shows, where sources share it"
+        "--map-samples", type=positive, default=300, metavar="N", help="points of each source (default %(default)s)"
+    )
+    bias.add_argument(
+        "--concept", metavar="FIELD", help="json field that says what a sample shows; its samples share a fold"
     )
     bias.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     bias.add_argument("--batch-size", type=positive, default=64, help="samples encoded at once (default %(default)s)")
@@ -270,8 +272,10 @@ def _add_export(commands) -> None:
     )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="logs/NAME/checkpoints/epoch_N.pt")
     export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
-    export.add_argument("--model", help="the model's name, where no params.txt beside the checkpoint tells it")
-    export.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower, likewise")
+    export.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
+    export.add_argument(
+        "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
+    )
     export.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
     export.add_argument("--force", action="store_true", help="replace an earlier export that is there")
     export.set_defaults(run=_run_export)
@@ -311,13 +315,13 @@ def _add_convert(commands) -> None:
         "--image-size",
         type=positive,
         metavar="PX",
-        help="of the model's images; for another size than trained the position embedding is interpolated",
+        help="side of the images (default: as trained; for another size the position embedding is interpolated)",
     )
     convert.add_argument(
         "--normalization",
         choices=("imagenet", "half"),
         default="imagenet",
-        help="of images: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
+        help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
     )
     convert.add_argument(
         "--verify", action="store_true", help="compare embeddings with the checkpoint's own towers (1e-5)"

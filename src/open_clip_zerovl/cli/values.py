@@ -1,4 +1,4 @@
-"""Kinds of values that several commands' flags take, refused by argparse where they are out of range."""
+"""Types of flags that several commands use; argparse refuses a value out of range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def natural(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """What every generator takes as a seed: 0 to 2^32 - 1."""
+    """A seed that every generator takes: 0 to 2^32 - 1."""
     value = _whole(text, 0)
     if value >= 1 << 32:
         raise argparse.ArgumentTypeError(f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}")
@@ -32,7 +32,7 @@ def part(text: str) -> tuple[int, int]:
 
 
 def _whole(text: str, least: int) -> int:
-    # More digits than any count has; Python refuses to read thousands of them.
+    # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
     if not text.removeprefix("-").isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
     if int(text) < least:

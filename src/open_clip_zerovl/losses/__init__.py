@@ -1,4 +1,4 @@
-"""Contrastive losses of a distributed batch, exact over ranks, in row chunks; one engine, whose offsets and targets differ."""
+"""Contrastive losses of a distributed batch, exact over ranks, in row chunks."""
 
 from open_clip_zerovl.late import handed_on
 

@@ -9,11 +9,11 @@ s I T^T, and targets Y (a row sums to one, Y symmetric):
     P = exp(s I_r T^T - a_r)     Q = exp(s I_r T^T - c)                                        (b, N)
     dL/dI_r = s/(2N) (P + Q - 2Y) T     the text side alike     dL/ds = sum over ranks of <I_r, (P + Q - 2Y) T> / (2N)
 
-P is what pulls image j through its own softmax, Q what reaches it through the softmaxes of all texts, on every rank: the
-part that a gather without gradient loses (A.1). Both follow from gathered features and log-sum-exps, so that the backward
-pass needs no communication but the all-reduce of the parameters' gradients, whose mean over W ranks a factor W undoes.
+P is the part of an image's gradient that comes from its own softmax. Q comes from the softmaxes of all texts of all ranks: a
+gather without gradient loses it (A.1). Both follow from gathered features and log-sum-exps, so that the backward pass needs no
+communication but the all-reduce of the parameters' gradients. That takes the mean over W ranks; a factor W undoes it.
 
-`problem` holds this computation for any targets and for offsets on the logits, which the options below choose.
+`problem` computes this for any targets and for offsets on the logits, which the options below choose.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SHARED_IDS = {"pair": (), "caption": ("caption",), "image": ("image",), "both":
 
 
 class ContrastiveLoss(nn.Module):
-    """Symmetric InfoNCE, called as open_clip's `ClipLoss` is, exact over ranks and lean in memory.
+    """Symmetric InfoNCE, called like open_clip's `ClipLoss`, exact over ranks, in little memory.
 
-    It stands in for `ClipLoss` in any loop: alone, under `DistributedDataParallel`, or inside
-    `DecoupledGradientAccumulation`. The value returned is the mean over all N pairs of all ranks, the same on every rank;
-    the gradients are those of that mean times W, which DDP's averaging divides by W again. Logits, log-sum-exps and
+    It can replace `ClipLoss` in any loop: alone, under `DistributedDataParallel`, or inside
+    `DecoupledGradientAccumulation`. The value returned is the mean over all N pairs of all ranks, the same on every rank.
+    The gradients are those of that mean times W, since DDP's averaging divides by W. Logits, log-sum-exps and
     gradients are computed in IEEE fp32 whatever the features' precision, torch's TF32 flags and autocast (fp64 stays fp64).
 
     Args:
@@ -46,24 +46,24 @@ class ContrastiveLoss(nn.Module):
             The gradient is computed together with the value, so nothing of size (b, N) waits for the backward pass.
         rank, world_size: as in open_clip; `world_size` > 1 needs an initialised process group of that size.
         gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather, as its released code
-            computes it over several ranks: every gathered feature is a constant, the rank's own among them, so that a
-            feature gets P - Y through its own softmax and nothing through the others'. It is a wrong gradient, for that
-            comparison only. (A.1 writes of other ranks' features alone; the released gather detaches all.)
-        cross_source_weight: how often a negative of another source counts in the softmax: log of it is added to the pair's
+            computes it over several ranks. Every gathered feature is a constant, also the rank's own: a feature gets P - Y
+            through its own softmax and nothing through the others'. This gradient is wrong, for that comparison only.
+            (A.1 speaks of other ranks' features only; the released gather detaches all.)
+        cross_source_weight: how often a negative of another source counts in the softmax: its log is added to the pair's
             logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` tells the sources apart.
-        positives: whose samples are each other's positives besides a pair's own two: "pair" nobody's, "caption" those with
+        positives: which samples are each other's positives besides a pair's own two: "pair" none, "caption" those with
             the same `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
             is even over its positives (UniCL, CVPR 2022). A positive of another source has weight 1.
-        distill_weight: W in (1 - W) * contrastive + W * distillation, the cross-entropy from the teachers' softmaxes over
-            the effective batch, both directions, averaged over the teachers' softmaxes, to the student's. With
-            `cross_source_weight` the teachers' softmaxes have the student's offsets.
+        distill_weight: W in (1 - W) * contrastive + W * distillation: the cross-entropy from the mean of the teachers'
+            softmaxes to the student's, over the effective batch, both directions. With `cross_source_weight` the teachers'
+            softmaxes have the student's offsets.
         distill_temperature: of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
 
     Attributes:
-        report: what the last call saw, pair by pair, for a log (`problem.Report`).
+        report: each pair's loss, source and twins in the last call, for a log (`problem.Report`).
 
     Raises:
-        UserError: a value out of range, or one of the last four beside gather_grad=False.
+        UserError: a value out of range, or one of the last four together with gather_grad=False.
     """
 
     _sigmoid = False
@@ -125,19 +125,19 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             image_features, text_features: (b, D), L2-normalised; row j of both is a pair.
-            logit_scale: the factor on the cosines itself (1 / temperature), not its logarithm; shape () or (1,).
-            logit_bias: a constant on all logits changes no softmax: accepted, and given its true gradient of zero.
+            logit_scale: the factor on the cosines (1 / temperature), not its logarithm; shape () or (1,).
+            logit_bias: accepted, with a gradient of zero: a constant on all logits changes no softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's training loop asks for.
             mixup_lambda: weight of the pair itself where one modality was mixed (A.3); the partner weighs 1 - lambda.
-            partner: (b,) local index of the row that each row was mixed with, its own inverse (see `reversed_partner`).
+            partner: (b,) local index of the row that each row was mixed with; its own inverse (see `reversed_partner`).
             ids: "source", "caption", "image" -> (b,) int64 each, on any device: equal numbers are the same source,
-                caption or picture. Those that the options ask for must be there; "source" is also kept for the report.
-            teacher_features: (image features, text features) of each teacher, (b, D_t) each, L2-normalised, in any
-                precision (half of it is gathered and held as it is), on any device; the same number on each rank.
+                caption or picture. Those that the options need must be given; "source" is also kept for the report.
+            teacher_features: (image features, text features) of each teacher, (b, D_t) each, L2-normalised, on any
+                device, in any precision (fp16 and bf16 are gathered and kept so); as many teachers on each rank.
 
         Raises:
-            UserError: shapes that do not match, half of the mixup arguments, ids or teachers that an option needs, mixup
-                with what it is not defined for, or no process group of `world_size` ranks.
+            UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
+                option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
         if image_features.ndim != 2 or image_features.shape != text_features.shape or len(image_features) == 0:
             raise UserError(
@@ -200,8 +200,8 @@ class ContrastiveLoss(nn.Module):
     def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
         if self._sigmoid:
             raise UserError(
-                "mixup is not defined with the sigmoid loss: a pair is a positive or a negative, and no part of one; leave one "
-                "of them out."
+                "mixup is not defined with the sigmoid loss: a pair is a positive or a negative, nothing between; leave one of "
+                "them out."
             )
         if self.positives != "pair":
             raise UserError(
@@ -217,7 +217,7 @@ class ContrastiveLoss(nn.Module):
             own = sources.to(partner.device)
             if not torch.equal(own, own[partner]):
                 raise UserError(
-                    "with cross_source_weight a mixup partner must be of the row's own source, for a sample mixed from two "
+                    "with cross_source_weight a mixup partner must be of the row's own source, because a sample mixed from two "
                     "sources belongs to neither; pair rows within their source."
                 )
 
@@ -236,18 +236,18 @@ class ContrastiveLoss(nn.Module):
 
 
 class SigmoidLoss(ContrastiveLoss):
-    """SigLIP's sigmoid loss (Zhai et al., ICCV 2023), exact over ranks, in row chunks; called as open_clip's `SigLipLoss` is.
+    """SigLIP's sigmoid loss (Zhai et al., ICCV 2023), exact over ranks, in row chunks; called like open_clip's `SigLipLoss`.
 
-    Every pair of an image and a text is asked whether it belongs together: softplus(-y (s <I_i, T_j> + b)), summed over the
-    texts, averaged over the images of all ranks. Value and gradients come as `ContrastiveLoss`'s do: the value is the mean
-    over ranks, the same on each, and the ranks may hold different numbers of rows.
+    Each pair of an image and a text is a binary classification: softplus(-y (s <I_i, T_j> + b)), summed over the texts,
+    averaged over the images of all ranks. As in `ContrastiveLoss` the value is the mean over ranks, the same on each, and the
+    ranks may hold different numbers of rows.
 
     Args:
         chunk_size, rank, world_size: see `ContrastiveLoss`.
         cross_source_weight: of the terms of negatives from other sources.
-        positives: all samples that share a caption or picture are positives of each other, each a term of weight 1.
-        distill_weight, distill_temperature: the teachers' part is the cross-entropy of softmaxes, as in `ContrastiveLoss`, of
-            the student's logits without bias.
+        positives: which samples are each other's positives, as in `ContrastiveLoss`; each is a term of weight 1.
+        distill_weight, distill_temperature: as in `ContrastiveLoss`, a cross-entropy of softmaxes; the student's logits are
+            taken without bias.
 
     Raises:
         UserError: a value out of range.
@@ -329,7 +329,7 @@ def _checked_teachers(
 ) -> Sequence[tuple[Tensor, Tensor]]:
     if bool(teachers) != bool(distill_weight):
         raise UserError(
-            f"distill_weight is {distill_weight:g} and {len(teachers)} teachers' features are given; the one needs the other."
+            f"distill_weight is {distill_weight:g} and {len(teachers)} teachers' features are given; give both or neither."
         )
     for number, (images, texts) in enumerate(teachers):
         if images.ndim != 2 or images.shape != texts.shape or len(images) != b or images.dtype != texts.dtype:

@@ -1,4 +1,4 @@
-"""Rows of all ranks in one tensor, whatever each rank holds.
+"""Rows of all ranks in one tensor; ranks may hold different numbers of rows.
 
 Shapes: `W` ranks, `b` local rows (may differ from rank to rank), `N` rows of all ranks.
 """
@@ -35,7 +35,7 @@ def gathered_sizes(size: int, world_size: int, device: torch.device) -> list[int
 
 
 class Ranks:
-    """Where this rank's b rows stand among the N rows of all ranks, in rank order.
+    """The position of this rank's b rows among the N rows of all ranks, in rank order.
 
     Attributes:
         sizes: rows of each rank.

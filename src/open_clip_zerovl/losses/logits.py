@@ -1,4 +1,4 @@
-"""The logits s <I_i, T_j> + o_ij, a chunk of rows at a time, seen from the images' side or from the texts'.
+"""The logits s <I_i, T_j> + o_ij, a chunk of rows at a time; rows are images or texts.
 
 Shapes: `b` local rows, `N` rows of all ranks, `D` width of the features. Side 0: rows are images, columns are texts; side 1:
 rows are texts, columns are images. A mask of pairs (i, j) is symmetric, so that it serves both sides.
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from open_clip_zerovl.losses.gathering import Ranks
 
-NO_PAIR = (
-    -1e30
-)  # a logit whose probability is zero; finite, for a column without any other logit has a softmax in no chunk
-_WIDENED_ROWS = 16384  # of features in half precision that are widened at once
+# A logit of probability zero. It is finite because a chunk may hold no other logit of a column, and inf - inf is NaN.
+NO_PAIR = -1e30
+_WIDENED_ROWS = 16384  # rows of half-precision features that are cast to the products' precision at once
 
 
 class CrossSource:
@@ -27,7 +26,8 @@ class CrossSource:
         weight: w; 0 leaves them out, 1 is no offset.
         sources: (N,) the source of each sample of all ranks.
         mine: the local rows among all.
-        positives: gives which pairs (rows, N) are positives, and hence get no offset; None: none of two sources are.
+        positives: local rows -> (rows, N) bool, pairs that are positives and get no offset; None: no positive is of two
+            sources.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CrossSource:
         self._positives = positives
 
     def crossing(self, rows: slice) -> Tensor:
-        """Which pairs are negatives of two sources: (rows, N) bool."""
+        """Which pairs are negatives from another source: (rows, N) bool."""
         crossing = self._own[rows][:, None] != self._sources
         if self._positives is not None:
             crossing &= ~self._positives(rows)
@@ -59,9 +59,9 @@ class Logits:
         image_features, text_features: (b, D), without graph.
         scale: s, shape ().
         offset: o_ij, or None.
-        precision: of the products. Features of less are gathered as they are (half the traffic in bf16) and widened, which
-            is exact.
-        widen_at_once: widen all features at once, (N, D); if not, those of a chunk of columns at a time.
+        precision: of the products. Features of lower precision are gathered as they are (half the traffic in bf16) and then
+            cast, which is exact.
+        widen_at_once: cast all features at once, (N, D); False: those of a chunk of columns at a time.
 
     Attributes:
         own: images and texts of this rank, (b, D) each.

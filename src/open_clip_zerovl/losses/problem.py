@@ -8,8 +8,8 @@ targets Y (rows of Y_rows and columns of Y_columns sum to one):
     L = 1/(2N) sum_i (logsumexp_j z_ij - sum_j Y_rows_ij z_ij)  +  1/(2N) sum_j (logsumexp_i z_ij - sum_i Y_columns_ij z_ij)
     dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
 
-A loss of the family is a choice of offsets o (`logits`) and of targets Y (`targets`). Where sigmoids take the place of the two
-softmaxes (`sigmoid`), their derivative stands in that of P + Q - Y_rows - Y_columns, and all else is the same.
+A loss is a choice of offsets o (`logits`) and of targets Y (`targets`). With sigmoids in place of the two softmaxes (`sigmoid`)
+their derivative replaces P + Q - Y_rows - Y_columns; all else is the same.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from open_clip_zerovl.precision import ieee_products
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same in each step.
+    """Options of the loss, the same in each step.
 
     Attributes:
         chunk_size: rows of the logits alive at once, None: all local rows.
         gather_grad: False: every gathered feature is a constant (Table 4's baseline).
         cross_source_weight: of negatives from other sources.
-        sigmoid: the contrastive part is SigLIP's; the teachers' part has softmaxes in any case.
+        sigmoid: the contrastive part is SigLIP's; the teachers' part always has softmaxes.
         distill_weight, distill_temperature: the teachers' share of the loss, and the temperature of their softmaxes.
     """
 
@@ -54,12 +54,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Batch:
-    """What this rank's b samples have besides their features.
+    """Targets, ids and teachers of this rank's b samples.
 
     Attributes:
         pairs: (weight, local column of each local row) of the targets; None stands for the diagonal.
-        sources: (b,) source of each sample, or None where nobody asks.
-        shared: ids (b,) of which equal ones make positives.
+        sources: (b,) source of each sample, or None.
+        shared: ids (b,); samples with an equal id are each other's positives.
         teachers: (image features (b, D_t), text features (b, D_t)) of each teacher.
     """
 
@@ -71,7 +71,7 @@ class Batch:
 
 @dataclass
 class Report:
-    """What the last call saw of all ranks' samples, for a log; tensors on the device, without graph.
+    """Losses of all ranks' samples in the last call, for a log; tensors on the device, without graph.
 
     Attributes:
         pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
@@ -85,7 +85,7 @@ class Report:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Value and gradient are computed together; the backward pass only scales what is kept."""
+    """Computes value and gradient together in the forward pass; the backward pass only scales the gradient."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class ChunkedLoss(torch.autograd.Function):
             report.pair_losses, report.sources, report.twins = problem.pair_losses, problem.sources, problem.twins
             if grad_enabled and any(ctx.needs_input_grad[:4]):
                 image_grad, text_grad, scale_grad, bias_grad = problem.gradients()
-                # In fp32 until a loss scaler's factor is on them: fp16 would round small ones to zero here.
+                # Kept in fp32 until `backward` has multiplied them by a loss scaler's factor: fp16 rounds small ones to zero.
                 scalars = [
                     (scalar.dtype, grad.reshape(scalar.shape))
                     for scalar, grad in ((logit_scale, scale_grad), (logit_bias, bias_grad))
@@ -127,7 +127,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 class Problem:
-    """`value()` (first sweep, all communication), then `gradients()` (second sweep, none)."""
+    """Call `value()` (first sweep, with all communication), then `gradients()` (second sweep, without)."""
 
     def __init__(
         self,
@@ -202,10 +202,10 @@ class Problem:
         self.softmax = self.pairs is not None or bool(self.dense)
         self.softmax_share = 1.0 if self.sigmoid is None else settings.distill_weight  # what its targets sum to
         self.normalisers = Normalisers()
-        self.only_logits: Tensor | None = None  # where one chunk holds all rows, the second sweep need not redo it
+        self.only_logits: Tensor | None = None  # the logits, kept for the second sweep where one chunk holds all rows
 
     def value(self) -> Tensor:
-        """Mean loss over the N pairs of all ranks; leaves both softmaxes' normalisers for the gradients."""
+        """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
         b, n = len(self.logits.own[0]), self.ranks.total
         positive = self.scale.new_zeros(b) if self.pairs is None else self.pairs.logit(self.logits)
         # Sum over i of Y_columns_ij z_ij, less the sigmoid's losses: this rank's part.
@@ -226,7 +226,7 @@ class Problem:
                 of_texts += of_columns / 2
             if len(self.chunks) == 1:
                 self.only_logits = logits
-            del logits  # before the next chunk is made, so that one is alive at a time
+            del logits  # before the next chunk is made: one chunk in memory at a time
         if self.softmax:
             positive, *others = self.normalisers.gather(
                 self.ranks, rows=[positive], columns=[] if of_texts is None else [of_texts]
@@ -242,26 +242,26 @@ class Problem:
         return self.pair_losses.mean()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W times the mean loss' gradient by this rank's image and text rows, (b, D) each, and its share of d/ds, d/db."""
+        """W times the mean loss' gradient with respect to this rank's image and text rows, (b, D) each, s and b (its share)."""
         n, w = self.ranks.total, self.ranks.world_size
         self.bias_sum = self.scale.new_zeros(())
-        if w == 1:  # the texts' logits are the images', transposed: one sweep gives both sides
+        if w == 1:  # the texts' logits are the images' logits, transposed: one sweep gives both sides
             text_sums = torch.zeros_like(self.logits.own[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
             image_sums, scale_sum = self._sweep(0)
             self.only_logits = None
             text_sums, text_scale_sum = self._sweep(1)
-            if not self.gather_grad:  # the scale is no feature: each direction gives its share of the whole gradient
+            if not self.gather_grad:  # without Q each direction holds only its own half of d/ds
                 scale_sum = scale_sum + text_scale_sum
         factor = w / (2 * n)
         scaled = self.scale * factor
         return image_sums.mul_(scaled), text_sums.mul_(scaled), scale_sum * factor, self.bias_sum * factor
 
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(P + Q - Y_rows - Y_columns) others for the local rows of a side, and its inner product with them.
+        """(P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.
 
-        Without gather's gradient P - Y. With `other_sums`, (P + Q - Y_rows - Y_columns)^T own is added to it.
+        Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ own is added to `other_sums`.
         """
         own, others = self.logits.own[side], self.logits.all[1 - side]
         sums = torch.empty_like(own)

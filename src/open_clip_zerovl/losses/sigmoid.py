@@ -1,4 +1,4 @@
-"""The sigmoid's part of a loss (SigLIP, Zhai et al., ICCV 2023): every pair (i, j) is asked for itself, without normaliser.
+"""The sigmoid's part of a loss (SigLIP, Zhai et al., ICCV 2023): a term for each pair (i, j), without a normaliser.
 
 Shapes: `N` rows of all ranks, rows of local rows. With z_ij = s <I_i, T_j> + b, y_ij = 1 for positives and -1 else, and
 weights w_ij of the pairs of two sources (1 elsewhere):
@@ -22,9 +22,9 @@ class Sigmoid:
     Args:
         bias: b, shape ().
         mine: the local rows among all.
-        shared: whose samples are each other's positives; None: a pair's own two.
+        shared: which samples are each other's positives; None: a pair's own two.
         offset: how often negatives of other sources count; None: as often as others.
-        share: of the loss, 0..1.
+        share: weight of this part in the loss, 0..1.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class Sigmoid:
         self._bias, self._mine, self._shared, self._offset, self._share = bias, mine, shared, offset, share
 
     def losses(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Sum over j of this part of the loss of each image row (rows,), and over these rows i of each text (N,), times N.
+        """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
 
         Args:
-            logits: s <I_i, T_j> of these local image rows, (rows, N); used up.
+            logits: s <I_i, T_j> of these local image rows, (rows, N); overwritten.
         """
         each = logsigmoid(self._missed(logits, rows).neg_()).neg_()
         self._weigh(each, rows)
         return each.sum(dim=1), each.sum(dim=0)
 
     def derivative(self, logits: Tensor, rows: slice) -> Tensor:
-        """N times the derivative of the loss by these logits (rows, N), in their memory; the same from either side."""
+        """N times the derivative of the loss by these logits (rows, N), in their memory; the same for images and texts."""
         each = self._missed(logits, rows).sigmoid_()
         self._negate_positives(each, rows)
         return self._weigh(each, rows)
 
     def _missed(self, logits: Tensor, rows: slice) -> Tensor:
-        """-y z: how far each pair is on the wrong side."""
+        """-y z, positive where a pair is classified wrongly; in the logits' memory."""
         missed = logits.add_(self._bias)
         self._negate_positives(missed, rows)
         return missed

@@ -1,4 +1,4 @@
-"""Both softmaxes of a matrix that exists a chunk of rows at a time: over the texts of each image, over the images of each text.
+"""Both softmaxes of a matrix of which one chunk of rows exists at a time: over each image's texts, and over each text's images.
 
 Shapes: `b` local rows, `N` rows of all ranks.
 """
@@ -20,8 +20,8 @@ class Normaliser:
 
         softmax(logits)[i, j] = exp(logits[i, j] - maximum[i]) / total[i]
 
-    The two are kept apart. Their log-sum-exp would have only five digits after a maximum near 100 in fp32, and the softmax
-    would sum to one only to 1e-5.
+    The two are not joined to a log-sum-exp: near a maximum of 100 that has five decimal digits in fp32, and the softmax would
+    sum to one only to 1e-5.
     """
 
     maximum: Tensor
@@ -34,7 +34,7 @@ class Normaliser:
 
     @classmethod
     def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
-        """Of the same rows, each part over other columns."""
+        """Of parts of the same rows, each part over other columns."""
         maximum = torch.stack([part.maximum for part in parts]).amax(dim=0)
         total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(dim=0)
         return cls(maximum, total)
@@ -46,7 +46,7 @@ class Normaliser:
         return Normaliser(self.maximum[rows], self.total[rows])
 
     def unsqueezed(self) -> Normaliser:
-        """As a column, to normalise rows; as it is, it normalises columns."""
+        """(rows, 1), which divides the rows of a matrix; (rows,) divides its columns."""
         return Normaliser(self.maximum[:, None], self.total[:, None])
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -76,23 +76,23 @@ class Normalisers:
         return both
 
     def see(self, logits: Tensor) -> None:
-        """The next chunk (rows, N) of this rank; it is left as it is."""
+        """Add the next chunk (rows, N) of this rank; it is not changed."""
         self._over_texts.append(Normaliser.of(logits, dim=1))
         part = Normaliser.of(logits, dim=0)
         self._over_images = part if self._over_images is None else Normaliser.merged([self._over_images, part])
 
     def gather(self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Make both whole over the ranks, in two collectives, and with them what each rank has summed besides.
+        """Complete both over the ranks, in two collectives that also carry the given tensors.
 
         Args:
             rows: each (b,), a number for each of this rank's images: gathered.
-            columns: each (N,), a number for each text from this rank's images: summed over ranks.
+            columns: each (N,), a number for each text, summed over this rank's images: summed over ranks.
 
         Returns:
             `rows` and `columns`, each (N,).
         """
         assert self._over_images is not None
-        # Columns were seen from this rank's images only: the ranks' parts, (W, 2 and more, N), make the whole.
+        # This rank has seen its own images' rows of the columns; all ranks' parts are (W, 2 + len(columns), N).
         parts = ranks.stack(torch.stack([self._over_images.maximum, self._over_images.total, *columns]))
         self.over_images = Normaliser.merged([Normaliser(part[0], part[1]) for part in parts])
         own = torch.stack(
@@ -112,12 +112,12 @@ class Normalisers:
         """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
 
         Args:
-            rows: of the local rows, those that the logits are of.
+            rows: which local rows the logits are of.
             side: 0 where rows are images, 1 where rows are texts.
         """
         normaliser = self.over_texts if side == 0 else self.over_images
         return normaliser[self._mine][rows].unsqueezed().probabilities(logits)
 
     def over_own(self, logits: Tensor, side: int) -> Tensor:
-        """Q: what the softmaxes of the other side's rows give to each of these rows, (rows, N), in the logits' memory."""
+        """Q: the softmaxes of the other side's rows, at each of these rows, (rows, N), in the logits' memory."""
         return (self.over_images if side == 0 else self.over_texts).probabilities(logits)

@@ -1,12 +1,12 @@
-"""What the softmaxes are to be: the targets Y of a batch, never held as a whole.
+"""The targets Y of the softmaxes over a batch, never held as a whole.
 
-Shapes: `b` local rows, `N` rows of all ranks. Y_rows (N, N) is the target of each image's softmax over the texts, its rows sum
-to one; Y_columns that of each text's softmax over the images, its columns sum to one. `rows` of local rows are seen from a
-side: 0 where they are images, 1 where they are texts.
+Shapes: `b` local rows, `N` rows of all ranks. Y_rows (N, N) is the target of each image's softmax over the texts; its rows sum
+to one. Y_columns is the target of each text's softmax over the images; its columns sum to one. `rows` are some of the local
+rows; `side` is 0 where they are images, 1 where they are texts.
 
-    Pairs     one's own pair, or (1 - lambda) of it a mixup partner's: one number a row, Y_rows = Y_columns
+    Pairs     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
     Shared    all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
-    Teachers  the mean of the teachers' own softmaxes over the same batch
+    Teachers  the mean of the teachers' softmaxes over the same batch
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from open_clip_zerovl.losses.softmax import Normalisers
 class Pairs:
     """The non-zeros of Y as (weight, local column of each local row).
 
-    Y = lambda * 1 + (1 - lambda) * Perm: since the partner of my partner is I, Perm is symmetric, and one Y serves both
-    directions of A.3 (image j against text partner(j), and text j against image partner(j)).
+    Y = lambda * identity + (1 - lambda) * permutation. The partner of a row's partner is the row itself, so the permutation is
+    symmetric and one Y serves both directions of A.3 (image j with text partner(j), and text j with image partner(j)).
 
     Args:
         weighed: (weight, (b,) local column); the weights sum to one, or to this target's share of the loss.
@@ -40,7 +40,7 @@ class Pairs:
         return logits.scale * sum(weight * (images * texts[column]).sum(dim=1) for weight, column in self._weighed)
 
     def subtract_from(self, weights: Tensor, rows: slice, times: float) -> None:
-        """weights -= times * Y for these local rows; inside the matrix, where P is near Y and cancels without loss."""
+        """weights -= times * Y for these local rows. On the matrix itself nothing is lost to rounding where P is near Y."""
         index = torch.arange(len(weights), device=weights.device)
         for weight, column in self._weighed:
             weights[index, self._start + column[rows]] -= times * weight
@@ -49,19 +49,19 @@ class Pairs:
 class Shared:
     """Y of samples that share a caption or a picture: i and j are each other's positives where any of their ids is the same.
 
-    A row's target is even over its positives, its own pair among them. Same caption or same picture together are no
-    equivalence: i may share its caption with j and j its picture with k, where i and k share nothing.
+    A row's target is even over its positives, its own pair among them. With captions and pictures this relation is not
+    transitive: i may share its caption with j, and j its picture with k, while i and k share nothing.
 
     Args:
         ids: one or two tensors (N,) of all ranks: captions, pictures.
         mine: the local rows among all.
-        share: of the loss, 0..1.
+        share: weight of this part in the loss, 0..1.
     """
 
     def __init__(self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype, share: float = 1.0) -> None:
         self._ids, self._mine = ids, mine
         self.counts = _occurrences(ids[0])  # (N,) positives of each sample, itself among them
-        if len(ids) == 2:  # who shares both is to be counted once
+        if len(ids) == 2:  # a sample that shares both is counted once
             self.counts = self.counts + _occurrences(ids[1]) - _occurrences(_joined(ids[0], ids[1]))
         self._even = share / self.counts.to(dtype)
 
@@ -73,13 +73,13 @@ class Shared:
         return first
 
     def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of image rows: sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
+        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
         wanted = logits.masked_fill(~self.related(rows), 0.0)
         return wanted.sum(dim=1) * self._even[self._mine][rows], wanted.sum(dim=0) * self._even
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
-        even = self._even[self._mine][rows][:, None] + self._even  # (rows, N), the same from either side
+        even = self._even[self._mine][rows][:, None] + self._even  # (rows, N), the same for images and texts
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
@@ -87,15 +87,15 @@ class Teachers:
     """The mean over teachers of their softmaxes: Y_rows over the texts of each image, Y_columns over the images of each text.
 
     Args:
-        teachers: each teacher's logits, with its own temperature, and their normalisers.
-        share: of the loss, 0..1.
+        teachers: each teacher's logits, at the teachers' temperature, and their normalisers.
+        share: weight of this part in the loss, 0..1.
     """
 
     def __init__(self, teachers: Sequence[tuple[Logits, Normalisers]], share: float) -> None:
         self._teachers, self._each = teachers, share / len(teachers)
 
     def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of image rows: sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
+        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for teacher, normalisers in self._teachers:
             own = teacher.chunk(rows, side=0)
@@ -112,12 +112,12 @@ class Teachers:
 
 
 def _occurrences(ids: Tensor) -> Tensor:
-    """How many of the ids (N,) equal each of them: (N,). Shapes depend on no value, so that no device is waited for."""
+    """How many of the ids (N,) equal each of them: (N,). No shape depends on a value, so the host does not wait for the GPU."""
     ordered = ids.sort().values
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """One id (N,) of two: equal where both are."""
+    """One id (N,) of two: equal where both ids are equal."""
     place, other_place = (torch.searchsorted(ids.sort().values, ids) for ids in (one, other))  # each below N
     return place * len(one) + other_place
