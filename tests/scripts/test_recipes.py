@@ -239,7 +239,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     command = [*RECIPES_PROGRAM, "train-finetune-coco", "--data", tmp_path, "--gpus", "8", "--gpu-memory", "32"]
     command += ["--nodes", "2", "--sbatch=--partition=gpu", *settings("init-from=a.pt")]
     blind = subprocess.run([*command[:6], *command[10:]], env=environment, capture_output=True, text=True)
-    assert blind.returncode == 1 and "no GPUs to tell what a SLURM node has: give --gpus" in blind.stderr
+    assert blind.returncode == 1 and "no GPUs, so those of a SLURM node are not known: give --gpus" in blind.stderr
     assert not (tmp_path / "submitted").exists()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "Submitted batch job 7" in done.stdout
