@@ -227,7 +227,7 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
             with_text_model(small, source)
     with pytest.raises(UserError, match="own text tower"):
         check_model("ViT-B-32", text_model=bert)
-    with pytest.raises(UserError, match="brings its own text tower"):
+    with pytest.raises(UserError, match="has its own text tower"):
         check_model("local-dir:/somewhere", text_model=bert)
     with pytest.raises(UserError, match="no ImageNet weights"):
         check_model("ViT-B-32", pretrained_image=True)

@@ -114,7 +114,7 @@ def test_training_knows_every_flag_of_the_plan_under_its_name():
         ("--model m --train-data a=/x --sampling random --debiased-sampling", "contradict"),
         ("--model m --train-data a=/x --assume p100:8", "--assume p100:8 names no GPU"),
         ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),
-        ("--model m --train-data a=/x --assume v100:2 --gpus 2", "both tell a number"),
+        ("--model m --train-data a=/x --assume v100:2 --gpus 2", "both give a number"),
         ("--model zerovl-emojo --train-data a=/x --device cpu", "did you mean zerovl-emoji"),
         ("--model m --train-data a=/x --gpus 64 --device cpu", "--gpus 64 asks for more than the 0 GPUs"),
     ],
@@ -378,7 +378,7 @@ def test_open_clips_own_towers_in_mixed_precision(tmp_path, precision):
     plan = make_plan(settings_of(name, precision=precision, effective_batch=20, workers=0, **where))
     assert plan.step_seconds > 0 and plan.missing == []
     assert (plan.batching.micro_batch, plan.batching.dga_steps) == (16, 1)
-    assert any("effective batch is 16 in place of 20" in note for note in plan.notes)
+    assert any("effective batch is 16 instead of 20" in note for note in plan.notes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,11 +434,11 @@ def test_missing_shard_and_missing_folder_are_named(tmp_path):
     (tmp_path / "a" / "00001.tar").unlink()
     found = missing_of(train_data=f"{train_data}::sbu={tmp_path}/sbu::noto={tmp_path}/emoji/noto")
     assert [what.partition(":")[0] for what in found] == ["a", "sbu", "noto"]
-    assert "1 of 4 shards are not there, first" in next(iter(found))
+    assert "1 of 4 shards are missing, first" in next(iter(found))
     assert found[f"sbu: there is no {tmp_path}/sbu"] == f"zerovl data sbu --out {tmp_path}/sbu"
     assert found[f"noto: there is no {tmp_path}/emoji/noto"] == f"zerovl data emoji --out {tmp_path}/emoji"
     folder = missing_of(train_data=f"a={tmp_path}/a")  # where only sizes.json knows of it
-    assert "1 of 4 shards are not there, first" in next(iter(folder)) and "00001.tar" in next(iter(folder))
+    assert "1 of 4 shards are missing, first" in next(iter(folder)) and "00001.tar" in next(iter(folder))
     braces = missing_of(train_data=f"sbu={tmp_path}/sbu/{{00000..00086}}.tar")
     assert braces == {f"sbu: there is no {tmp_path}/sbu": f"zerovl data sbu --out {tmp_path}/sbu"}
 

@@ -1,4 +1,4 @@
-"""Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, built with guards."""
+"""Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, checked before they are built."""
 
 from open_clip_zerovl.late import handed_on
 

@@ -1,8 +1,8 @@
-"""A model built from its config by open_clip, with guards where open_clip 3.3 goes on without a word.
+"""Building a model with open_clip, and refusing what open_clip 3.3 would build differently without a message.
 
-It does so where a name is not registered (CLIP's BPE tokenizer in place of BERT's), and where a config's
-`hf_model_pretrained` is false (the argument `pretrained_text`, true by default, overwrites it). `check_model` and
-`create_model_and_transforms` stand in these two places.
+For a name that is not registered open_clip gives CLIP's BPE tokenizer instead of BERT's: `check_model` refuses it. It also
+overwrites a config's `hf_model_pretrained` with its argument `pretrained_text`, true by default: `create_model_and_transforms`
+honours the config.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
 
     Args:
         name: a registered model with an HF text tower.
-        text_model: a folder (kept as an absolute path) or a hub id; it gives the tower's config, tokenizer and, where
-            the folder holds them, weights. A folder without weights gives a tower of random weights, with a warning.
+        text_model: a folder (kept as an absolute path) or a hub id, with the tower's config, tokenizer and weights. For a
+            folder without weights the tower starts at random, with a warning.
 
     Raises:
-        UserError: what `check_model` refuses.
+        UserError: as `check_model`.
     """
     check_model(name, text_model=text_model)
     config = get_model_config(_registered_name(name))
@@ -54,7 +54,7 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     derived = f"{_registered_name(name)}--{label}-{digest}"
     if derived not in open_clip.list_models():
-        # open_clip registers from files only; it has read this one when add_model_config returns.
+        # open_clip registers from files only; add_model_config reads the file before it returns.
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / f"{derived}.json"
             file.write_text(json.dumps(config), encoding="utf-8")
@@ -67,23 +67,23 @@ def _registered_name(name: str) -> str:
 
 
 def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
-    """Refuse a model that open_clip would fail on late, or would quietly build differently from what was asked.
+    """Refuse a model with which open_clip would fail late, or which it would build differently without a message.
 
-    `local-dir:` and `hf-hub:` names bring their own config: a folder's is read, a hub's is not. Nothing is downloaded.
+    `local-dir:` and `hf-hub:` names have their own config: a folder's is read, a hub's is not. Nothing is downloaded.
 
     Args:
         text_model: see `with_text_model`.
-        pretrained_image: weights of the image tower are asked for (open_clip's `--pretrained-image`).
+        pretrained_image: whether weights of the image tower are asked for (open_clip's `--pretrained-image`).
 
     Raises:
-        UserError: an unknown name (with close ones); a local-dir without a whole config; a folder of the text tower that is
-            missing or incomplete; a tokenizer that would be CLIP's BPE in front of an HF tower; more tokens than the tower
-            has embeddings or positions for; `pretrained_image` for a tower that is not timm's (open_clip ignores it).
+        UserError: an unknown name (the sentence has similar names); a local-dir without a complete config; a missing or
+            incomplete folder of the text tower; CLIP's BPE tokenizer for an HF tower; more tokens than the tower has
+            embeddings or positions for; `pretrained_image` for a tower that is not timm's (open_clip ignores it).
     """
     schema, identifier = _parsed(name)
     if schema is not None:
         if text_model is not None:
-            raise UserError(f"{name} brings its own text tower; leave the text model {text_model} away")
+            raise UserError(f"{name} has its own text tower; leave the text model {text_model} out")
         if schema == "local-dir":
             check_local_dir(Path(identifier))
         return
@@ -95,7 +95,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
         raise UserError(f"open_clip knows no model {name!r}; {hint}")
     text_cfg, vision_cfg = config["text_cfg"], config["vision_cfg"]
     if registered != name and (text_cfg.get("hf_tokenizer_name") or "siglip" in name.lower()):
-        raise UserError(f"write {registered} for {name}: with '/' open_clip would quietly take CLIP's BPE tokenizer")
+        raise UserError(f"write {registered} instead of {name}: with '/' open_clip would take CLIP's BPE tokenizer")
     if pretrained_image and "timm_model_name" not in vision_cfg:
         raise UserError(f"{name} has open_clip's own image tower, for which there are no ImageNet weights to load")
 
@@ -106,8 +106,8 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
         return
     if text_model is None and not text_cfg.get("hf_tokenizer_name"):
         raise UserError(
-            f"the config of {name} has an HF text tower ({tower}) but no hf_tokenizer_name, so open_clip would quietly "
-            "take CLIP's BPE tokenizer; name the tokenizer in the config"
+            f"the config of {name} has an HF text tower ({tower}) but no hf_tokenizer_name, so open_clip would take CLIP's "
+            "BPE tokenizer; name the tokenizer in the config"
         )
     sources = {text_model} if text_model is not None else {tower, text_cfg["hf_tokenizer_name"]}
     by_default = text_model is None and registered.startswith("zerovl-emoji")
@@ -117,7 +117,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
 
 
 def _parsed(name: str) -> tuple[str | None, str]:
-    """Schema and the rest of a model's name, as open_clip reads them. UserError for an empty path."""
+    """Schema and rest of a model's name: "local-dir:/a" is ("local-dir", "/a"). UserError for an empty path."""
     try:
         return parse_model_name(name)
     except ValueError as error:
@@ -125,7 +125,7 @@ def _parsed(name: str) -> tuple[str | None, str]:
 
 
 def _text_folder(source: str | os.PathLike[str]) -> Path | None:
-    """The folder that `source` names (absent, too, if it can only be a path), or None for a hub id."""
+    """The folder that `source` names, or None for a hub id. A name that can only be a path is returned even if it is absent."""
     text, path = os.fspath(source), Path(source).expanduser()
     looks_like_path = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     return path if path.is_dir() or looks_like_path else None
@@ -143,7 +143,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
         if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(source, "config.json"), str):
             raise UserError(
                 f"the text tower {source} is neither a folder nor in the Hugging Face cache, and HF_HUB_OFFLINE "
-                f"forbids the download; give a folder that holds it as the text model{made_by}"
+                f"forbids the download; give its folder as the text model{made_by}"
             )
         return
     if not folder.is_dir():
@@ -162,7 +162,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     tokens, embeddings = _vocabulary_size(folder), config.get("vocab_size")
     if tokens and embeddings and tokens > embeddings:
         raise UserError(
-            f"the tokenizer in {folder} knows {tokens} tokens, the tower only {embeddings}: they do not match"
+            f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
         )
     positions = config.get("max_position_embeddings")
     if positions and context_length > positions:
@@ -172,7 +172,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
 
 
 def _vocabulary_size(folder: Path) -> int:
-    """How many tokens the folder's tokenizer can emit; 0 where its format does not say it plainly."""
+    """How many tokens the folder's tokenizer has; 0 if its format does not list them."""
     if (file := folder / "tokenizer.json").is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab")
@@ -185,10 +185,9 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def pretrained_text_of(name: str) -> bool:
-    """Whether the registered config of `name` wants its text tower's own weights.
+    """The config's `hf_model_pretrained`, as the value of create_model's argument `pretrained_text`, which overwrites it.
 
-    create_model overwrites the config's `hf_model_pretrained` with its argument `pretrained_text`; this is the value
-    to give it. True, as by default in open_clip, for a model without HF tower or with a schema.
+    True, open_clip's default, for a model without HF tower or with a schema.
     """
     config = get_model_config(_registered_name(name)) if parse_model_name(name)[0] is None else None
     return (config or {}).get("text_cfg", {}).get("hf_model_pretrained", True)
@@ -196,7 +195,7 @@ def pretrained_text_of(name: str) -> bool:
 
 @no_code_from_data()
 def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
-    """open_clip's function of this name, honouring the config's `hf_model_pretrained`, and failing with a sentence.
+    """open_clip's function of this name, which honours the config's `hf_model_pretrained` and fails with a sentence.
 
     Args:
         model_name, pretrained, options: as for `open_clip.create_model_and_transforms`.
@@ -205,7 +204,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         model, training transform, evaluation transform.
 
     Raises:
-        UserError: weights that cannot be had (hub out of reach and not in its cache, missing file) or do not fit; patch
+        UserError: weights that cannot be loaded (hub out of reach and not in its cache, missing file) or do not fit; patch
             dropout for an image tower without patch tokens.
     """
     options.setdefault("pretrained_text", pretrained_text_of(model_name))
@@ -219,7 +218,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         reason = " ".join(str(error).split())
         raise UserError(
             f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "
-            "(without internet, give folders or files that are here: a text model folder, pretrained weights)"
+            "(without internet, give local folders or files: a text model folder, pretrained weights)"
         ) from error
     except TypeError as error:
         if "patch_drop_rate" not in str(error):
@@ -233,7 +232,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
     given = pretrained or options.get("pretrained_image") or options.get("pretrained_image_path")
     if wants_weights and not given:
         log.warning(
-            "%s: the image tower starts at random; the paper's starts from ImageNet-21k (--pretrained-image).",
+            "%s: the image tower starts at random; the paper's starts from ImageNet-21k weights (--pretrained-image).",
             model_name,
         )
     return created

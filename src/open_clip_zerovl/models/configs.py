@@ -1,8 +1,8 @@
-"""The model configs of sections 2.2 and A.9, and how they reach open_clip.
+"""The model configs of sections 2.2 and A.9, and their registration with open_clip.
 
-`model_configs/*.json` pair a timm ViT (class token, ImageNet-21k weights `augreg_in21k`, which timm calls by the name that
-the paper's released code used) with an HF BERT (raw [CLS]). Both are projected to 512 without bias. The temperature starts
-at 0.02 (logit_scale = 50, stored as its logarithm).
+`model_configs/*.json` pair a timm ViT (class token, the ImageNet-21k weights `augreg_in21k`, which timm gives for the name in
+the paper's released code) with an HF BERT (raw [CLS]). Both are projected to 512 without bias. The temperature starts at 0.02
+(`logit_scale` holds the logarithm of 50).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ TEXT_WEIGHTS = (
 
 
 def logit_scale_of(temperature: float) -> float:
-    """The value of open_clip's `logit_scale` parameter, a logarithm, for a softmax temperature: ln(1 / temperature)."""
+    """The value of open_clip's `logit_scale` parameter for a softmax temperature: ln(1 / temperature)."""
     if not temperature > 0:
         raise UserError(f"a temperature must be positive, got {temperature}")
     return -math.log(temperature)
 
 
 def register_model_configs() -> list[str]:
-    """Make this package's model names known to open_clip; calling it again changes nothing.
+    """Register this package's models with open_clip; calling it again changes nothing.
 
     Returns:
         The registered names, sorted.
 
     Raises:
-        UserError: the JSON files are not where the package was installed, or open_clip did not take one of them
-            (it ignores a wrong folder and an incomplete file without a word).
+        UserError: the package was installed without the JSON files, or open_clip did not register one of them (it ignores a
+            wrong folder and an incomplete file without a message).
     """
     configs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONFIG_FOLDER.glob("*.json"))}
     if not configs:

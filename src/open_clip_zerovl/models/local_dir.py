@@ -1,8 +1,8 @@
-"""A folder that open_clip opens as `local-dir:FOLDER`, read and checked before open_clip does, and never run.
+"""Checks of a folder before open_clip opens it as `local-dir:FOLDER`; none of its code is run.
 
 open_clip_config.json         model_cfg and preprocess_cfg
-open_clip_model.safetensors   the weights (or another file that open_clip knows)
-config.json, tokenizer ...    of a Hugging Face text tower, where the model has one
+open_clip_model.safetensors   the weights (or another file that open_clip loads)
+config.json, tokenizer ...    of a Hugging Face text tower, if the model has one
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCAL_DIR = "local-dir:"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `open_clip_config.json`, whose `model_cfg` names both towers.
+    """The folder's `open_clip_config.json`, whose `model_cfg` describes both towers.
 
     Raises:
         UserError: no folder, no such file, no JSON, or a config without `model_cfg`, towers or embedding width.
@@ -53,11 +53,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_local_dir(folder: Path) -> None:
-    """UserError where `read_config` raises one, or where the folder was moved away from its text tower's absolute path."""
+    """UserError as from `read_config`, or if the folder was moved and its config still has the text tower's old path."""
     source = read_config(folder)["model_cfg"]["text_cfg"].get("hf_model_name")
     if isinstance(source, str) and os.path.isabs(source) and not os.path.isdir(source):
         raise UserError(
-            f"{folder} was moved: its text tower is looked for in {source}; set hf_model_name in {CONFIG_FILE} to "
+            f"{folder} was moved: its config has its text tower in {source}; set hf_model_name in {CONFIG_FILE} to "
             f"{folder.absolute()}, or export again"
         )
 
@@ -66,7 +66,7 @@ def check_local_dir(folder: Path) -> None:
 def no_code_from_data() -> Iterator[None]:
     """Within the block (or the function that it decorates) transformers runs no Python file that came with a model.
 
-    A config may name such a file (`auto_map`) and allow it to itself (`trust_remote_code`); transformers would import it, or
+    A config may name such a file (`auto_map`) and set `trust_remote_code` itself; transformers would then import the file, or
     ask on the terminal whether it may.
 
     Raises:
@@ -77,17 +77,17 @@ def no_code_from_data() -> Iterator[None]:
     def refuse(*arguments: Any, **_: Any) -> NoReturn:
         where = f" ({arguments[1]} of {arguments[0]})" if len(arguments) > 1 and all(arguments[:2]) else ""
         raise UserError(
-            f"the model wants to run Python code that came with it{where}, and nothing here runs code that comes with data: "
-            "take a tower that transformers itself knows"
+            f"the model wants to run Python code that came with it{where}, and code that comes with data is never run: take a "
+            "tower that transformers itself can build"
         )
 
-    # Every way to such code leads through the first two; the third is asked before the terminal is.
+    # All such code is loaded through the first two. The third is called when a question on the terminal gets no answer.
     names = ("get_cached_module_file", "get_class_in_module", "_raise_timeout_error")
     kept = {name: getattr(dynamic, name) for name in names}
     kept_seconds = dynamic.TIME_OUT_REMOTE_CODE
     for name in names:
         setattr(dynamic, name, refuse)
-    dynamic.TIME_OUT_REMOTE_CODE = 0  # do not ask
+    dynamic.TIME_OUT_REMOTE_CODE = 0  # no question on the terminal
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""Weights of one tower from a file: a raw timm or BERT state dict, put under the names that open_clip's towers have.
+"""Weights of one tower from a file: a raw timm or BERT state dict under the names of open_clip's towers.
 
-open_clip 3.3 loads nothing from a file whose names are not its own, and says nothing.
+open_clip 3.3 itself loads nothing from a file with other names than its own, without a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from open_clip_zerovl.models.configs import TEXT_WEIGHTS
 
 @dataclass(frozen=True)
 class LoadedTower:
-    """What `load_pretrained_tower` did: tensors loaded, and the file's tensors that have no place in the tower."""
+    """Result of `load_pretrained_tower`: number of tensors loaded, and the file's tensors that have no place in the tower."""
 
     loaded: int
     unused: tuple[str, ...]
@@ -32,11 +32,11 @@ class LoadedTower:
 def load_pretrained_tower(
     model: nn.Module, tower: Literal["image", "text"], path: str | os.PathLike[str]
 ) -> LoadedTower:
-    """Load a tower's body from a raw timm or HF state dict, or from a whole open_clip checkpoint, projection aside.
+    """Load a tower, without its projection, from a raw timm or HF state dict or from a whole open_clip checkpoint.
 
-    open_clip's `pretrained_image_path` / `pretrained_text_path` want `trunk.*` / `transformer.*` keys and load nothing,
-    silently, from a file as timm or HF write it. Here every tensor of the tower must be found, under one of the
-    prefixes in use; what the file holds besides (a classifier, BERT's pooler and MLM head) is reported, not loaded.
+    open_clip's `pretrained_image_path` / `pretrained_text_path` expect `trunk.*` / `transformer.*` keys and load nothing from a
+    file as timm or HF write it, without a message. Here every tensor of the tower must be found, under one of the usual
+    prefixes. Other tensors of the file (a classifier, BERT's pooler and MLM head) are reported and not loaded.
 
     Args:
         model: an open_clip model with a timm image tower or an HF text tower, changed in place.
@@ -68,7 +68,7 @@ def load_pretrained_tower(
         found = weights[f"{prefix}{key}"]
         if found.shape != value.shape:
             raise UserError(
-                f"{path}: {prefix}{key} has shape {tuple(found.shape)}, the {tower} tower wants {tuple(value.shape)}; "
+                f"{path}: {prefix}{key} has shape {tuple(found.shape)}, the {tower} tower needs {tuple(value.shape)}; "
                 "nothing was loaded"
             )
     body.load_state_dict({key: weights[f"{prefix}{key}"] for key in expected})
@@ -95,6 +95,6 @@ def _read_tower_file(path: Path) -> dict[str, Tensor]:
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:
         raise UserError(f"{path} holds no tensors")
-    # BERT's first releases call the two parameters of a LayerNorm gamma and beta.
+    # BERT's first releases name the two parameters of a LayerNorm gamma and beta.
     renamed = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
     return {re.sub(r"\.LayerNorm\.(gamma|beta)$", lambda m: renamed[m[0]], key): v for key, v in weights.items()}

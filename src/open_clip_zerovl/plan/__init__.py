@@ -1,4 +1,4 @@
-"""`zerovl plan`: what a training run needs and takes, before it is started."""
+"""`zerovl plan`: what a training run needs, and how long it takes. `zerovl doctor`: whether this machine can train."""
 
 from open_clip_zerovl.late import handed_on
 

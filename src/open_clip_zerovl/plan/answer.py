@@ -1,4 +1,4 @@
-"""A plan: the hardware, the batching, time, memory and disk that it found, and what is missing."""
+"""A plan: hardware, batching, time, memory and disk of a run, and what is missing for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from open_clip_zerovl.recipe.flags import AllFlags, flags_of
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the run is planned for.
+    """The hardware that the run is planned for.
 
     Attributes:
         name: of one device.
         kind: "cuda", "cpu", or "assumed".
-        ranks: W, a rank a GPU, or one on the CPU.
-        memory_gib: of one device, or of the machine for a CPU; `free_gib` of it now (as sold, for hardware assumed).
-        cores: CPU cores that this process may use; None for hardware assumed.
+        ranks: W, one rank a GPU, or one on the CPU.
+        memory_gib: of one GPU, or of the machine for a CPU.
+        free_gib: of that, free now (all of it for assumed hardware).
+        cores: CPU cores that this process may use; None for assumed hardware.
     """
 
     name: str
@@ -35,20 +36,21 @@ class Hardware:
 
 @dataclass
 class Plan:
-    """The answer.
+    """The result of `zerovl plan`.
 
     Attributes:
-        estimate: nothing was measured on the hardware the plan is for.
-        retained: R, graphs kept of a step.
-        step_seconds: of one optimizer step, data included where it was measured.
-        compute_seconds, data_seconds: its parts on one rank; data for one loader process, None where there is no sample.
-        loss_seconds: part of compute.
+        estimate: nothing was measured on the hardware that the plan is for.
+        retained: R, graphs kept in a step.
+        step_seconds: of one optimizer step, with data where that was measured.
+        compute_seconds, data_seconds: its parts on one rank; data for one loader process, None without samples.
+        loss_seconds: part of compute_seconds.
         loader_rate: samples a second of one loader process.
         peak_bytes: of one device.
-        checkpoint_bytes, checkpoints: size of one, and how many will be kept at the same time.
-        free_disk_bytes: where --logs lies, None for hardware assumed.
+        checkpoint_bytes, checkpoints: size of one checkpoint, and how many are kept at the same time.
+        free_disk_bytes: of the disk of --logs, None for assumed hardware.
         timed: (K, R, seconds) of the steps that were taken.
-        missing: what the run needs and has not; `elsewhere`: what this machine lacks, where the plan is for other hardware.
+        missing: what the run needs and lacks.
+        elsewhere: what this machine lacks, if the plan is for other hardware.
     """
 
     settings: PlanSettings
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        """Of training steps; evaluation and checkpoints are not in it."""
+        """Of training steps, without evaluation and checkpoints."""
         return self.steps * self.step_seconds / 3600
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What the sources of a run hold, seen from the outside: counts, first and last shard, one sample; and retrieval sets.
+"""A look at the data of a run: of each source counts, first and last shard and one sample; of retrieval sets the counts.
 
-Nothing is raised for what is missing: everything that is gets a line, with the way out.
+Missing data raises nothing: each missing thing becomes a `Missing`, with what to do about it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_
 from open_clip_zerovl.tar.remote import local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
-MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # zerovl data NAME
+MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # by `zerovl data NAME`
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Something the run needs that is not there, and the way out."""
+    """Something that the run needs and lacks, and what to do about it."""
 
     what: str
     advice: str
@@ -39,9 +39,9 @@ class SourceCheck:
     """One source, as found.
 
     Attributes:
-        pairs: it holds; None where nothing tells.
-        state: in a word or two: "ok", or what is the matter.
-        steps: optimizer steps an epoch takes from it (None for mixed steps, or where it is unknown).
+        pairs: in the source; None if not known.
+        state: "ok", or the problem in a word or two.
+        steps: optimizer steps of an epoch with its samples (None for mixed steps, or if not known).
         left_over: pairs of it that do not fill an effective batch in an epoch.
     """
 
@@ -60,9 +60,10 @@ class DataCheck:
 
     Attributes:
         opened: the sources that training could read, in order.
-        sizes, weights: pairs and passes of each source that is counted.
-        retrieval: name -> what the set holds, or what is the matter.
-        elsewhere: what this machine lacks, where the plan is for other hardware.
+        weights: passes over each source in an epoch.
+        retrieval: name -> what the set holds, or the problem.
+        elsewhere: what this machine lacks, if the plan is for other hardware.
+        steps: of an epoch.
     """
 
     sources: list[SourceCheck]
@@ -80,7 +81,7 @@ class DataCheck:
 
 
 def check_data(settings: PlanSettings) -> DataCheck:
-    """Open all data of a run. With `--assume` data may be elsewhere: Table 2 of the paper tells the size of its sources.
+    """Open all data of a run. With `--assume` data may be absent: the paper's sources then have the sizes of its Table 2.
 
     Raises:
         UserError: bad input: two sources of one name, weights that do not fit.
@@ -96,11 +97,11 @@ def check_data(settings: PlanSettings) -> DataCheck:
 
 
 def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int) -> None:
-    """Fill in the steps of an epoch, and what each source gives to them, for an effective batch N."""
+    """Fill in the steps of an epoch, in all and of each source, for an effective batch N."""
     names = [source.name for source in data.sources]
     sizes = [source.pairs for source in data.sources if source.pairs]
     total = settings.train_num_samples
-    if len(sizes) < len(names):  # all that is known is what is there, or how long an epoch is to be
+    if len(sizes) < len(names):  # some sizes are not known: count --train-num-samples, or the sources that are known
         data.steps = (total or sum(sizes)) // effective_batch
         return
     order = settings.source_order.split("::") if settings.source_order is not None else names
@@ -119,7 +120,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             source_order=[names.index(name) for name in order],
             names=names,
         )
-    except UserError as error:  # a source, or all of them, that does not fill one effective batch
+    except UserError as error:  # a source, or all together, does not fill one effective batch
         what, _, advice = str(error).partition("; ")
         data.missing.append(Missing(what, advice))
         data.steps = sum(sizes) // effective_batch
@@ -156,13 +157,13 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
                 for source in sources:
                     _add_source(settings, source, component, found)
         if all(source.pairs and source.state != "assumed" for source in found.sources):
-            raise error  # nothing is missing: names or weights are wrong
+            raise error  # no data is missing, so names or weights are wrong
         found.weights = (1.0,) * len(found.sources)
         if settings.train_data_upsampling_factors is not None:
             found.notes.append("--train-data-upsampling-factors are not counted until all sources are there.")
         return
     found.weights = tuple(source.weight for source in sources)
-    if len(sources) > len(components):  # a clustering is a source each cluster
+    if len(sources) > len(components):  # each cluster of a clustering is a source
         components = [component for component in components for _ in opened(component)]
     for source, component in zip(sources, components, strict=True):
         _add_source(settings, source, component, found)
@@ -178,7 +179,7 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
     row = SourceCheck(source.name, _location(component)[1], source.layout, source.num_samples)
     found.sources.append(row)
     troubles: list[Missing] = []
-    if source.table is None and source.picked is None:  # a clustering knows its shards' sizes, and has compared them
+    if source.table is None and source.picked is None:  # a clustering has stored its shards' sizes and compared them
         unlisted = _unlisted(source.shards)
         if unlisted:
             row.state = "counted, no sizes.json"
@@ -191,7 +192,7 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
     if not troubles:
         reason = _first_sample(source)
         if reason is not None:
-            advice = "look with zerovl data check at the folder, and write the shard again"
+            advice = "find the fault with zerovl data check, and write the shard again"
             troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", advice))
     if troubles:
         row.state = "broken"
@@ -217,15 +218,15 @@ def _unlisted(shards: Sequence[str]) -> list[str]:
 
 
 def _shard_troubles(settings: PlanSettings, source: Source) -> list[Missing]:
-    """Shards that are gone, and the first and the last one opened and counted."""
+    """Problems with shards: those that are gone, and what is wrong with the first and the last, opened and counted."""
     local = {shard: local_path(shard) for shard in source.shards}
     gone = [shard for shard, path in local.items() if path is not None and not Path(path).is_file()]
     troubles = []
     if gone:
         troubles.append(
             Missing(
-                f"{source.name}: {len(gone)} of {len(source.shards)} shards are not there, first {gone[0]}",
-                f"fetch them again, or count what is there: zerovl data index {Path(local_path(gone[0]) or gone[0]).parent}",
+                f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}",
+                f"fetch them again, or count the others: zerovl data index {Path(local_path(gone[0]) or gone[0]).parent}",
             )
         )
     for index in sorted({0, len(source.shards) - 1}):
@@ -248,7 +249,7 @@ def _shard_troubles(settings: PlanSettings, source: Source) -> list[Missing]:
 
 
 def _first_sample(source: Source) -> str | None:
-    """Read and decode one sample as training does; what is wrong, or None."""
+    """Read and decode one sample as training does. Returns what is wrong, or None."""
     mixture = Mixture(
         [source],
         Batching(1),
@@ -289,7 +290,7 @@ def _add_absent(settings: PlanSettings, component: str, reason: str, found: Data
 
 
 def _folder(where: str) -> Path:
-    """The folder that a component of --train-data lies in: itself, or that of its shards or table."""
+    """The folder of a component of --train-data: the component itself, or the folder of its shards or table."""
     before, brace, _ = (local_path(where) or where).partition("{")
     named_file = bool(brace and not before.endswith("/")) or Path(before).suffix in (".tar", ".csv", ".tsv")
     return Path(before).parent if named_file else Path(before)
@@ -300,7 +301,7 @@ def _made_by(name: str, folder: Path) -> str:
         return f"zerovl data {name} --out {folder}"
     if name in EMOJI_SOURCES:
         return f"zerovl data emoji --out {folder.parent}"
-    return "correct the path, or write shards as docs/data.md tells"
+    return "correct the path, or write shards as docs/data.md says"
 
 
 def _check_retrieval(settings: PlanSettings, found: DataCheck) -> None:

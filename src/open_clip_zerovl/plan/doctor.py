@@ -1,8 +1,8 @@
 """`zerovl doctor`: whether this machine can train, on one page to paste into an issue.
 
-Versions of what the package needs against the ranges that it was installed with; on each device a model's forward pass and a
-step of decoupled gradient accumulation against the gradient of one graph (section 4.1); process groups; memory, shared memory,
-disk and file limits. A check that fails says what was seen and what to do, and the others still run.
+It checks the versions of packages against the ranges that this package was installed with; on each device the gradient of a
+step of decoupled gradient accumulation against that of one graph (section 4.1); process groups; memory, shared memory, disk and
+file limits. A check that fails says what was seen and what to do; the others still run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 PACKAGE = "open_clip_zerovl"
 GIB = 2**30
-LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes hand their batches over in it
-LEAST_OPEN_FILES = 1024  # a loader process holds a few for each shard, and PyTorch one for each tensor on its way
+LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
+LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
 USERS_EXTRAS = ("demo", "data")  # of setup.py; the others are for work on the project itself
-TOLERANCE = 5e-5  # of a gradient in fp32, as a share: invariant 1
+TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Finding:
     """One line of the page.
 
     Attributes:
-        topic: what was looked at.
+        topic: what was checked.
         seen: what was found.
-        problem: what is wrong and what to do; None where nothing is.
+        problem: what is wrong and what to do; None if nothing is.
     """
 
     topic: str
@@ -45,10 +45,10 @@ class Finding:
 
 
 def examine(logs: str | Path = "logs") -> list[Finding]:
-    """Look at everything; no check ends another.
+    """Run all checks; one that fails does not stop the others.
 
     Args:
-        logs: where runs would be kept, for the free disk.
+        logs: the runs' folder, whose free disk is checked.
     """
     checks: list[Callable[[], Iterable[Finding]]] = [
         python_version,
@@ -64,12 +64,12 @@ def examine(logs: str | Path = "logs") -> list[Finding]:
             found.extend(check())
         except Exception as error:  # a doctor reports whatever a broken installation raises
             name = getattr(check, "__name__", "limits").replace("_", " ")
-            found.append(Finding(name, "could not be looked at", f"{type(error).__name__}: {error}"))
+            found.append(Finding(name, "could not be checked", f"{type(error).__name__}: {error}"))
     return found
 
 
 def page(findings: Iterable[Finding]) -> str:
-    """The findings as text: a line each, then what to do, by number."""
+    """The findings as text: one line each, then what to do about each problem, by number."""
     findings = list(findings)
     width = max((len(finding.topic) for finding in findings), default=0)
     lines, problems = [], []
@@ -99,7 +99,7 @@ def python_version() -> list[Finding]:
 
 
 def package_versions() -> list[Finding]:
-    """What the package needs, by the ranges in its own metadata, and what it can do without."""
+    """Required packages, and optional ones that are installed, against the ranges in this package's metadata."""
     try:
         found = [Finding(PACKAGE, metadata.version(PACKAGE))]
         needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
@@ -147,7 +147,7 @@ def _package(needed: Requirement, *, optional: bool) -> Finding:
 
 
 def graphics_driver() -> list[Finding]:
-    """CUDA as torch was built for it, and the driver that is there."""
+    """The CUDA version that torch was built for, and the installed driver."""
     import torch
 
     built = torch.version.cuda
@@ -162,7 +162,7 @@ def graphics_driver() -> list[Finding]:
     problem = None
     if not torch.cuda.is_available():
         problem = (
-            "the driver is there and torch finds no GPU: install a torch whose CUDA the driver supports, and look at "
+            "there is a driver, but torch finds no GPU: install a torch whose CUDA the driver supports, and check "
             f"CUDA_VISIBLE_DEVICES ({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
         )
     return [Finding("CUDA", seen, problem)]
@@ -194,9 +194,7 @@ def devices() -> list[Finding]:
             continue
         problem = None
         if not error <= TOLERANCE:
-            problem = (
-                f"DGA's gradient differs from one graph's by {error:.1e} where {TOLERANCE:.0e} is expected; report it"
-            )
+            problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
         found.append(Finding(name, f"{seen}; DGA step exact to {error:.0e}, {seconds:.1f} s", problem))
     return found
 
@@ -204,8 +202,8 @@ def devices() -> list[Finding]:
 def dga_error(device) -> tuple[float, float]:
     """The error of a DGA step's gradient against one graph's on a device, and seconds of both.
 
-    A small open_clip model in fp32, 4 micro-batches of 4, one graph kept. The error is the largest over parameters of
-    |g - g_ref| / max(|g_ref|, 1e-6 of all gradients' norm), as invariant 1 counts it.
+    A small open_clip model in fp32, 4 micro-batches of 4, one graph kept. The error is invariant 1's: the largest over
+    parameters of |g - g_ref| / max(|g_ref|, 1e-6 * norm of all gradients).
     """
     import torch
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg

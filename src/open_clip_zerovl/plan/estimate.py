@@ -1,11 +1,11 @@
-"""Arithmetic of a step on hardware that is not here: FLOPs and bytes counted on the CPU, a table of GPUs, one utilisation.
+"""Estimate of a step on other hardware: FLOPs and bytes counted on the CPU, a table of GPUs, and one utilisation for all.
 
     B  micro-batch per rank    K  micro-batches    W  ranks    N = B*K*W    b = B*K    R  graphs retained    D  width
 
-A step of a rank takes R micro-batches once forward and backward (g each) and K-R of them twice forward (h each), and its
-share of the loss. With f the share of the forward pass, that is K*g*(1 + f*(K-R)/K), as section 4.1 has it.
+In a step a rank forwards R micro-batches once (g each, with the backward pass) and K-R twice (h each), and computes its share
+of the loss. With f the forward pass' share of g the towers cost K*g*(1 + f*(K-R)/K), as in section 4.1.
 
-The share of a GPU's peak that training reaches is taken from the paper's own run and held for all: 14.23 M pairs, 20 epochs,
+The share of a GPU's peak that training reaches is that of the paper's own run, for all GPUs: 14.23 M pairs, 20 epochs,
 ViT-B/16 and BERT-base at 224 px, 16 DGA steps and no token drop took 680 GPU hours on V100s (Table 5).
 """
 
@@ -25,8 +25,8 @@ from open_clip_zerovl.memory import PeakBytes
 from open_clip_zerovl.plan.gpus import GPUS, Batch, Gpu, fastest_batch
 from open_clip_zerovl.plan.model import PlannedModel
 
-# Table 5: 680 GPU hours for 16 DGA steps. FLOPs of a sample: counted by `count_costs` (tests/plan/test_plan.py counts them
-# again), both passes of each micro-batch taken, none retained.
+# Table 5: 680 GPU hours for 16 DGA steps. FLOPs of a sample: counted by `count_costs` (tests/plan/test_plan.py repeats it),
+# with every micro-batch forwarded twice.
 PAPER_SAMPLES = 14_230_000 * 20
 PAPER_GPU_HOURS = 680
 PAPER_FLOPS = 158.1e9
@@ -35,13 +35,13 @@ UTILISATION = PAPER_FLOPS * PAPER_SAMPLES / (PAPER_GPU_HOURS * 3600) / (GPUS["v1
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step consists of, counted and not timed.
+    """FLOPs and bytes of a step, counted.
 
     Attributes:
         retained_flops: g, of a sample whose graph is kept: forward and backward.
-        replayed_flops: h, of a sample that is forwarded again.
-        sample_bytes: that a micro-batch's graph and its gradients take a sample.
-        fixed_bytes: that a step takes beside it: gradients, copies in half precision.
+        replayed_flops: h, of a sample that is forwarded twice.
+        sample_bytes: of a micro-batch's graph and its gradients, for each sample.
+        fixed_bytes: of a step, whatever the micro-batch: gradients, copies in half precision.
         state_bytes: weights and optimizer.
         embed_dim: D.
     """
@@ -54,14 +54,14 @@ class Costs:
     embed_dim: int
 
     def step_flops(self, batching: Batching, retained: int, loss_chunk: int | None) -> float:
-        """Of one rank's step, the loss included."""
+        """FLOPs of one rank's step, with the loss."""
         b, k = batching.micro_batch, batching.dga_steps
         towers = b * (retained * self.retained_flops + (k - retained) * self.replayed_flops)
         rows, total = b * k, batching.effective_batch
         return towers + 2.0 * rows * total * self.embed_dim * loss_products(rows, total, loss_chunk)
 
     def peak_bytes(self, batching: Batching, retained: int, loss_chunk: int | None) -> float:
-        """Most memory of one rank's step, if nothing is lost to fragmentation."""
+        """Peak memory of one rank's step, without fragmentation."""
         graphs = max(1, retained) * batching.micro_batch * self.sample_bytes
         return self.state_bytes + self.fixed_bytes + graphs + loss_bytes(batching, self.embed_dim, loss_chunk)
 
@@ -82,17 +82,17 @@ class Costs:
 
 
 def loss_products(rows: int, total: int, chunk: int | None) -> int:
-    """Products of (rows, D) with (D, total) that `ContrastiveLoss` takes on `rows` of `total` pairs.
+    """How many products of (rows, D) with (D, total) `ContrastiveLoss` computes on `rows` of `total` pairs.
 
-    One for the value; one for either side's gradient; the logits again in each sweep (one for both sides alone, two over
-    ranks), but for a first one that has all rows in one chunk.
+    One for the value, one for each side's gradient, and the logits once more in each sweep of the gradients (one sweep on a
+    single rank, two over ranks). If one chunk holds all rows, one of these is not needed: the first logits are kept.
     """
     sweeps = 1 if rows == total else 2
     return 1 + 2 + sweeps - (chunk is None or chunk >= rows)
 
 
 def loss_bytes(batching: Batching, width: int, chunk: int | None) -> float:
-    """Of the loss: the chunks of the logits, and gathered features with their gradients, in fp32."""
+    """Memory of the loss: the chunks of the logits, and gathered features with their gradients, in fp32."""
     rows, total = batching.micro_batch * batching.dga_steps, batching.effective_batch
     return 4.0 * (2 * min(chunk or rows, rows) * total + 4 * (rows + total) * width)
 
@@ -100,7 +100,7 @@ def loss_bytes(batching: Batching, width: int, chunk: int | None) -> float:
 def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:
     """Count FLOPs and bytes of the real step on the smallest micro-batches, on the model's device.
 
-    Frozen towers, token drop and gradient checkpointing count as they run. The gradients left behind are removed.
+    Frozen towers, token drop and gradient checkpointing count as they run. Gradients are removed at the end.
 
     Args:
         with_memory: also count bytes, which takes twice as long.
@@ -143,10 +143,10 @@ def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:
 def _sum_of_features(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool = False, **_: Any
 ) -> Tensor:
-    """A loss that costs nothing: the real one is counted by `loss_products` and `loss_bytes`."""
+    """A loss of almost no cost, since `loss_products` and `loss_bytes` count the real one."""
     return (image_features + text_features).sum() * logit_scale
 
 
 def estimated_seconds(costs: Costs, batching: Batching, retained: int, loss_chunk: int | None, gpu: Gpu) -> float:
-    """Seconds of a step if the GPU is used as well as the paper's."""
+    """Seconds of a step at the paper's utilisation."""
     return costs.step_flops(batching, retained, loss_chunk) / (UTILISATION * gpu.tflops * 1e12)

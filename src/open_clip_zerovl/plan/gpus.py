@@ -1,4 +1,4 @@
-"""A table of GPUs, as their makers describe them, and the micro-batch that fits on one."""
+"""A table of GPUs by their makers' data sheets, and the micro-batch for a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from open_clip_zerovl.errors import UserError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its maker describes it.
+    """A GPU by its maker's data sheet.
 
     Attributes:
         memory_gib: as sold.
@@ -43,18 +43,20 @@ GPUS = {
     "rtx4090": Gpu("RTX 4090", 24, 165),
 }
 
-CPU_MICRO_BATCH = 16  # of a CPU, where nothing says another
-USABLE_SHARE = 0.92  # of a GPU's memory: the rest is CUDA's context and fragmentation
+CPU_MICRO_BATCH = 16  # default on a CPU
+USABLE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context and fragmentation
 
 
 GIB, MIB = 2**30, 2**20
-GRAPHS_SHARE = 0.9  # of what is usable: what `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
+GRAPHS_SHARE = 0.9  # of the usable memory that `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
 SMALLEST_MICRO_BATCH = 128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
-NEARLY_FASTEST = 1.01  # of two micro-batches that cost the same to 1 % the larger one: larger matrices are never slower
-NEAR_BATCH = 1 / 8  # how far from the effective batch wanted a micro-batch that does not divide it may lead
+NEARLY_FASTEST = 1.01  # micro-batches within 1 % of the least cost count as equal; the largest is taken
+NEAR_BATCH = (
+    1 / 8
+)  # how much the effective batch may differ from the one asked for, where the micro-batch does not divide it
 
-# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower) -> MiB a sample
-# that a graph takes, and GiB of weights, optimizer, gradients and half-precision copies beside it.
+# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower) -> MiB of a
+# graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
 GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
     ("zerovl-ViT-B-16-BERT-base", None, None): (74.9, 3.24),
     ("zerovl-ViT-B-16-BERT-base", "0.25", None): (59.8, 3.24),
@@ -66,7 +68,7 @@ GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's part of a step: `micro_batch` B, `dga_steps` K, `retained` R graphs that fit."""
+    """A rank's part of a step: `micro_batch` B, `dga_steps` K, `retained` R."""
 
     micro_batch: int
     dga_steps: int
@@ -74,7 +76,7 @@ class Batch:
 
     @property
     def relative_time(self) -> float:
-        """Of plain training's, a forward being a third of a step: 1 + (K-R)/(3K)."""
+        """Relative to plain training, whose forward pass is a third of its time: 1 + (K-R)/(3K)."""
         return 1 + (self.dga_steps - self.retained) / (3 * self.dga_steps)
 
 
@@ -83,19 +85,19 @@ def fastest_batch(
 ) -> Batch:
     """B, K and R together for the least time within a GPU's memory.
 
-    R graphs of B samples fit, so that K-R micro-batches are forwarded twice. Small micro-batches fill the memory without a
-    rest and, over ranks, leave less for the one replay that DDP needs; large ones use the GPU better. Eight ranks, N = 16,384:
+    R graphs of B samples fit; the other K-R micro-batches are forwarded twice. Small micro-batches fill the memory better, and
+    over ranks the one replay that DDP needs is smaller; large ones use the GPU better. Eight ranks, N = 16,384:
 
         256 x 8, 7 kept: 1.042        128 x 16, 15 kept: 1.021        128 x 16, 1 kept: 1.313
 
     Args:
-        memory_bytes: what graphs and all else may fill.
-        sample_bytes: of a graph, a sample.
+        memory_bytes: for graphs and all else.
+        sample_bytes: of a graph, for each sample.
         fixed_bytes: weights, optimizer, gradients, the loss.
         most: graphs at most; 0: as many as fit.
 
     Returns:
-        A micro-batch of a power of two, or a rank's whole share; the smallest one where nothing fits.
+        A micro-batch that is a power of two, or a rank's whole share; 1 if nothing fits.
     """
     share = max(1, effective_batch // ranks)
     sizes = sorted({2**power for power in range(share.bit_length()) if 2**power <= share} | {share})
@@ -104,7 +106,8 @@ def fastest_batch(
         fitting = int((memory_bytes - fixed_bytes) // (size * sample_bytes))
         steps = max(1, round(effective_batch / (size * ranks)))
         graphs = min(fitting, steps - (ranks > 1 and steps > 1), most or steps)
-        if fitting >= (1 if size <= SMALLEST_MICRO_BATCH else 2):  # a graph larger than counted then costs no run
+        # Large micro-batches need room for two graphs, so that the run still fits if graphs are larger than counted.
+        if fitting >= (1 if size <= SMALLEST_MICRO_BATCH else 2):
             found.append(Batch(size, steps, graphs))
     if not found:
         return Batch(1, share, 0)
@@ -119,30 +122,30 @@ def fastest_batch(
 
 
 def graphs_room(memory_gib: float) -> float:
-    """Bytes of a GPU's memory that `--dga-retain auto` fills, all else of a step included."""
+    """Bytes of a GPU's memory that a step with `--dga-retain auto` fills."""
     return GRAPHS_SHARE * USABLE_SHARE * memory_gib * GIB
 
 
 def micro_batch_for(memory_gib: float) -> int:
-    """The micro-batch of ViT-B/16 + BERT-base for a GPU: the paper's 128 on 32 GiB in proportion, a power of two.
+    """The micro-batch of ViT-B/16 + BERT-base for a GPU: 128 for 32 GiB as in the paper, in proportion, a power of two.
 
     A board sold with 32 GB reports a little less, hence the tolerance of 5 %.
     """
     if memory_gib <= 0:
-        raise UserError(f"a GPU with {memory_gib:g} GiB of memory holds nothing; give its memory in GiB")
+        raise UserError(f"a GPU cannot have {memory_gib:g} GiB of memory; give its memory in GiB")
     return max(1, 2 ** math.floor(math.log2(4 * memory_gib * 1.05)))
 
 
 def parse_hardware(text: str) -> tuple[Gpu, int]:
-    """`v100:8` -> the GPU and how many; the count is 1 where it is left out.
+    """`v100:8` -> (the V100 of the table, 8); `v100` -> (the V100, 1).
 
     Raises:
-        UserError: a GPU that the table does not have, or no count.
+        UserError: a GPU that the table does not have, or a count that is no number.
     """
     name, _, count = text.partition(":")
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
         raise UserError(f"--assume {text} names no GPU of the table; give one of {', '.join(GPUS)}, as v100:8")
     if count and (not count.isdigit() or int(count) < 1):
-        raise UserError(f"--assume {text} tells no number of GPUs after the colon; write {name}:8")
+        raise UserError(f"--assume {text} has no number of GPUs after the colon; write {name}:8")
     return gpu, int(count or 1)

@@ -1,4 +1,4 @@
-"""Table 2 of the paper, with what lies in your folders beside it."""
+"""Table 2 of the paper beside the contents of your folders (`zerovl data report`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PaperCount:
-    """A column of table 2: images and texts, as the paper prints them, and their number."""
+    """A column of table 2: the dataset's name there, its images and texts."""
 
     name: str
     images: int
@@ -41,7 +41,7 @@ PAPER_TOTAL = 14_230_000
 
 @dataclass(frozen=True)
 class Holding:
-    """What one folder holds: `rows` is what was asked for (None where that is not known)."""
+    """Contents of one folder; `rows` is the length of the list that it was made from (None if not known)."""
 
     name: str
     folder: Path
@@ -56,11 +56,11 @@ class Holding:
 def holdings(folders: Iterable[str | Path]) -> list[Holding]:
     """Every source and retrieval set in the given folders and below them.
 
-    Known by a manifest of ours, by the `*_stats.json` of img2dataset, by `sizes.json`, or by CLIP_benchmark's layout. Of
-    several (`DIR/*`), files are passed over, and folders with nothing of the kind with a warning.
+    A folder counts if it has a manifest of ours, img2dataset's `*_stats.json`, a `sizes.json`, or CLIP_benchmark's layout. If
+    several paths are given (`DIR/*`), files are ignored, and folders without any of these are ignored with a warning.
 
     Raises:
-        UserError: a folder that does not exist, or nothing of the kind in any.
+        UserError: a folder that does not exist, or no folder that counts.
     """
     paths = [Path(folder).expanduser() for folder in folders]
     found: list[Holding] = []
@@ -82,7 +82,7 @@ def holdings(folders: Iterable[str | Path]) -> list[Holding]:
 
 
 def report(folders: Iterable[str | Path]) -> str:
-    """Table 2 as text: the paper's numbers, yours beside them, and what is missing by reason."""
+    """Table 2 as text: the paper's numbers, yours beside them, and missing pairs by reason."""
     found = holdings(folders)
     by_name = {holding.name: holding for holding in found}
     lines = [["dataset", "paper: images", "texts", "here: images", "texts", "of paper", "of list", "shards"]]
@@ -125,7 +125,7 @@ def _cells(holding: Holding, paper: PaperCount | None) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """As the paper prints it: 14.23M, 5K."""
+    """In the paper's form: 14.23M, 5K."""
     if number >= 1_000_000 or number % 1000 or number >= 100_000:
         return f"{number / 1e6:.2f}M"
     return f"{number // 1000}K"
@@ -149,8 +149,8 @@ def _holding(folder: Path, name: str) -> Holding | None:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{folder} cannot be counted, for a JSON file in it is not as its program writes it ({type(error).__name__}: "
-            f"{error}): remove {MANIFEST_FILE} or the *_stats.json, or leave the folder out"
+            f"{folder} cannot be counted, because a JSON file in it has another content than its program writes "
+            f"({type(error).__name__}: {error}): remove {MANIFEST_FILE} or the *_stats.json, or leave the folder out"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""`zerovl plan`: what a training run needs and takes, before it is started.
+"""Making a plan: data is opened, the model is built, and the step's time and memory are found.
 
-Data is opened, the model is built, and a few real steps are taken on the hardware here (measure.py); or, for hardware that
-is not here, FLOPs and bytes are counted and a table of GPUs says the rest (estimate.py, gpus.py).
+For this machine a few real steps are taken (measure.py). For other hardware FLOPs and bytes are counted and a table of GPUs
+gives the rest (estimate.py, gpus.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     """Plan a run.
 
     Args:
-        say: is told what is going on.
+        say: is called with a few words at the start of each stage.
 
     Raises:
-        UserError: bad input. What is merely missing is in the plan.
+        UserError: bad input. What is missing is listed in the plan instead.
     """
     gpu, count = parse_hardware(settings.assume) if settings.assume is not None else (None, 0)
     if gpu is not None:
@@ -47,7 +47,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     else:
         hardware = find_hardware(settings)
     say("opening the data")
-    with quiet():  # the plan says itself what is wrong
+    with quiet():  # the plan itself lists what is wrong
         data = check_data(settings)
     if settings.stock_pipeline and settings.train_data is not None:
         data.notes.append("--train-data names no source: training takes open_clip's own data pipeline, not timed here.")
@@ -55,7 +55,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     if gpu is not None and "16" not in precision:
         if precision == "fp32":
             data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
-        precision = "amp_bf16"  # as many bytes as amp, and quicker on the CPU that counts them
+        precision = "amp_bf16"  # takes as many bytes as amp, and is faster on the CPU that counts them
     device = torch.device("cuda:0" if hardware.kind == "cuda" else "cpu")
     if gpu is None and precision_on(device.type, precision) != precision:
         data.notes.append(
@@ -129,7 +129,7 @@ def _new_plan(
     wanted = settings.effective_batch
     if wanted is not None and batching.effective_batch != wanted:
         data.notes.append(
-            f"The effective batch is {batching.effective_batch:,} in place of {wanted:,}, which {batching.world_size} ranks "
+            f"The effective batch is {batching.effective_batch:,} instead of {wanted:,}, which {batching.world_size} ranks "
             f"with micro-batches of {batching.micro_batch} do not divide."
         )
     parameters, trained = planned.parameters
@@ -178,14 +178,14 @@ def _estimated(settings: PlanSettings, hardware: Hardware, planned: PlannedModel
 
 
 def _fastest(settings: PlanSettings, ranks: int, costs: Costs, memory_bytes: float) -> int:
-    """The micro-batch of the effective batch asked for that, with its K and R, takes the least time."""
+    """The micro-batch that, with its K and R, takes the least time for the effective batch of the settings."""
     assert settings.effective_batch is not None
     chunk, retain = settings.loss_chunk, settings.dga_retain
     return costs.fastest(settings.effective_batch, ranks, memory_bytes, chunk, retain).micro_batch
 
 
 def _sample_flops(costs: Costs, plan: Plan) -> float:
-    """FLOPs of a step by its samples."""
+    """FLOPs of a step, divided by its samples."""
     flops = costs.step_flops(plan.batching, plan.retained, plan.settings.loss_chunk)
     return flops / (plan.batching.micro_batch * plan.batching.dga_steps)
 
@@ -200,8 +200,8 @@ def _too_large(plan: Plan, needed: float, memory: float) -> Missing:
     b, k = plan.batching.micro_batch, plan.batching.dga_steps
     smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
     return Missing(
-        f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {needed / GIB:.1f} GiB of the "
-        f"{memory / GIB:.1f} GiB to be had",
+        f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {needed / GIB:.1f} GiB, but only "
+        f"{memory / GIB:.1f} GiB are usable",
         f"{smaller}, or --grad-checkpointing",
     )
 
@@ -263,7 +263,7 @@ def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel,
 
 
 def kept_checkpoints(settings: PlanSettings) -> int:
-    """How many checkpoints lie on the disk at the end, and one more that is being written."""
+    """How many checkpoints are on the disk at the end, plus one that is being written."""
     every = settings.save_frequency
     epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
     if settings.delete_previous_checkpoint:
@@ -298,5 +298,5 @@ def _add_files(plan: Plan) -> None:
         if path is not None and not Path(path).exists():
             flag = f"--{name.replace('_', '-')}"
             text = f"{flag}: there is no {path}"
-            missing = Missing(text, f"correct the path, or leave {flag} away")
+            missing = Missing(text, f"correct the path, or leave {flag} out")
             (plan.elsewhere if plan.estimate else plan.missing).append(missing)

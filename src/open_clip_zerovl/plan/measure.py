@@ -1,10 +1,11 @@
-"""What the hardware here does: a few real steps with few micro-batches, the loss at its full size, samples out of a loader.
+"""Measurements on this machine: steps with few micro-batches, the loss at its full size, samples of a loader.
 
     B  micro-batch per rank    K  micro-batches    W  ranks    N = B*K*W  effective batch    R  graphs retained
 
-A step is a + R*g + (K-R)*h + loss(b, N): a for the optimizer and what a step has once, g for a micro-batch whose graph is
-kept, h for one that is forwarded twice. Steps with few micro-batches are taken and timed as training takes them, loaders at
-work; the loss is timed by itself at the run's size; the rest follows. Up to four micro-batches the step itself is timed.
+A step takes a + R*g + (K-R)*h + loss(b, N): a for the optimizer and all that a step does once, g for a micro-batch whose graph
+is kept, h for one that is forwarded twice. Steps with few micro-batches are run and timed as in training, while loader
+processes work; the loss is timed by itself at the run's size; a, g and h follow from these. Up to K = 4 the run's own step is
+timed.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 
-STEP_SECONDS = 30.0  # that timing of steps may take, after each kind of step was taken once
+STEP_SECONDS = 30.0  # for timing steps, after each kind of step was taken once
 ROUNDS = 50  # of each kind of step, at most
 LOADER_SECONDS = 10.0
-LOSS_ROWS_ON_CPU = 4096  # above, the loss' time is taken as quadratic
+LOSS_ROWS_ON_CPU = 4096  # above, the loss' time is extrapolated as quadratic
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class StepTime:
     """A measured step of one rank, without waiting for data.
 
     Attributes:
-        seconds: of a step with K micro-batches, the loss at N included.
-        loss_seconds: of the loss at N alone.
+        seconds: of a step with K micro-batches and the loss at N.
+        loss_seconds: of the loss at N.
         retained: R of the run.
         timed: (K, R, median seconds) of each kind of step that was taken.
-        peak_bytes: most device memory, None where the device does not tell.
+        peak_bytes: peak device memory, None on a CPU.
     """
 
     seconds: float
@@ -60,7 +61,7 @@ class StepTime:
 
 
 class Stepper:
-    """One rank's optimizer steps, taken by training's own `RecipeStep`; one of these for each number of graphs retained."""
+    """One rank's optimizer steps, taken by training's `RecipeStep`, one for each number of graphs retained."""
 
     def __init__(self, planned: PlannedModel, settings: PlanSettings) -> None:
         self.planned, self.settings = planned, settings
@@ -89,7 +90,10 @@ class Stepper:
 
 
 def kinds_of_steps(dga_steps: int, retained: int, high: int) -> list[tuple[int, int]]:
-    """Which (K, R) to take so that the run's follows by `extrapolate`: itself if it is small, else few micro-batches."""
+    """The steps (K, R) to time, from which `extrapolate` gives the run's.
+
+    K = 3, R = 1: [(3, 1)]        K = 16, R = 1, high = 4: [(2, 1), (4, 1)]        K = 16, R = 16: [(2, 2), (4, 4)]
+    """
     if dga_steps <= 4:
         return [(dga_steps, retained)]
     high = min(high, dga_steps)
@@ -101,7 +105,7 @@ def kinds_of_steps(dga_steps: int, retained: int, high: int) -> list[tuple[int, 
 
 
 def extrapolate(timed: Sequence[tuple[int, int, float]], dga_steps: int, retained: int) -> float:
-    """Seconds of a step with K and R from those of other (K, R), none of them with its loss: a + R*g + (K-R)*h."""
+    """Seconds of a step with K and R from those of other (K, R), all without the loss: a + R*g + (K-R)*h."""
     rows = np.array([[1.0, r, k - r] for k, r, _ in timed])
     solution = np.linalg.lstsq(rows, np.array([seconds for *_, seconds in timed]), rcond=None)[0]
     return float(np.array([1.0, retained, dga_steps - retained]) @ solution)
@@ -115,11 +119,11 @@ def measure_step(
     *,
     step_seconds: float = STEP_SECONDS,
 ) -> StepTime:
-    """Take real steps, and say how long one of the run's takes and what memory it needs.
+    """Take real steps; returns the time and memory of the run's step.
 
     Args:
-        sources: what micro-batches come from, through as many loader processes as the run has; none: random ones.
-        step_seconds: what timing may take.
+        sources: of the micro-batches, read by as many loader processes as in the run; none: random micro-batches.
+        step_seconds: for timing.
 
     Raises:
         torch.OutOfMemoryError: the micro-batch does not fit on the device.
@@ -142,14 +146,14 @@ def measure_step(
         retained = _retained(planned, settings, batching, next(stream))
         kinds = kinds_of_steps(k, retained, high=4)
         once = {kind: take(kind) for kind in kinds}
-        slow = max(once.values()) > step_seconds / 4  # where a second warm-up would only make people wait
-        if max(once.values()) < step_seconds / 20:  # short steps: more of them, for a steadier figure
+        slow = max(once.values()) > step_seconds / 4  # then there is no second warm-up: it would take too long
+        if max(once.values()) < step_seconds / 20:  # short steps: take larger ones too, for a more precise figure
             kinds = kinds_of_steps(k, retained, high=8)
             for kind in set(kinds) - set(once):
                 take(kind)
         seconds: dict[tuple[int, int], list[float]] = {kind: [once[kind]] if slow else [] for kind in kinds}
         end = time.perf_counter() + step_seconds
-        for round_ in range(ROUNDS):  # interleaved, so that a busy moment of the machine falls on all kinds
+        for round_ in range(ROUNDS):  # interleaved, so that other load affects all kinds alike
             if (slow or round_ >= 1) and time.perf_counter() + sum(min(s) for s in seconds.values()) > end:
                 break
             for kind in kinds:
@@ -178,7 +182,7 @@ def _width(planned: PlannedModel) -> int:
 
 
 def _retained(planned: PlannedModel, settings: PlanSettings, batching: Batching, micro_batch: MicroBatch) -> int:
-    """R of the run; "auto" is decided as training decides it, from one graph and the memory that is free."""
+    """R of the run; "auto" is decided as in training, from the size of one graph and the free memory."""
     if isinstance(settings.dga_retain, int):
         return min(settings.dga_retain, most_graphs(batching.dga_steps, batching.world_size))
     sizes = [batching.micro_batch] * batching.dga_steps
@@ -195,7 +199,7 @@ def _retained(planned: PlannedModel, settings: PlanSettings, batching: Batching,
 
 
 def loss_seconds(device: torch.device, rows: int, total: int, width: int, settings: PlanSettings) -> float:
-    """Seconds of the loss and its gradient for `rows` of `total` pairs; over ranks for as many products on one."""
+    """Seconds of the loss and its gradient for `rows` of `total` pairs. For several ranks it times as many products on one."""
     chunk = settings.loss_chunk
     more = loss_products(rows, total, chunk) / loss_products(rows, rows, chunk)
     equal = round((rows * total * more) ** 0.5)
@@ -219,7 +223,7 @@ def loss_seconds(device: torch.device, rows: int, total: int, width: int, settin
 
 
 def _loss(settings: PlanSettings) -> torch.nn.Module:
-    """The loss that training would take."""
+    """The loss that training takes."""
     if settings.siglip:
         return SigLipLoss() if settings.loss_chunk is None else SigmoidLoss(chunk_size=settings.loss_chunk)
     return ContrastiveLoss(chunk_size=settings.loss_chunk)
@@ -236,7 +240,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def fits(planned: PlannedModel, settings: PlanSettings, micro_batch: int) -> bool:
-    """Whether two micro-batches of this size make a step on the GPU, with a margin for fragmentation."""
+    """Whether a step of two micro-batches of this size fits on the GPU, with a margin for fragmentation."""
     device = planned.device
     total = torch.cuda.get_device_properties(device).total_memory
     gc.collect()
@@ -245,7 +249,7 @@ def fits(planned: PlannedModel, settings: PlanSettings, micro_batch: int) -> boo
     try:
         stepper = Stepper(planned, settings)
         retain = 1 if settings.dga_retain == "auto" else min(2, int(settings.dga_retain))
-        for _ in range(2):  # the optimizer has its state in the second
+        for _ in range(2):  # the optimizer's state exists in the second
             stepper.take([planned.micro_batch(micro_batch)] * 2, retain)
         return torch.cuda.max_memory_reserved(device) < USABLE_SHARE * total
     except torch.OutOfMemoryError:
@@ -255,7 +259,7 @@ def fits(planned: PlannedModel, settings: PlanSettings, micro_batch: int) -> boo
 
 
 def largest_that_fits(fitting: Callable[[int], bool], start: int, most: int) -> int:
-    """The largest power of two up to `most` for which `fitting` is true, looked for from `start`; 0 if none is."""
+    """The largest power of two up to `most` for which `fitting` is true, searched from `start`; 0 if there is none."""
     size = 2 ** max(0, min(start, most).bit_length() - 1)
     if not fitting(size):
         while size > 1:
@@ -287,7 +291,7 @@ def _mixture(
 
 
 def _epoch(batching: Batching, sources: Sequence[Source], workers: int) -> int:
-    """Samples of a short epoch: enough for what is measured, and no schedule of millions."""
+    """Samples of a short epoch: enough to measure, without a schedule of millions."""
     held = sum(source.num_samples for source in sources)
     return max(batching.micro_batch * max(1, workers), min(held, 50_000))
 
@@ -296,7 +300,7 @@ def _epoch(batching: Batching, sources: Sequence[Source], workers: int) -> int:
 def _micro_batches(
     planned: PlannedModel, settings: PlanSettings, batching: Batching, sources: Sequence[Source]
 ) -> Iterator[Iterator[MicroBatch]]:
-    """Micro-batches without end: read by the run's loader processes, or random ones."""
+    """An endless stream of micro-batches: read by as many loader processes as in the run, or random ones without sources."""
     if not sources:
         yield itertools.repeat(planned.micro_batch(batching.micro_batch))
         return
@@ -316,7 +320,7 @@ def _micro_batches(
 
 @dataclass(frozen=True)
 class LoaderRate:
-    """What one loader process delivers."""
+    """Samples that one loader process delivered, and the seconds that it took."""
 
     samples: int
     seconds: float
@@ -334,11 +338,11 @@ def measure_loader(
     *,
     seconds: float = LOADER_SECONDS,
 ) -> LoaderRate:
-    """Read, decode, augment and tokenize real samples in this process, as a loader process of the run would."""
+    """Read, decode, augment and tokenize samples in this process, as a loader process of the run does."""
     mixture = _mixture(planned, settings, batching, sources, 1)
     threads = torch.get_num_threads()
     if settings.workers > 0:
-        torch.set_num_threads(1)  # as torch has it in its workers
+        torch.set_num_threads(1)  # as torch does in loader processes
     try:
         stream = iter(MixtureLoader(mixture, workers=0))
         next(stream)  # opens the first shards
@@ -363,14 +367,15 @@ def step_with_data(
     cores: int,
     compute_threads: int,
 ) -> float:
-    """Seconds of a step with its data: one after the other without loader processes, else the slowest of three.
+    """Seconds of a step with its data.
 
-    The three are the computation, the loader processes that find a core, and all work of the machine on all its cores.
+    Without loader processes computation and data work follow each other. With them the step takes the longest of three times:
+    the computation, the data work of the loader processes that have a core, and all work of the machine on all its cores.
 
     Args:
         compute_seconds: of a rank's step.
-        data_seconds: that one process needs for a rank's samples of a step.
-        compute_threads: cores that a rank's computation fills (0 on a GPU).
+        data_seconds: of one process, for a rank's samples of a step.
+        compute_threads: cores that a rank's computation uses (0 on a GPU).
     """
     if workers == 0:
         return compute_seconds + data_seconds

@@ -1,7 +1,7 @@
-"""The model, transform and tokenizer of a planned run, built as training builds them but with random weights.
+"""The model, transform and tokenizer of a planned run, built as in training but with random weights.
 
-Times, memory and FLOPs do not depend on the weights, so that nothing is fetched for a plan. Where an HF text tower is neither
-a folder nor in the Hugging Face cache, a random BERT-base stands in for `bert-base-uncased`, whose shape it is.
+Time, memory and FLOPs do not depend on the weights, so a plan fetches nothing. If `bert-base-uncased` is neither a folder nor
+in the Hugging Face cache, a random BERT-base, which has the same shape, replaces it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BERT_BASE = ("bert-base-uncased", "google-bert/bert-base-uncased")
 
 @dataclass
 class PlannedModel:
-    """A model in training mode, and what its micro-batches are made of.
+    """A model in training mode, and what makes its micro-batches.
 
     Attributes:
-        transform: PIL image -> (C, H, W), uint8 where normalisation is left to the device.
-        normalize: what is left, or None.
+        transform: PIL image -> (C, H, W), uint8 if normalisation is done on the device.
+        normalize: the normalisation on the device, or None.
         tokenizer: captions -> (B, L).
-        stand_in: the hub's name of a text tower that a random BERT-base stands in for.
+        stand_in: the hub's name of the text tower that a random BERT-base replaces, or None.
     """
 
     model: nn.Module
@@ -69,11 +69,11 @@ class PlannedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Weights and AdamW's two moments: what stays on the device, and what a checkpoint holds."""
+        """Weights and AdamW's two moments: memory that stays on the device, and the size of a checkpoint."""
         return sum(p.nbytes * (3 if p.requires_grad else 1) for p in self.model.parameters())
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass, as training makes it."""
+        """The context of a forward pass, as in training."""
         return autocast_of(self.precision, self.device)()
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class PlannedModel:
         return prepare(images, texts, precision=self.precision, normalize=self.normalize)
 
     def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Random images (B, C, H, W) and texts (B, L) as the loader would deliver them."""
+        """Random images (B, C, H, W) and texts (B, L) in the loader's form."""
         side = self.model.visual.image_size
         height, width = (side, side) if isinstance(side, int) else side
         generator = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ class PlannedModel:
         return images, texts
 
     def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
-        """Training's AdamW; the learning rate is zero, which costs the same time and keeps the weights where they are."""
+        """Training's AdamW with a learning rate of zero, which takes the same time and does not change the weights."""
         groups = parameter_groups(self.model, settings.wd, exempt_embeddings=settings.no_embedding_decay)
         return torch.optim.AdamW(groups, lr=0.0)
 
@@ -103,7 +103,7 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     """Build the model that a run with these settings trains.
 
     Raises:
-        UserError: an unknown model, a text tower that is not here and no BERT-base, flags that the towers cannot do.
+        UserError: an unknown model, an absent text tower other than BERT-base, flags that the towers cannot follow.
     """
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         name, stand_in = _model_name(settings, Path(scratch))
@@ -137,7 +137,7 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     try:
         transform, mean, std = split_normalize(transform)
         normalizer = partial(normalize, mean=mean, std=std)
-    except UserError:  # timm's transforms: images travel as floats, as in training
+    except UserError:  # timm's transforms normalise themselves: images are floats, as in training
         pass
     augment = WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
     return PlannedModel(model.train(), transform, normalizer, tokenizer, augment, mixup, device, precision, stand_in)
@@ -145,7 +145,7 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back warnings, of random weights for one: a plan means them."""
+    """Suppress warnings, such as that of random weights, which a plan uses on purpose."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -157,7 +157,7 @@ def quiet() -> Iterator[None]:
 
 
 def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]:
-    """The name that open_clip builds without a hub, and the text tower that a stand-in was made for."""
+    """The name under which open_clip builds the model without a hub, and the text tower that a stand-in replaces, or None."""
     if settings.text_model is not None:
         return with_text_model(settings.model, settings.text_model), None
     config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
@@ -166,7 +166,7 @@ def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]
         check_model(settings.model)
         return settings.model, None
     if tower not in BERT_BASE:
-        check_model(settings.model)  # its own sentence where a folder is meant
+        check_model(settings.model)  # raises a better sentence if the name is a folder's
         raise UserError(
             f"the text tower {tower} of {settings.model} is not in the Hugging Face cache and nothing is fetched for a plan; "
             "give its folder with --text-model"
@@ -193,7 +193,7 @@ def _is_cached(repository: str, *files: str) -> bool:
 
 
 def _write_bert_base(folder: Path) -> Path:
-    """A BERT-base with a vocabulary of the real one's size, made of letter combinations."""
+    """Writes a BERT-base with a vocabulary of letter combinations, as large as the real one."""
     config = BertConfig()
     config.save_pretrained(folder)
     letters = string.ascii_lowercase

@@ -15,7 +15,7 @@ WIDTH, LABEL = 96, 10
 
 
 def report(plan: Plan) -> str:
-    """All of a plan, the missing things last."""
+    """All of a plan; what is missing comes last."""
     sections = [
         ("model", _model(plan)),
         ("data", _data(plan)),
@@ -36,16 +36,16 @@ def report(plan: Plan) -> str:
     lines.append("")
     if plan.elsewhere:
         lines.append("Not on this machine:")
-        lines += _ways_out(plan.elsewhere)
+        lines += _listed(plan.elsewhere)
     if plan.missing:
         lines.append("Missing:")
-        lines += _ways_out(plan.missing)
+        lines += _listed(plan.missing)
     else:
         lines.append("Nothing else is missing." if plan.elsewhere else "Nothing is missing.")
     return "\n".join(lines)
 
 
-def _ways_out(missing: Iterable[Missing]) -> list[str]:
+def _listed(missing: Iterable[Missing]) -> list[str]:
     lines = []
     for one in missing:
         text = f"- {one.what}  ->  {one.advice}"
@@ -161,7 +161,7 @@ def _step(plan: Plan) -> list[str]:
         ]
     parts = [f"{_seconds(plan.compute_seconds)} of computation"]
     if plan.data_seconds is None:
-        parts.append("on random samples: reading is not in it, as no data is here")
+        parts.append("on random samples, without reading: there is no data on this machine")
     else:
         workers = plan.settings.workers
         how = "read in between" if workers == 0 else f"read by {workers} loader process{'es' * (workers > 1)} meanwhile"
@@ -177,7 +177,7 @@ def _step(plan: Plan) -> list[str]:
             how = f", four times that of half as many pairs, timed at {LOSS_ROWS_ON_CPU:,}"
         lines.append(f"the loss over {plan.batching.effective_batch:,} pairs is {_seconds(loss)} of it{how}")
     if plan.hardware.ranks > 1:
-        lines.append("timed on one rank: the ranks' exchange of gradients is not in it")
+        lines.append("timed on one rank, without the ranks' exchange of gradients")
     return lines
 
 
@@ -217,7 +217,7 @@ def _loaders(plan: Plan) -> list[str]:
     if settings.workers and plan.step_seconds > 1.02 * plan.compute_seconds:
         needed = -(-plan.data_seconds // plan.compute_seconds)
         lines.append(
-            f"the loaders do not keep up: {needed:.0f} processes a rank with a core each would, or smaller pictures "
+            f"the loaders do not keep up: give {needed:.0f} processes a rank, with a core each, or store smaller pictures "
             "(zerovl data stores them with 256 px)"
         )
     elif settings.workers:

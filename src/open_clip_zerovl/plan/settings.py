@@ -1,4 +1,4 @@
-"""What `zerovl plan` is told, and the arithmetic of batches: N = B*K*W.
+"""The settings of `zerovl plan`, and the arithmetic of batches: N = B*K*W.
 
 B  micro-batch per rank    K  micro-batches of a step (DGA steps)    W  ranks    N = B*K*W  effective batch
 """
@@ -14,26 +14,24 @@ from open_clip_zerovl.recipe.flags import AllFlags, at_least, contradicted, flag
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """Of the plan alone"""
+    """Of the plan only"""
 
     effective_batch: int | None = flag(
-        None, "choose batch size, DGA steps and graphs kept", metavar="N", range=at_least(1)
+        None, "choose batch size, DGA steps and graphs kept for this effective batch", metavar="N", range=at_least(1)
     )
-    assume: str | None = flag(
-        None, "estimate for hardware that is not here: v100, a100-80, h200, ...", metavar="GPU[:COUNT]"
-    )
-    gpus: int | None = flag(None, "of the GPUs here (default: all)", metavar="N", range=at_least(1))
+    assume: str | None = flag(None, "estimate for other hardware: v100, a100-80, h200, ...", metavar="GPU[:COUNT]")
+    gpus: int | None = flag(None, "use N of this machine's GPUs (default: all)", metavar="N", range=at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(PlanFlags, AllFlags):
-    """The training program's flags, and those of the plan. Two of training's are chosen where they are not given.
+    """The training program's flags, and those of the plan. `batch_size` and `dga_steps` are chosen if they are not given.
 
     Attributes:
-        effective_batch: N wanted; K follows from it. None: B and K as given.
-        assume: hardware in place of what is here, `NAME[:COUNT]`.
-        gpus: how many of the GPUs here; None: all.
-        passed_over: flags given that matter for nothing of this.
+        effective_batch: N asked for; K follows from it. None: B and K as given.
+        assume: other hardware to plan for, `NAME[:COUNT]`.
+        gpus: how many of this machine's GPUs; None: all.
+        passed_over: flags of training that do not change a plan.
     """
 
     batch_size: int | None = redeclared(AllFlags, "batch_size", None)  # type: ignore[assignment]
@@ -50,12 +48,10 @@ class PlanSettings(PlanFlags, AllFlags):
             raise UserError(sentence)
         if self.assume is not None and self.gpus is not None:
             raise UserError(
-                f"--assume {self.assume} and --gpus {self.gpus} both tell a number of GPUs; give --assume NAME:{self.gpus}"
+                f"--assume {self.assume} and --gpus {self.gpus} both give a number of GPUs; give --assume NAME:{self.gpus}"
             )
         if self.train_data is None and (self.assume is None or self.train_num_samples is None):
-            raise UserError(
-                "give --train-data, as for training; with --assume, --train-num-samples stands for data elsewhere"
-            )
+            raise UserError("give --train-data, as for training; with --assume, --train-num-samples can replace it")
 
     @property
     def trains(self) -> bool:
@@ -64,12 +60,12 @@ class PlanSettings(PlanFlags, AllFlags):
 
     @property
     def mixture(self) -> bool:
-        """Data that is not told of counts as named sources."""
+        """Without --train-data the plan counts on named sources."""
         return self.train_data is None or super().mixture
 
     @property
     def stock_pipeline(self) -> bool:
-        """Whether training would take open_clip's own data pipeline."""
+        """Whether training takes open_clip's own data pipeline."""
         return not super().mixture
 
 
@@ -78,13 +74,13 @@ def choose_batching(settings: PlanSettings, ranks: int, micro_batch: int) -> Bat
 
     Args:
         ranks: W.
-        micro_batch: what fits, for where --batch-size does not say B.
+        micro_batch: B if --batch-size does not give it.
 
     Returns:
-        A batching whose effective batch is the one asked for, or the nearest that B divides.
+        A batching whose effective batch is the one asked for, or the multiple of B*W nearest to it.
 
     Raises:
-        UserError: B, K and N given that contradict each other, more graphs retained than a step has.
+        UserError: given B, K and N contradict each other, or more graphs are retained than a step has.
     """
     wanted, b, k = settings.effective_batch, settings.batch_size, settings.dga_steps
     if wanted is None:
