@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +21,10 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.tar.cache import ShardCache
 from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
@@ -87,6 +90,8 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             )
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
+        if config.shard_cache is not None:
+            check_writable(config.shard_cache, folder=True)
     teachers = None if config.teacher is None else TeacherStore.open(config.teacher)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     return Inputs(sources, teachers, {name: open_retrieval_set(path) for name, path in paths.items()})
@@ -172,6 +177,7 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
         sampling=_sampling(config, args),
         seed=args.seed,
         on_bad_sample=config.on_bad_sample,
+        cache=_shard_cache(config),
     )
     loader = MixtureLoader(
         mixture,
@@ -184,6 +190,12 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
     if is_master(args):
         log_schedule(sources, mixture.schedule(0))
     return TrainData(loader, normalizer)
+
+
+def _shard_cache(config: RecipeConfig) -> ShardCache | None:
+    if config.shard_cache is None:
+        return None
+    return ShardCache(os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30))
 
 
 def frozen_cache(

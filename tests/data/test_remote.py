@@ -12,10 +12,11 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.cache import ShardCache
 from support.shard_server import shard_server
 from support.tars import write_source
 
@@ -34,12 +35,13 @@ def ids_of(captions: list[str]) -> torch.Tensor:
 
 
 def loader_of(data: str, *, workers: int = 0, **options) -> MixtureLoader:
-    policy = {"on_bad_sample": options.pop("on_bad_sample", "replace")}
+    given = {key: options.pop(key) for key in ("on_bad_sample", "cache", "sampling") if key in options}
     mixture = Mixture(
         parse_sources(data),
         Batching(5, workers=max(1, workers)),
         Preprocessing(transforms.PILToTensor(), ids_of),
-        **policy,
+        shuffle_window_samples=12,
+        **given,
     )
     return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, "stall_timeout_seconds": 20, **options})
 
@@ -72,6 +74,35 @@ def test_the_same_batches_and_what_was_waited_for(server, workers, caplog):
     assert len(said) == len(set(said)) <= 5  # a kind once, and the total
     (total,) = [message for message in said if message.endswith("of its readers.")]
     assert total.startswith("Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server")
+
+
+@pytest.mark.parametrize("strategy", ["random", "debiased"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_through_the_cache(server, tmp_path, strategy, workers, caplog):
+    """Two epochs and an entry in the middle of one, over a cache that holds half of the shards; nobody streams a shard."""
+    write_source(tmp_path / "dd", 1000, SHARDS * PER_SHARD, PER_SHARD)
+    data = f"{on_disk(server)}::{on_disk(server).replace('cc', 'dd')}"
+    remote = data.replace(str(tmp_path), server.url().rstrip("/"))
+    options = {"workers": workers, "sampling": Sampling(strategy)}
+    size = (tmp_path / "cc/00000.tar").stat().st_size
+    cache = ShardCache(str(tmp_path / "cache"), (4 if workers == 0 else 7) * (size + size // 8 + 9000))
+    entered = []
+    for loader in (loader_of(data, **options), loader_of(remote, cache=cache, **options)):
+        entered.append([epoch_of(loader, 0), epoch_of(loader, 1)])
+        loader.set_epoch(1, 7)
+        entered[-1].append([ids.tolist() for _, ids in loader])
+    assert entered[0] == entered[1] and entered[0][1][7:] == entered[0][2]
+    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()) <= cache.limit_bytes
+    assert not caplog.records
+
+
+def test_a_cached_source_needs_no_server(server, tmp_path):
+    data = f"{on_server(server)}@{server.folder}/cc/sizes.json"
+    cache = ShardCache(str(tmp_path / "cache"), 1 << 30)
+    whole = epoch_of(loader_of(data, cache=cache))
+    server.kill()
+    assert epoch_of(loader_of(data, cache=cache)) == whole
+    assert epoch_of(loader_of(data, cache=ShardCache(cache.folder, 1 << 30))) == whole  # another run
 
 
 def test_a_server_that_is_gone_ends_in_one_sentence(server):

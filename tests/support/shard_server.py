@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
             super().finish()
 
     def do_GET(self) -> None:
-        owner, name = self.server.owner, self.path.strip("/")
+        owner, name = self.server.owner, self.path.partition("?")[0].strip("/")
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         begin = int(asked[1]) if asked else 0
         with owner.lock:

@@ -51,6 +51,7 @@ from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
+from open_clip_zerovl.tar.cache import ShardCache
 from open_clip_zerovl.tar.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
@@ -174,6 +175,7 @@ class Mixture(IterableDataset):
         sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
+        cache: where remote shards are kept; None: they are read as they come.
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
@@ -194,6 +196,7 @@ class Mixture(IterableDataset):
         sampling: Sampling = Sampling(),  # frozen
         seed: int = 0,
         on_bad_sample: str = "replace",
+        cache: ShardCache | None = None,
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
     ) -> None:
         super().__init__()
@@ -206,6 +209,7 @@ class Mixture(IterableDataset):
         self.sampling = sampling
         self.seed = seed
         self.on_bad_sample = on_bad_sample
+        self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
@@ -289,6 +293,7 @@ class Mixture(IterableDataset):
                 watched=get_worker_info() is not None,
                 waits=lambda wait: reader.waits.append((index, wait)),
             ),
+            cache=self.cache,
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )

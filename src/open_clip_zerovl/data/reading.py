@@ -12,6 +12,7 @@ replaces a lost sample follows from the seed. An epoch can therefore be entered 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
@@ -26,6 +27,7 @@ from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, stream_seed
+from open_clip_zerovl.tar.cache import ShardCache
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
@@ -35,8 +37,9 @@ from open_clip_zerovl.tar.members import (
     locate_samples,
     opened,
     stream_samples,
+    unreadable,
 )
-from open_clip_zerovl.tar.remote import Patience, StalledShard, local_path
+from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable, local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30
@@ -93,6 +96,7 @@ class Reading:
         seed: of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         patience: how long its remote shards are waited for.
+        cache: where they are kept; None: they are read as they come.
         every_caption: hand on all captions of a sample besides the one to show.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
@@ -103,6 +107,7 @@ class Reading:
     seed: int = 0
     fail: bool = True
     patience: Patience = field(default_factory=Patience)
+    cache: ShardCache | None = None
     every_caption: bool = False
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
@@ -172,8 +177,22 @@ class Reading:
 
     def _members(self, shard: int, start: int) -> Generator[tuple[str, list[bytes] | None, bytes | None], None, None]:
         """(key, captions or None, image or None) of each sample from number `start` on; ShardError where there are too few."""
-        url, size = self.source.shards[shard], self.source.sizes[shard]
+        url = self.source.shards[shard]
         path = local_path(url)
+        if path is None and self.cache is not None:
+            return self._cached(self.cache, url, shard, start)
+        return self._members_of(path, url, shard, start)
+
+    def _cached(self, cache: ShardCache, url: str, shard: int, start: int):
+        with contextlib.ExitStack() as stack:
+            try:
+                path = stack.enter_context(cache.borrowed(url, self.patience, self.notes))
+            except Unreachable as error:
+                raise unreadable(error) from error
+            yield from self._members_of(path, url, shard, start)
+
+    def _members_of(self, path: str | None, url: str, shard: int, start: int):
+        size = self.source.sizes[shard]
         if self.source.picked is not None:
             return self._picked(path or url, shard, start)
         if path is not None:

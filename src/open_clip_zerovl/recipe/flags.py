@@ -271,6 +271,25 @@ class SourceFlags:
         contradicts=(_STOCK_DATA,),
         planned=False,
     )
+    shard_cache: str | None = flag(
+        None,
+        "keep remote shards in DIR, on a local disk: each is fetched once and read from there",
+        metavar="DIR",
+        contradicts=(_STOCK_DATA,),
+        planned="the plan reads remote shards as they come",
+    )
+    shard_cache_gib: float = flag(
+        100.0,
+        "GiB that --shard-cache may take; what was not read for longest makes room (default %(default)s)",
+        metavar="N",
+        range=POSITIVE,
+        contradicts=(
+            Contradiction(
+                "no --shard-cache", lambda given: given.shard_cache is None, "it is the cache's bound; give both"
+            ),
+        ),
+        planned="it is a bound of --shard-cache",
+    )
     loader_timeout: float = flag(
         600.0,
         "stop when no batch comes for so long, and name what is being read; 0 waits forever (default %(default)s)",
