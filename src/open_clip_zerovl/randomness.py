@@ -75,6 +75,7 @@ class Purpose(enum.Enum):
     ORDER = "order"  # epoch, source, reader, block: the shuffle window
     SUBSTITUTES = "substitutes"  # source, position: which pieces stand in for a lost one
     CAPTION = "caption"  # source, sample: which of several captions is shown first
+    CAPTION_FIELD = "caption field"  # source, position: which of several fields' captions is shown
     IMAGE = "image"  # source, position: augmentation of the picture
     VIEW = "view"  # source, position: which of the views that teachers have seen is shown
     VIEW_IMAGE = "view image"  # source, sample, view: its augmentation

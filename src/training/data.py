@@ -19,12 +19,14 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, sche
 from open_clip_zerovl.data.schedule import Batching, Schedule
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
+from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.teacher.shards import PREFIX, InShards, parse_widths
 from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
@@ -62,7 +64,7 @@ class Inputs:
     """What the command line points at, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
-    teachers: TeacherStore | None = None
+    teachers: TeacherStore | InShards | None = None
     retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
 
 
@@ -92,9 +94,22 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
-    teachers = None if config.teacher is None else TeacherStore.open(config.teacher)
+    teachers = open_teachers(config)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     return Inputs(sources, teachers, {name: open_retrieval_set(path) for name, path in paths.items()})
+
+
+def open_teachers(config: RecipeConfig) -> TeacherStore | InShards | None:
+    """What `--teacher` names: a folder of embeddings, or that the shards carry them."""
+    if config.teacher is None:
+        return None
+    if not config.teacher.startswith(PREFIX):
+        return TeacherStore.open(config.teacher)
+    if config.pixel_path != "pil":
+        raise UserError(
+            f"--pixel-path {config.pixel_path} does not work with --teacher {PREFIX}...: the stored operations are PIL's"
+        )
+    return InShards(parse_widths(config.teacher), config.captions)
 
 
 def get_data(
@@ -148,7 +163,9 @@ def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) ->
 
 def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
     assert config.sampling is not None
-    sources, normalizer, teachers = inputs.sources, None, None
+    sources, normalizer = inputs.sources, None
+    teachers: StoredTeachers | None = None
+    in_shards: InShards | None = None
     own_step = uses_own_step(config, args)
     if own_step:  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
         try:
@@ -158,9 +175,12 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
             if inputs.teachers is not None:
                 raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
-    if inputs.teachers is not None:
+    if isinstance(inputs.teachers, TeacherStore):
         augmentation = augmentation_of(transform, config.pixel_path)
         teachers = TeacherRows(inputs.teachers, sources, augmentation=augmentation, captions=config.captions)
+    elif inputs.teachers is not None:
+        in_shards = teachers = inputs.teachers
+        in_shards.check(transform)
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -172,6 +192,7 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
             with_origin=own_step,
             with_content=config.positives != "pair",
             teachers=teachers,
+            shard_teachers=in_shards,
         ),
         rank=args.rank,
         sampling=_sampling(config, args),

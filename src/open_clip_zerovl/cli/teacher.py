@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.values import natural, part, positive, seed
-from open_clip_zerovl.data.names import AUTO_AUGMENTS, CAPTIONS, PIXEL_PATHS, POLICIES
+from open_clip_zerovl.data.names import AUTO_AUGMENTS, PIXEL_PATHS, POLICIES
 from open_clip_zerovl.recipe.flags import key_value
 
 
@@ -54,7 +54,11 @@ def add_teacher(commands) -> None:
         help="default %(default)s",
     )
     as_in_training.add_argument("--pixel-path", choices=PIXEL_PATHS, default="pil", help="default %(default)s")
-    as_in_training.add_argument("--captions", choices=CAPTIONS, help="several captions of an image; all are embedded")
+    as_in_training.add_argument(
+        "--captions",
+        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
+        help="several captions of an image; all are embedded",
+    )
     as_in_training.add_argument("--on-bad-sample", choices=POLICIES, default="replace", help="default %(default)s")
     teacher.add_argument("--seed", type=seed, default=0, help="of the augmentations (default %(default)s)")
     teacher.add_argument(

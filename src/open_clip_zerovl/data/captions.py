@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
+from collections.abc import Sequence
 
 import numpy as np
 
+from open_clip_zerovl.data.fields import captions_of, member_of
+from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import ShardError
+from open_clip_zerovl.tar.members import ShardError, locate_samples, opened
 from open_clip_zerovl.tar.remote import local_path
 
 
 def caption_starts(source: Source) -> np.ndarray | None:
     """(n + 1,) where the captions of each sample begin if all captions are numbered one after the other; None: one each.
 
-    Samples have several captions with `--captions one-per-epoch` alone; with `all` each is a sample of its own. A shard that
-    cannot be read counts one for each sample.
+    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each is a sample of its own.
+    A shard that cannot be read counts one for each sample.
 
     Raises:
         UserError: remote or compressed shards, whose captions cannot be counted.
     """
-    if source.captions != "one-per-epoch":
+    fields = caption_fields(source.captions)
+    if source.captions != "one-per-epoch" and not fields:
         return None
     if source.table is not None:
         return np.concatenate([[0], np.asarray(source.table.ends, dtype=np.int64)])
@@ -33,19 +38,34 @@ def caption_starts(source: Source) -> np.ndarray | None:
         if path is None:
             raise UserError(
                 f"shards of source {source.name!r} are remote, first {shard}: their captions cannot be counted; copy them "
-                "here, or leave '--captions one-per-epoch' out"
+                f"here, or leave '--captions {source.captions}' out"
             )
         try:
-            found = open_index(path).captions
+            found = _counts_of_fields(path, fields) if fields else open_index(path).captions
         except ShardError:
             continue
         except tarfile.ReadError as error:
             raise UserError(
                 f"shard {shard} of source {source.name!r} is no plain tar ({error}): its captions cannot be counted; unpack "
-                "it, or leave '--captions one-per-epoch' out"
+                f"it, or leave '--captions {source.captions}' out"
             ) from error
         chosen = (
             found if source.picked is None else found[source.picked[begin:end][source.picked[begin:end] < len(found)]]
         )
         counts[begin : min(end, begin + len(chosen))] = chosen[: end - begin]
     return np.concatenate([[0], np.cumsum(counts)])
+
+
+def _counts_of_fields(path: str, fields: Sequence[tuple[str, float]]) -> np.ndarray:
+    """(n,) captions of each whole sample of a plain local tar, at least 1."""
+    wanted, counts = {member_of(field) for field, _ in fields}, []
+    with opened(path) as descriptor:
+        try:
+            for _, members in locate_samples(path):
+                content = {name: os.pread(descriptor, at[1], at[0]) for name, at in members.items() if name in wanted}
+                found = captions_of(content, fields)
+                counts.append(max(1, len(found)) if isinstance(found, list) else 1)
+        except ShardError:
+            if not counts:
+                raise
+    return np.array(counts, dtype=np.int64)

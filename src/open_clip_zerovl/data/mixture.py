@@ -37,7 +37,7 @@ from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.pixels import pictures
-from open_clip_zerovl.data.reading import RawSample, Reading
+from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
 from open_clip_zerovl.data.schedule import (
     Batching,
     Schedule,
@@ -130,6 +130,8 @@ class Preprocessing:
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
         teachers: show the views that these have seen, in place of new augmentations, and yield their embeddings of pictures and
             captions as a fourth item, a tuple of two tensors (B, D) a teacher. The third item is then yielded, too.
+        shard_teachers: the same, where the shards themselves hold what they have seen. Pictures are then decoded at full size,
+            which stored crops are of.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -140,6 +142,7 @@ class Preprocessing:
     with_origin: bool = False
     with_content: bool = False
     teachers: StoredTeachers | None = None
+    shard_teachers: ShardTeachers | None = None
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs else None
+        whole = preprocessing.shard_teachers is not None  # stored crops are of pictures of their own size
+        self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
         self.lending: Lending | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader that reads it, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
@@ -288,6 +292,7 @@ class Mixture(IterableDataset):
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
+            teachers=self.preprocessing.shard_teachers,
             patience=Patience.within(
                 self.timeout_seconds,
                 watched=get_worker_info() is not None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from open_clip_zerovl.errors import UserError
+
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
 
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
@@ -12,6 +14,41 @@ CAPTIONS = ("one-per-epoch", "all")  # of an image with several: one of them eac
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
+
+
+def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
+    """The fields of a sample that its captions come from, with the share of times that each is shown; () for other values.
+
+        caption_fields("txt=0.5,syn=0.5")  ->  (("txt", 0.5), ("syn", 0.5))
+
+    A field is `txt`, KEY of the sample's json, or MEMBER:KEY of another JSON member (`syn.json:syn_text`).
+
+    Raises:
+        UserError: a share that is not a positive number, shares that do not sum to 1, or a field given twice.
+    """
+    if captions is None or "=" not in captions:
+        return ()
+    fields = []
+    for part in captions.split(","):
+        name, _, text = part.strip().partition("=")
+        try:
+            share = float(text)
+        except ValueError:
+            share = float("nan")
+        if not name or not 0 < share <= 1:
+            raise UserError(
+                f"--captions {captions}: {part!r} is no FIELD=SHARE with a share above 0; write txt=0.5,KEY=0.5"
+            )
+        fields.append((name, share))
+    total = sum(share for _, share in fields)
+    if abs(total - 1) > 1e-6 or len(dict(fields)) < len(fields):
+        raise UserError(f"--captions {captions}: each field is given once, and the shares sum to 1, not to {total:g}")
+    return tuple(fields)
+
+
+def is_captions(captions: str) -> bool:
+    """Whether a `--captions` value is one of CAPTIONS or of `caption_fields`. UserError for shares that are none."""
+    return captions in CAPTIONS or bool(caption_fields(captions))
 
 
 def is_named(train_data: str | None) -> bool:

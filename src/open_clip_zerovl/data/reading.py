@@ -17,13 +17,16 @@ import itertools
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
+from open_clip_zerovl.data.fields import DrawnCaptions, captions_of, member_of
 from open_clip_zerovl.data.health import Fault, Loss
+from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, stream_seed
@@ -31,6 +34,7 @@ from open_clip_zerovl.tar.cache import ShardCache
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
+    WANTED,
     Extent,
     ShardError,
     image_of,
@@ -58,6 +62,7 @@ class RawSample:
         key, shard: name of the sample, and path or URL of its shard.
         caption_number: which of the sample's captions `caption` is, from 0.
         captions: all of them, "" for one that cannot be shown; only where `Reading.every_caption` asks for them.
+        stored: what `ShardTeachers.stored_view` made of its other members.
         fault: why it cannot be shown; None for a good sample.
         stands_for: the loss that it replaces; None for a sample at its own place.
     """
@@ -72,11 +77,31 @@ class RawSample:
     stands_for: Loss | None = None
     caption_number: int = 0
     captions: tuple[str, ...] = ()
+    stored: Any = None
 
     @property
     def place(self) -> int:
         """The position that the schedule asks for: the sample's own, or that of the sample that it replaces."""
         return self.position if self.stands_for is None else self.stands_for.position
+
+
+class ShardTeachers(Protocol):
+    """Teachers whose embeddings lie beside each sample in its shard.
+
+    Attributes:
+        members: suffixes of what they are read from.
+    """
+
+    @property
+    def members(self) -> tuple[str, ...]: ...
+
+    def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> Any:
+        """What is kept of a sample's members until it is shown, or a Fault; `draw` modulo the number of views is the view."""
+        ...
+
+
+# key, captions, picture, and the members by suffix where more than these are read
+_Member = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
 
 
 class Surplus(Exception):
@@ -98,6 +123,7 @@ class Reading:
         patience: how long its remote shards are waited for.
         cache: where they are kept; None: they are read as they come.
         every_caption: hand on all captions of a sample besides the one to show.
+        teachers: whose embeddings the shards themselves hold.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
     """
@@ -109,6 +135,7 @@ class Reading:
     patience: Patience = field(default_factory=Patience)
     cache: ShardCache | None = None
     every_caption: bool = False
+    teachers: ShardTeachers | None = None
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
@@ -150,10 +177,16 @@ class Reading:
             yield from self._rows(shard, start, position)
             return
         with closing(self._members(shard, start)) as members:
-            for offset, (key, texts, image) in enumerate(members, start):
+            for offset, (key, texts, image, others) in enumerate(members, start):
                 if offset == size:
                     raise Surplus
-                yield self._raw(image, texts, key, source.shards[shard], position + offset - start)
+                place = position + offset - start
+                sample = self._raw(image, texts, key, source.shards[shard], place)
+                if self.teachers is not None and sample.fault is None:
+                    draw = stream_seed(self.seed, Purpose.VIEW, self.index, place)
+                    stored = self.teachers.stored_view(others, draw)
+                    sample = replace(sample, **({"fault": stored} if isinstance(stored, Fault) else {"stored": stored}))
+                yield sample
 
     def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
         table, first = self.source.table, int(self.source.starts[block])
@@ -175,8 +208,8 @@ class Reading:
                 texts = [text for _, text in rows if text is not None]
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
-    def _members(self, shard: int, start: int) -> Generator[tuple[str, list[bytes] | None, bytes | None], None, None]:
-        """(key, captions or None, image or None) of each sample from number `start` on; ShardError where there are too few."""
+    def _members(self, shard: int, start: int) -> Generator[_Member, None, None]:
+        """What is read of each sample from number `start` on; ShardError where there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
         if path is None and self.cache is not None:
@@ -193,6 +226,9 @@ class Reading:
 
     def _members_of(self, path: str | None, url: str, shard: int, start: int):
         size = self.source.sizes[shard]
+        if path is not None and self._wanted != WANTED:
+            with contextlib.suppress(tarfile.ReadError):
+                return self._located(path, shard, start, size)
         if self.source.picked is not None:
             return self._picked(path or url, shard, start)
         if path is not None:
@@ -207,11 +243,10 @@ class Reading:
     def _streamed(self, url: str, start: int, size: int):
         """`_members` of any tar, read from its first byte on."""
         number = -1
-        with closing(stream_samples(url, patience=self.patience)) as samples:
+        with closing(stream_samples(url, patience=self.patience, wanted=self._wanted)) as samples:
             for number, (key, members) in enumerate(samples):
                 if number >= start:
-                    text = members.get(TEXT_EXTENSION)
-                    yield key, self._captions(text), image_of(members)
+                    yield self._member(key, members)
         _require(number + 1, size)
 
     def _local(self, path: str, size: int):
@@ -225,11 +260,57 @@ class Reading:
             with closing(samples), opened(path) as descriptor:
                 for key, members in itertools.chain([first] if first is not None else [], samples):
                     text = _content(descriptor, members.get(TEXT_EXTENSION))
-                    yield key, self._captions(text), _content(descriptor, image_of(members))
+                    yield key, self._captions(text), _content(descriptor, image_of(members)), {}
                     count += 1
             _require(count, size)
 
         return read()
+
+    def _located(self, path: str, shard: int, start: int, size: int):
+        """`_members` of a plain local tar by its headers, for members that its index does not have.
+
+        tarfile.ReadError for another tar, before anything is read.
+        """
+        samples, picked, wanted = locate_samples(path), self.source.picked, self._wanted
+        numbers = None if picked is None else picked[self.source.starts[shard] : self.source.starts[shard + 1]].tolist()
+        first = next(samples, None)
+
+        def read():
+            seen = 0  # of the source's own samples
+            try:
+                with closing(samples), opened(path) as descriptor:
+                    for number, (key, members) in enumerate(
+                        itertools.chain([first] if first is not None else [], samples)
+                    ):
+                        if numbers is not None and (seen == len(numbers) or number != numbers[seen]):
+                            continue
+                        seen += 1
+                        if seen > start:
+                            yield self._member(
+                                key, {name: _content(descriptor, at) for name, at in members.items() if name in wanted}
+                            )
+            except ShardError as error:
+                raise ShardError(error.reason, str(error), seen) from error
+            _require(seen, size)
+
+        return read()
+
+    def _member(self, key: str, members: Mapping[str, bytes | None]) -> _Member:
+        """What `_members` yields of a sample."""
+        if self._fields:
+            return key, captions_of(members, self._fields), image_of(members), members
+        return key, self._captions(members.get(TEXT_EXTENSION)), image_of(members), members
+
+    @property
+    def _fields(self) -> tuple[tuple[str, float], ...]:
+        """Of the captions, where `--captions` names fields."""
+        return caption_fields(self.source.captions)
+
+    @property
+    def _wanted(self) -> frozenset[str]:
+        """The members of a sample that are read."""
+        others = () if self.teachers is None else self.teachers.members
+        return WANTED | {member_of(field) for field, _ in self._fields} | frozenset(others)
 
     def _indexed(self, path: str, start: int, size: int):
         """`_members` of a plain local tar, by its index."""
@@ -239,7 +320,8 @@ class Reading:
             with opened(path) as descriptor:
                 for number in range(start, len(index)):
                     text = _content(descriptor, _extent(index.text, number))
-                    yield index.key(number), self._captions(text), _content(descriptor, _extent(index.image, number))
+                    image = _content(descriptor, _extent(index.image, number))
+                    yield index.key(number), self._captions(text), image, {}
             index.raise_if_torn()
             _require(len(index), size)
 
@@ -264,7 +346,7 @@ class Reading:
         def read():
             with opened(path) as descriptor:
                 for key, text, image in _read_ahead(descriptor, rows):
-                    yield key, self._captions(_content(descriptor, text)), _content(descriptor, image)
+                    yield key, self._captions(_content(descriptor, text)), _content(descriptor, image), {}
             if readable < len(numbers) and torn[0]:
                 raise ShardError(*torn, readable)
             _require(readable, len(numbers))
@@ -285,7 +367,7 @@ class Reading:
                     lines = caption_lines(text) or [b""] if text is not None else [None]
                     begin = start - int(ends[number] - index.captions[number]) if number == first else 0
                     for line in lines[begin:]:
-                        yield index.key(number), None if line is None else [line], image
+                        yield index.key(number), None if line is None else [line], image, {}
             if index.torn[0]:
                 raise ShardError(str(index.torn[0]), str(index.torn[1]), int(ends[-1]))
             _require(int(ends[-1]) if len(index) else 0, size)
@@ -298,7 +380,9 @@ class Reading:
             return None
         return [text] if self.source.captions is None else caption_lines(text)
 
-    def _raw(self, image: bytes | None, texts: list[bytes] | None, key: str, shard: str, position: int) -> RawSample:
+    def _raw(
+        self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
+    ) -> RawSample:
         """The sample, with its fault where it has no image or no usable caption."""
         fault, caption, number = None, "", 0
         if image is None:
@@ -306,24 +390,31 @@ class Reading:
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
         elif texts is None:
-            fault = Fault("no caption", "has no caption (txt)")
+            fault = Fault("no caption", f"has no caption ({', '.join(field for field, _ in self._fields) or 'txt'})")
+        elif isinstance(texts, Fault):
+            fault = texts
         else:
-            number = self._choose(len(texts), position)
+            number = self._choose(texts, position)
             shown = _caption(texts[number] if texts else b"")
             caption, fault = ("", shown) if isinstance(shown, Fault) else (shown, None)
         every: tuple[str, ...] = ()
-        if self.every_caption:
+        if self.every_caption and not isinstance(texts, Fault):
             every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
         return RawSample(
             image or b"", caption, self.index, position, key, shard, fault, caption_number=number, captions=every
         )
 
-    def _choose(self, captions: int, position: int) -> int:
-        """Which caption this pass shows: passes take an image's captions in turn, and the seed draws which is the first."""
-        if captions <= 1:
+    def _choose(self, texts: list[bytes], position: int) -> int:
+        """Which caption this pass shows: passes take an image's captions in turn, and the seed draws which is the first.
+
+        Of several fields' captions each pass draws one.
+        """
+        if isinstance(texts, DrawnCaptions):
+            return texts.at(stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64)
+        if len(texts) <= 1:
             return 0
         lap, sample = divmod(position, self.source.num_samples)
-        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % captions
+        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % len(texts)
 
 
 def _caption(text: bytes) -> str | Fault:

@@ -31,7 +31,7 @@ import braceexpand
 import numpy as np
 
 from open_clip_zerovl.data.clusters import Cluster, find_clustering, open_clusters
-from open_clip_zerovl.data.names import CAPTIONS, NAME
+from open_clip_zerovl.data.names import CAPTIONS, NAME, caption_fields, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
@@ -51,7 +51,8 @@ class Source:
         sizes: samples in each shard, in the same order.
         weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
         table: the scanned table, of a source that is one.
-        captions: of CAPTIONS, for images with several; None shows the whole text of a sample.
+        captions: of CAPTIONS, for images with several; FIELD=SHARE,... (`names.caption_fields`); None shows the whole text of a
+            sample.
         picked: for a cluster of samples in shards that hold others too, as `clusters.Cluster.picked`; None for a source that
             is all that its shards hold.
     """
@@ -96,7 +97,8 @@ def parse_sources(
         train_data: `name=shards::name=shards`, see the module's text.
         weights: `1::2::0.5`, one weight a component in their order, or `vg=2::sbu=0.5` by name (the others keep 1). The weight
             of a clustering is that of each of its clusters; a cluster may also be named (`cc12m-007=2`).
-        captions: "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
+        captions: FIELD=SHARE,... draws each time from which field of a sample its caption comes (`names.caption_fields`).
+            "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
             or a row as it is.
         table_format: how tables are written, where their header does not say.
@@ -109,8 +111,10 @@ def parse_sources(
             a size or with captions="all", an unusable table or clustering, wrong number of weights, a weight that is not a
             positive number, or a weight for an unknown source.
     """
-    if captions is not None and captions not in CAPTIONS:
-        raise UserError(f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}")
+    if captions is not None and not is_captions(captions):
+        raise UserError(
+            f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, or FIELD=SHARE,FIELD=SHARE"
+        )
     strict = on_bad_sample == "fail"
     named: dict[str, _Content] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
@@ -168,6 +172,10 @@ def _source(
     timeout_seconds: float,
 ) -> Source:
     if content.table is not None:
+        if caption_fields(captions):
+            raise UserError(
+                f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
+            )
         table = open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
         sizes = block_sizes(len(table))
         return Source(name, (content.table,) * len(sizes), sizes, weight, table, captions)

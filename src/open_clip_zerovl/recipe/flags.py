@@ -23,7 +23,16 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from open_clip_zerovl.data.names import AUTO_AUGMENTS, CAPTIONS, DRAWS, PIXEL_PATHS, POLICIES, STRATEGIES, is_named
+from open_clip_zerovl.data.names import (
+    AUTO_AUGMENTS,
+    CAPTIONS,
+    DRAWS,
+    PIXEL_PATHS,
+    POLICIES,
+    STRATEGIES,
+    is_captions,
+    is_named,
+)
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses.names import POSITIVES
 
@@ -247,8 +256,10 @@ class SourceFlags:
     )
     captions: str | None = flag(
         None,
-        "several captions of an image (lines of a txt, rows of a table): show one an epoch, or make each a sample",
-        choices=CAPTIONS,
+        "several captions of an image (lines of a txt, rows of a table): show one an epoch, or make each a sample; "
+        "txt=0.5,KEY=0.5 draws each time between the txt and a key of the sample's json (MEMBER:KEY of another member)",
+        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
+        range=Range(f"{', '.join(CAPTIONS)} or FIELD=SHARE,...", lambda value, _: is_captions(value)),
         contradicts=(_STOCK_DATA,),
     )
     on_bad_sample: str = flag(
@@ -529,8 +540,8 @@ class TowerFlags:
                 "augmented captions have other features each epoch",
             ),
             Contradiction(
-                "--captions one-per-epoch",
-                lambda given: given.freeze == ("text",) and given.captions == "one-per-epoch",
+                "--captions {captions}",
+                lambda given: given.freeze == ("text",) and given.captions not in (None, "all"),
                 "another caption each epoch has other features; use --captions all",
             ),
             Contradiction(

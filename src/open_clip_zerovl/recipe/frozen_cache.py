@@ -79,10 +79,10 @@ class FrozenCache:
         if dtype not in DTYPES:
             raise UserError(f"features cannot be cached as {dtype!r}; give float32 or float16.")
         for source in sources:
-            if tower == "text" and source.captions == "one-per-epoch":
+            if tower == "text" and source.captions not in (None, "all"):
                 raise UserError(
-                    f"source {source.name!r} shows another caption of an image in each epoch (--captions one-per-epoch), but a "
-                    "cache keeps one text's features for each sample; use --captions all, or leave the cache out."
+                    f"source {source.name!r} shows another caption of an image in each epoch (--captions {source.captions}), "
+                    "but a cache keeps one text's features for each sample; use --captions all, or leave the cache out."
                 )
         self.folder, self.tower, self.width = Path(folder), tower, width
         self._dtype = DTYPES[dtype]
