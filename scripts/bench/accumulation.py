@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,11 @@ from transformers import BertConfig
 
 from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.memory import PeakBytes
 from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
 BERT_SIZES = {
@@ -48,6 +50,7 @@ VISION_SIZES = {
     "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
 }
 CONTEXT_LENGTH = 25
+SORTED, COMPILED = "texts sorted", "compiled"  # in the names of rows
 # Tokens of a caption before it is cut to the context, mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
 # 2021), 1.15 word pieces a word, [CLS] and [SEP]. Then 45 % of 25 tokens are padding.
 CAPTION_TOKENS = (13.8, 5.2)
@@ -171,12 +174,15 @@ class Setup:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     rank: int = 0
     world_size: int = 1
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         self.model = self.inner
         if self.world_size > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.inner, device_ids=ids)
+        if self.compiled:
+            self.model = torch.compile(self.model)
         # Over ranks these flags give open_clip's exact gradient.
         over = self.world_size > 1
         self.clip_loss = ClipLoss(
@@ -197,10 +203,13 @@ class Setup:
         return self.model(*self.on_device(micro_batch))
 
     def zero_grad(self) -> None:
+        """Before a step, out of its time: no gradients, and parameters written to, as retain="auto" waits for."""
         self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_add_(list(self.model.parameters()), 0)
 
 
-Way = Callable[[Sequence[MicroBatch]], Any]
+Way = Callable[..., Any]  # of micro-batches
 
 
 def plain(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
@@ -246,6 +255,24 @@ def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
     return partial(dga.backward, prepare=setup.prepare)
 
 
+def sorted_texts(micro_batches: Sequence[MicroBatch], padding: int) -> tuple[list[MicroBatch], Tensor]:
+    """The micro-batches with texts as `--sort-text` hands them on, and their order."""
+    images, texts = zip(*micro_batches, strict=True)
+    short, order = sort_texts(texts, padding)
+    return list(zip(images, short, strict=True)), order
+
+
+def decoupled_and_sorted(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
+    """Ours with --sort-text; what sorting takes is part of the step."""
+    way, padding = decoupled(setup, retain, loss_chunk), text_padding(setup.inner)
+
+    def step(micro_batches: Sequence[MicroBatch]) -> Any:
+        short, order = sorted_texts(micro_batches, padding)
+        return way(short, text_order=order)
+
+    return step
+
+
 def two_pass(setup: Setup) -> Way:
     """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
     dga = DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0)
@@ -268,7 +295,21 @@ def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool)
     for retain in sorted({1, min(2, most), steps // 2}):
         found[f"ours, retain {retain}"] = decoupled(setup, retain, loss_chunk)
     found["ours, retain auto"] = decoupled(setup, "auto", loss_chunk)
+    with suppress(UserError):  # a tower that takes no shorter texts
+        found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
     return found
+
+
+def compiled_ways(setup: Setup, steps: int, loss_chunk: int | None) -> dict[str, Way]:
+    """Those that are also timed with a compiled model; `setup` is the compiled one."""
+    found: dict[str, Way] = {
+        "plain micro-batches": partial(plain, setup),
+        "ours, retain 1": decoupled(setup, 1, loss_chunk),
+    }
+    if steps > 1:
+        with suppress(UserError):
+            found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
+    return {f"{row}, {COMPILED}": way for row, way in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,15 +419,26 @@ def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
     return forward.get_total_flops(), both.get_total_flops()
 
 
-def reference_gradient(setup: Setup, micro_batches: Sequence[MicroBatch], seed: int) -> dict[str, Tensor]:
-    """The effective batch's gradient from one graph, with random masks drawn micro-batch by micro-batch as in accumulation."""
+def reference_gradient(
+    setup: Setup, micro_batches: Sequence[MicroBatch], seed: int, *, sort: bool = False
+) -> dict[str, Tensor]:
+    """The effective batch's gradient from one graph, with random masks drawn micro-batch by micro-batch as in accumulation.
+
+    Args:
+        sort: forward the texts sorted and cut, for other texts draw other masks.
+    """
     setup.zero_grad()
+    order = None
+    if sort:
+        micro_batches, order = sorted_texts(micro_batches, text_padding(setup.inner))
     torch.manual_seed(seed)
     outputs = []
     for micro_batch in micro_batches:
         with setup.autocast():
             outputs.append(setup.inner(*setup.on_device(micro_batch)))
     sides = [torch.cat([output[side] for output in outputs]) for side in ("image_features", "text_features")]
+    if order is not None:
+        sides[1] = sides[1][order.argsort().to(setup.device)]
     widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
     setup.clip_loss(*widened, outputs[-1]["logit_scale"]).backward()
     found = _gradients(setup)

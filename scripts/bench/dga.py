@@ -5,7 +5,8 @@
 
 The first form takes steps of K micro-batches of B samples on each of W ranks in every way, in turn: plain training on K small
 batches (the baseline), one graph over all, open_clip's --accum-freq, a two-pass step as in GradCache, and ours with 1, 2, K/2
-and an automatic number R of graphs retained. A row holds
+and an automatic number R of graphs retained, and with texts sorted (--sort-text). With --compile plain training and ours
+are timed with a compiled model, too, beside the eager one. A row holds
 
     time        seconds a sample, as a ratio to plain training's in the step just before; median over rounds, with range
     passes      forward and backward passes a sample, counted
@@ -38,10 +39,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accumulation import (
+    COMPILED,
+    SORTED,
     MicroBatch,
     Setup,
     Way,
     build,
+    compiled_ways,
     counts,
     gradient_errors,
     keep_heap,
@@ -81,6 +85,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
     parser.add_argument("--error-batch", type=int, default=4, metavar="B")
     parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
+    parser.add_argument("--compile", action="store_true", help="time plain training and ours compiled, too")
     parser.add_argument("--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation")
     parser.add_argument("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
@@ -128,16 +133,19 @@ def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
             dist.destroy_process_group()
 
 
-def make_setup(name: str, args: argparse.Namespace, device: torch.device, rank: int, precision: str) -> Setup:
+def make_setup(
+    name: str, args: argparse.Namespace, device: torch.device, rank: int, precision: str, compiled: bool = False
+) -> Setup:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     amp = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     model = build(name, args.token_drop, device, dtype)
-    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks)
+    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks, compiled)
 
 
 def measure_steps(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, Any]:
     errors = measure_errors(name, args, device, rank) if args.error_steps else {}
     setup = make_setup(name, args, device, rank, args.precision)
+    compiled = make_setup(name, args, device, rank, args.precision, compiled=True) if args.compile else setup
     most = max(args.steps)
     batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
@@ -164,9 +172,13 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
     for steps in args.steps:
         fits = not args.no_one_graph and _agreed_free(setup) > 1.2 * graph * steps
         contestants = ways(setup, steps, args.loss_chunk, fits)
+        if args.compile:
+            contestants |= compiled_ways(compiled, steps, args.loss_chunk)
         timed = measure_times(setup, contestants, batches[:steps], args)
         plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
         for row, way in contestants.items():
+            # What is counted of a compiled model is its eager twin's: compiled code does not show what it computes.
+            way = contestants[row.removesuffix(f", {COMPILED}")]
             counted = counts(setup, way, batches[:steps])
             record = {
                 "way": row,
@@ -177,7 +189,7 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
                 "backwards_per_sample": counted.backwards,
                 "flops": counted.flops / plain_flops,
                 "flops_due": counted.forwards * share + counted.backwards * (1 - share),
-                "memory": peak_bytes(setup, way, batches[:steps]) / single,
+                "memory": None if row.endswith(COMPILED) else peak_bytes(setup, way, batches[:steps]) / single,
                 "errors": errors.get(row),
             }
             if args.rounds:
@@ -231,8 +243,21 @@ def measure_errors(name: str, args: argparse.Namespace, device: torch.device, ra
     reference = reference_gradient(setup, batches, SEED + rank)
     contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
     contestants = {row: way for row, way in contestants.items() if row.startswith(("open_clip", "two-pass", "ours"))}
+    references = {False: reference}
+    if any(SORTED in row for row in contestants):
+        references[True] = reference_gradient(setup, batches, SEED + rank, sort=True)
     # The rows "K/2 of K graphs" of other K get the error of this K.
-    errors = {row: gradient_errors(setup, way, batches, SEED + rank, reference) for row, way in contestants.items()}
+    errors = {
+        row: gradient_errors(setup, way, batches, SEED + rank, references[SORTED in row])
+        for row, way in contestants.items()
+    }
+    if args.compile:
+        with torch._inductor.config.patch(fallback_random=True):  # the eager model's masks
+            compiled = make_setup(name, args, device, rank, args.error_precision, compiled=True)
+            for row, way in compiled_ways(compiled, args.error_steps, args.loss_chunk).items():
+                if row.startswith("ours"):
+                    errors[row] = gradient_errors(compiled, way, batches, SEED + rank, references[SORTED in row])
+        torch._dynamo.reset()
     half = errors.get(f"ours, retain {args.error_steps // 2}")
     for steps in args.steps:
         if half is not None and steps > 1:
@@ -316,7 +341,10 @@ def steps_markdown(results: dict[str, Any]) -> str:
             cells += [f"{row['time']:.3f} ({low:.3f}-{high:.3f})", f"{row['ideal']:.3f}"]
             cells += [f"{row['time'] / row['ideal']:.3f}"]
         cells += [f"{row['forwards_per_sample']:.4g}, {row['backwards_per_sample']:.4g}"]
-        cells += [f"{row['flops']:.4f} ({row['flops_due']:.4f})", f"{row['memory']:.3f}"]
+        cells += [
+            f"{row['flops']:.4f} ({row['flops_due']:.4f})",
+            "-" if row["memory"] is None else f"{row['memory']:.3f}",
+        ]
         cells += [f"{row['errors'][part]:.1e}" if row["errors"] else "-" for part in ("towers", "logit_scale")]
         if gpu:
             cells += [f"{row['samples_per_second']:.0f}", f"{row['flops_utilisation']:.1%}"]

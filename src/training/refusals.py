@@ -52,7 +52,8 @@ class Need:
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
 STEP_FLAGS = (
-    "--dga-steps, --dga-retain, --dga-check, --loss-chunk, --cross-source-weight, --positives, --teacher or --ablate"
+    "--dga-steps, --dga-retain, --dga-check, --sort-text, --loss-chunk, --cross-source-weight, --positives, --teacher or "
+    "--ablate"
 )
 
 PROGRAM = (

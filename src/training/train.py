@@ -103,6 +103,7 @@ class Trainer:
                 mixup=self.mixup,
                 cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
+                sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,

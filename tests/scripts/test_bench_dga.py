@@ -33,6 +33,7 @@ def test_every_way_has_a_row(rows):
     found, markdown = rows
     alone = {"plain micro-batches", "their forward passes alone", "one graph", "ours, retain 1"}
     several = {"open_clip --accum-freq", "two-pass (GradCache)", "ours, retain 2", "ours, retain auto"}
+    several |= {"ours, retain 1, texts sorted"}
     assert found.keys() == {(1, way) for way in alone} | {(STEPS, way) for way in alone | several}
     assert all(way in markdown for way in alone | several)
 
@@ -57,12 +58,19 @@ def test_passes_and_flops_are_the_ideal(rows, way, forwards):
     assert row["time"] > 0
 
 
+def test_sorted_texts_take_fewer_flops_and_auto_keeps_graphs(rows):
+    found, _ = rows
+    assert found[STEPS, "ours, retain 1, texts sorted"]["flops"] < 0.99 * found[STEPS, "ours, retain 1"]["flops"]
+    assert found[STEPS, "ours, retain auto"]["retained"] == STEPS
+
+
 def test_memory_and_errors_tell_the_ways_apart(rows):
     found, _ = rows
     assert found[1, "plain micro-batches"]["memory"] == pytest.approx(1)
     assert found[STEPS, "ours, retain 1"]["memory"] < found[STEPS, "ours, retain 2"]["memory"]
     assert found[STEPS, "ours, retain 1"]["memory"] < found[STEPS, "one graph"]["memory"]
-    for way in ("two-pass (GradCache)", "ours, retain 1", "ours, retain 2", "ours, retain auto"):
+    ours = ("ours, retain 1", "ours, retain 2", "ours, retain auto", "ours, retain 1, texts sorted")
+    for way in ("two-pass (GradCache)", *ours):
         assert max(found[STEPS, way]["errors"].values()) < 1e-10
     assert min(found[STEPS, "open_clip --accum-freq"]["errors"].values()) > 0.1
     assert found[STEPS, "plain micro-batches"]["errors"] is None

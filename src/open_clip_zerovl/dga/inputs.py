@@ -69,6 +69,23 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
     return sizes[0]
 
 
+def checked_order(order: Tensor, rows: int) -> Tensor:
+    """`order` itself.
+
+    Raises:
+        UserError: it is no permutation of 0..rows-1 on the host.
+    """
+    if order.device.type != "cpu":
+        raise UserError(
+            f"text_order must be on the CPU, where it can be checked without waiting, but is on {order.device}."
+        )
+    if order.shape != (rows,) or order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(rows)):
+        raise UserError(
+            f"text_order must hold each of 0..{rows - 1} once, as int64, but is {tuple(order.shape)} of {order.dtype}."
+        )
+    return order
+
+
 def num_rows(part: Any) -> int:
     """Samples in an input that `checked_sizes` has passed."""
     return len(next(_leaves(part)))

@@ -30,7 +30,7 @@ from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.dga.inputs import checked_sizes, num_rows, on_device
+from open_clip_zerovl.dga.inputs import checked_order, checked_sizes, num_rows, on_device
 from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective
 from open_clip_zerovl.dga.replay import (
     BufferState,
@@ -48,6 +48,7 @@ __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
 
+TEXTS = FEATURES[1]
 Prepare = Callable[
     ..., tuple[Any, Any]
 ]  # (images, texts, what else a micro-batch holds) -> what the model is called with
@@ -179,6 +180,7 @@ class DecoupledGradientAccumulation:
         micro_batches: Sequence[Sequence[Any]],
         *,
         prepare: Prepare | None = None,
+        text_order: Tensor | None = None,
         **loss_inputs: Any,
     ) -> dict[str, Tensor]:
         """Add the effective batch's gradient to every parameter's `.grad`; the optimizer step is the caller's.
@@ -189,7 +191,10 @@ class DecoupledGradientAccumulation:
                 follows them goes to `prepare` as it is.
             prepare: `(images, texts, ...) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
                 mixup); deterministic but for torch's random numbers, which the replay repeats.
-            loss_inputs: further arguments of the loss, over this rank's b = sum of sizes rows, micro-batches in order
+            text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
+                image text_order[j]. None: text j belongs to image j. A model that lets a row's text features depend on that
+                row's image cannot be trained so.
+            loss_inputs: further arguments of the loss, over this rank's b = sum of sizes rows, images in order
                 (for `ContrastiveLoss`: `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
         Returns:
@@ -210,11 +215,16 @@ class DecoupledGradientAccumulation:
         sizes = checked_sizes(micro_batches, prepared=prepare is not None)
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
+        order = (
+            None if text_order is None else checked_order(text_order, sum(sizes)).to(self._device, non_blocking=True)
+        )
         plan = StepPlan(sizes, self._retention.graphs(sizes))
         self._check.start()
         with self._undone_on_failure(), self._towers.reused(restore_rng=self._replay_rng):
             first = self._first_pass(plan, micro_batches, prepare)
-            losses, gradients = self._objective.gradients(first.features | first.scalars, loss_inputs)
+            losses, gradients = self._objective.gradients(_paired(first.features, order) | first.scalars, loss_inputs)
+            if order is not None:
+                gradients[TEXTS] = gradients[TEXTS][order]
             rng_after = RngState.capture(self._device)
             self._second_pass(plan, micro_batches, prepare, first, gradients)
             self._objective.add_own_gradients()
@@ -372,6 +382,14 @@ def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
         if outputs[name].ndim != 2 or len(outputs[name]) != size:
             raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
     return outputs
+
+
+def _paired(features: dict[str, Tensor], order: Tensor | None) -> dict[str, Tensor]:
+    """The same with text features in the order of their images: row order[j] is what was row j."""
+    if order is None:
+        return features
+    texts = features[TEXTS]
+    return features | {TEXTS: torch.empty_like(texts).index_copy_(0, order, texts)}
 
 
 def _detached_copy(output: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
+from open_clip_zerovl.recipe.text_lengths import text_padding
 from open_clip_zerovl.recipe.token_drop import check_token_drop
 from open_clip_zerovl.recipe.towers import freeze
 
@@ -29,13 +30,15 @@ class Methods(Protocol):
     @property
     def mixup_alpha(self) -> float: ...
     @property
+    def sort_text(self) -> bool: ...
+    @property
     def auto_augment(self) -> str | None: ...
 
 
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: Methods, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Check token drop, freeze towers, hold the temperature and attach mixup, before DDP and compile.
+    """Check token drop, freeze towers, hold the temperature, attach mixup, check that texts can be cut; before DDP and compile.
 
     Args:
         transform: of training images.
@@ -58,6 +61,8 @@ def apply_methods(
     if methods.coin_flip_mixup:
         mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
         mixup.attach(model)
+    if methods.sort_text:
+        text_padding(model)
     if methods.auto_augment is not None:
         transform = with_auto_augment(transform, methods.auto_augment)
     return transform, mixup

@@ -338,6 +338,20 @@ class DgaFlags:
         choices=("first", "always", "never"),
         planned=False,
     )
+    sort_text: bool = flag(
+        False,
+        "sort the texts of a step by length over its micro-batches and cut each micro-batch to its longest: the same "
+        "gradient, less padding computed",
+        planned="texts are planned at the tokenizer's length",
+        contradicts=(
+            Contradiction(
+                "--cache-frozen of the text tower",
+                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
+                "texts whose features are kept are not forwarded; leave it out",
+            ),
+            Contradiction("--torchscript", lambda given: given.torchscript, "a scripted model cannot be changed"),
+        ),
+    )
     loss_chunk: int | None = flag(
         None, "rows of the logit matrix alive at once (default: all)", metavar="ROWS", range=at_least(1, "row")
     )

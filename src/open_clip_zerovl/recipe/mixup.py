@@ -55,13 +55,19 @@ class Mix:
             images = mix_rows(images, self.weight)
         return images, texts
 
-    def loss_inputs(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def loss_inputs(self, sizes: Sequence[int], text_order: Tensor | None = None) -> dict[str, Any]:
         """What `ContrastiveLoss` needs to know: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
 
         Args:
             sizes: of this rank's micro-batches, in order.
+            text_order: where texts are forwarded in another order than images, as `DecoupledGradientAccumulation` takes it.
+                Mixed texts are then partners where they are forwarded: with order 0 2 1 3 and micro-batches of two, samples
+                0 and 2, and 1 and 3.
         """
-        return {"mixup_lambda": self.weight, "partner": reversed_partner(sizes)}
+        partner = reversed_partner(sizes)
+        if text_order is not None and not self.mixes_images:
+            partner = text_order[partner[text_order.argsort()]]
+        return {"mixup_lambda": self.weight, "partner": partner}
 
 
 def mix_rows(rows: Tensor, weight: float | Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import optimizer_step
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 # images (B, C, H, W), texts (B, L), origin (B, 2 or 4) where the loss or a cache asks who the samples are, and with stored
 # teachers the tuple of their embeddings of both, (B, D) each
@@ -105,6 +106,7 @@ class RecipeStep:
         mixup: attached to the model.
         cache: of a frozen tower's features, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
+        sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
 
@@ -120,6 +122,7 @@ class RecipeStep:
         mixup: CoinFlipMixup | None = None,
         cache: FrozenCache | None = None,
         grad_clip_norm: float | None = None,
+        sort_text: bool = False,
         retain: int | str = 1,
         check: str = "first",
         replay_rng: bool = True,
@@ -128,6 +131,7 @@ class RecipeStep:
         without_host_waits(unwrapped(model)[0])
         self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
         self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
+        self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
         self._dga = DecoupledGradientAccumulation(
@@ -156,16 +160,22 @@ class RecipeStep:
         """
         self.optimizer.zero_grad()
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
+        order = None
+        if self._padding is not None:
+            images, texts, *others = zip(*micro_batches, strict=True)
+            cut, order = sort_texts(texts, self._padding)
+            micro_batches = list(zip(images, cut, *others, strict=True))
         if self.mixup is None:
-            losses = self._dga.backward(micro_batches, prepare=self.prepare, **inputs)
+            losses = self._dga.backward(micro_batches, prepare=self.prepare, text_order=order, **inputs)
         else:
             self.mixup.seek(step)
             with self.mixup.step() as mix:
                 losses = self._dga.backward(
                     micro_batches,
                     prepare=partial(self.prepare, mix=mix),
+                    text_order=order,
                     **inputs,
-                    **mix.loss_inputs([len(images) for images, *_ in micro_batches]),
+                    **mix.loss_inputs([len(images) for images, *_ in micro_batches], order),
                 )
         if self.cache is not None:
             self.cache.forget()
