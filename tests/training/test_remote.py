@@ -1,0 +1,126 @@
+"""Training from a server that is killed, drips and comes back ends with the same weights as from the disk, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import ROOT
+from support.programs import COMMON, flat_tensors, state_of
+from support.shard_server import ShardServer, shard_server
+from support.tars import write_source
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+
+DOWN_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with two sources, the weights that training from it comes to by ranks, and a program that trains."""
+    folder = tmp_path_factory.mktemp("remote")
+    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}))
+    for name, first in (("a", 0), ("b", 1000)):
+        write_source(folder / name, first, 60, 13)
+    trainer = subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "support" / "forking_training.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def train(name: str, where: str, ranks: int, *extra: str, status: int = 0) -> str:
+        arguments = [
+            *COMMON, "--train-data", f"a={where}/a/{{00000..00004}}.tar::b={where}/b/{{00000..00004}}.tar",
+            "--debiased-sampling", "--batch-size", "4", "--dga-steps", "2", "--workers", "1", "--epochs", "2",
+            "--aug-cfg", "scale=(0.6,1.0)", "--loader-timeout", "60", "--name", name, *extra,
+        ]  # fmt: skip
+        request = {
+            "arguments": arguments, "ranks": ranks, "model_config": str(folder / "tiny.json"), "cwd": str(folder),
+            "output": str(folder / f"{name}.txt"), "limit": 120, "after": 60,
+        }  # fmt: skip
+        trainer.stdin.write(json.dumps(request) + "\n")
+        trainer.stdin.flush()
+        answer = json.loads(trainer.stdout.readline())
+        printed = (folder / f"{name}.txt").read_text()
+        assert answer["statuses"] == [status] * ranks and answer["left"] == 0, printed[-3000:]
+        return printed
+
+    yield folder, train
+    trainer.stdin.close()
+    trainer.wait(timeout=60)
+
+
+@contextmanager
+def sabotage(server: ShardServer, after: int):
+    """Kill the server when so many shards have been asked for, for a while."""
+    done = threading.Event()
+
+    def run() -> None:
+        while sum(len(asked) for name, asked in server.requests.items() if name.endswith(".tar")) < after:
+            if done.wait(0.005):
+                return
+        server.kill()
+        time.sleep(DOWN_SECONDS)
+        server.start()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def weights_of(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    weights = flat_tensors(state_of(folder, name, 2))
+    weights.pop("/zerovl", None)
+    return weights
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks, cached", [(1, False), (1, True), (2, True)])
+def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
+    folder, train = place
+    disk, remote = f"disk{ranks}", f"remote{ranks}{cached}"
+    if not (folder / "logs" / disk).exists():
+        train(disk, str(folder), ranks)
+    with shard_server(folder) as server, sabotage(server, after=4):
+        server.faults.update({
+            "a/00000.tar": ["503", "reset:30000"], "a/00001.tar": ["drip:60"], "a/00003.tar": ["cut:9000", "429"],
+            "b/sizes.json": ["503"], "b/00002.tar": ["long", "drip:30"], "b/00001.tar": ["silent"],
+        })  # fmt: skip
+        if not cached:
+            server.faults["b/00002.tar"] = ["drip:30", "502"]  # a length that is wrong is met by asking for the rest
+        extra = ["--shard-cache", str(tmp_path / "cache"), "--shard-cache-gib", "0.0003"] if cached else []
+        printed = train(remote, server.url().rstrip("/"), ranks, *extra)
+    first, second = weights_of(folder, disk), weights_of(folder, remote)
+    assert first.keys() == second.keys()
+    assert not [key for key in first if not torch.equal(first[key], second[key])]
+    assert " took " in printed and "no connection" in printed and "of its readers." in printed
+    assert "replaced" not in printed
+    if cached:
+        used = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+        assert 100_000 < used <= 0.0003 * 2**30
+
+
+@pytest.mark.timeout(200)
+def test_a_server_that_stays_gone_ends_the_run(place):
+    folder, train = place
+    with shard_server(folder) as server:
+        server.fault = "503"
+        server.faults.update({"a/sizes.json": ["" for _ in range(9)], "b/sizes.json": ["" for _ in range(9)]})
+        begin = time.monotonic()
+        printed = train("gone", server.url().rstrip("/"), 1, "--loader-timeout", "5", status=2)
+    assert time.monotonic() - begin < 90
+    (sentence,) = [line for line in printed.splitlines() if "training.main: error:" in line]
+    assert "is out of reach: shard http" in sentence and "server answered 503" in sentence
+    assert "Traceback" not in printed
