@@ -174,7 +174,7 @@ def test_every_cluster_fills_the_batch_that_was_named(model, source, tmp_path, c
     assert cli.main([*command, "--device", "cpu"]) == 0
     assert min(s.num_samples for s in parse_sources(f"cc={tmp_path}")) < 10  # or there is nothing to dissolve
     assert cli.main([*command, "--device", "cpu", "--min-size", "10"]) == 0
-    assert "clusters below 10 samples were given to their neighbours" in capsys.readouterr().out
+    assert "clusters below 10 samples were dissolved into their neighbours" in capsys.readouterr().out
     sizes = [s.num_samples for s in parse_sources(f"cc={tmp_path}")]
     assert sum(sizes) == 45 and min(sizes) >= 10 and len(sizes) < 9
     assert cli.main([*command, "--min-size", "23"]) == 2

@@ -94,7 +94,7 @@ def test_where_the_folder_is_not_writable_it_goes_into_the_cache(shard, monkeypa
     assert stored.suffix == ".npz"
     monkeypatch.setenv("XDG_CACHE_HOME", str(shard.parent / ".zerovl-index"))
     tar_index._open.cache_clear()
-    assert len(open_index(str(shard))) == 30 and "could be stored nowhere" in caplog.text
+    assert len(open_index(str(shard))) == 30 and "could not be stored anywhere" in caplog.text
 
 
 def test_many_may_build_the_same_one(shard):

@@ -1,4 +1,4 @@
-"""One source as many (A.6): k-means on a model's features splits it into clusters."""
+"""One source as many (A.6): k-means on a model's features divides it into clusters, which are sources of their own."""
 
 from open_clip_zerovl.late import handed_on
 

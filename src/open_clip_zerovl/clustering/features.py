@@ -1,4 +1,4 @@
-"""Features of every sample of a source by any open_clip model (A.6), in a file that need not fit into memory.
+"""Features of every sample of a source by any open_clip model (A.6), in a memory-mapped file.
 
 `n` samples, `D` width of the features.
 """
@@ -32,8 +32,8 @@ from open_clip_zerovl.tar.members import Sample, ShardError, image_of, read_samp
 class _Samples(IterableDataset):
     """(position, transformed picture, caption) of every sample of a source; a worker reads whole shards.
 
-    It also leaves each shard's index, by which training on the clusters finds its samples (`cluster_sources`), while the shard
-    is in memory: built by loader workers at the start of a run, indexes would be what the first batches wait for.
+    The worker also builds each shard's index, while the shard is in memory. Training on the clusters finds its samples by the
+    indexes (`data.clusters`); if loader workers had to build them, the first batches of a run would wait for that.
     """
 
     def __init__(self, source: Source, preprocess: Callable[[Any], torch.Tensor] | None) -> None:
@@ -48,7 +48,7 @@ class _Samples(IterableDataset):
                 continue
             begin, seen = int(starts[number]), 0
             for sample in read_samples(shard):
-                # Raised in a loader's worker, the sentence would come out wrapped into a traceback.
+                # As an item and not raised: see `data.items`.
                 try:
                     picture = self._picture(sample, shard)
                 except UserError as error:
@@ -80,7 +80,7 @@ class _Samples(IterableDataset):
 
 
 def open_picture(sample: Sample) -> Image.Image:
-    """The picture of a sample as RGB. BadImage where it has none that can be decoded."""
+    """The picture of a sample as RGB. BadImage where it has none, or one that cannot be decoded."""
     content = image_of(sample.files)
     if content is None:
         raise BadImage(Fault("no image", "has no image"))
@@ -95,12 +95,17 @@ def _collate(items: Sequence[tuple[int, torch.Tensor, str]]) -> tuple[torch.Tens
 def extract_features(
     source: Source, encoder: Encoder, path: Path, *, kind: str = "image", progress: bool = True
 ) -> NDArray[np.float16]:
-    """Features of every sample of a source, (n, D) in float16 and of unit length, in a file that is mapped, not loaded.
+    """Features of every sample of a source, (n, D) in float16 and of unit length, memory-mapped from `path`.
 
-    A file that is there is taken as it is; it appears under its name only when it is whole.
+    The file gets its name when it is whole; an existing one is used without a check.
+
+    Args:
+        encoder: the model that makes the features.
+        kind: "image", "text", or "both" (side by side).
 
     Raises:
-        UserError: a model that cannot be loaded, a picture that cannot be read, or shards that `sizes.json` misjudges.
+        UserError: a model that cannot be loaded, a picture that cannot be read, or shards that hold another number of samples
+            than `sizes.json` says.
     """
     if path.is_file():
         return np.load(path, mmap_mode="r")

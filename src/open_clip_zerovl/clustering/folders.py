@@ -1,4 +1,4 @@
-"""What a clustering looks like on disk (A.6): contact sheets, and the clusters written anew as sources.
+"""A clustering on disk (A.6): contact sheets, and clusters written as sources of their own (`--reshard`).
 
 `K` clusters.
 """
@@ -28,8 +28,16 @@ from open_clip_zerovl.tar.shards import SIZES_FILE
 def write_previews(
     clustering: Clustering, folder: Path, *, pictures: int = 25, px: int = 96, progress: bool = True
 ) -> None:
-    """A contact sheet a cluster: the samples nearest to its centroid, nearest first, row by row."""
-    wanted: dict[int, tuple[int, int]] = {}  # position -> (cluster, place)
+    """Write a contact sheet for each cluster, `000.png` ...: the samples nearest to its centroid, nearest first.
+
+    Args:
+        pictures: on a sheet.
+        px: side of a picture.
+
+    Raises:
+        UserError: a shard that cannot be read. A picture that cannot be decoded stays white, with a warning.
+    """
+    wanted: dict[int, tuple[int, int]] = {}  # position in the source -> (cluster, place on its sheet)
     for cluster in range(len(clustering.centroids)):
         members = np.flatnonzero(clustering.labels == cluster)
         nearest = members[np.argsort(clustering.distances[members], kind="stable")[:pictures]]
@@ -56,7 +64,7 @@ def write_previews(
 
 
 class _ClusterWriter:
-    """Shards of one cluster, written side by side with those of the others: a tar is open at a time, none is in memory."""
+    """Writes the shards of one cluster. One tar is open at a time; samples go straight to disk."""
 
     def __init__(self, folder: Path, shard_size: int) -> None:
         self.folder, self.shard_size = folder, shard_size
@@ -66,6 +74,7 @@ class _ClusterWriter:
         folder.mkdir(parents=True)
 
     def add(self, sample: Sample) -> None:
+        """Append a sample, to a new shard where the last one is full."""
         if self._tar is None:
             self._name = f"{len(self.sizes):05d}.tar"
             self.sizes[self._name] = 0
@@ -85,10 +94,18 @@ class _ClusterWriter:
 
 
 def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_000, progress: bool = True) -> list[Path]:
-    """Write every cluster as a source of its own, `OUT/cluster-000` and so on, in one pass over the source.
+    """Write every cluster as a source of its own, `OUT/cluster-000` ..., in one pass over the source.
 
-    Written aside and put in place when whole. A sample keeps its key behind the number of its old shard, since keys are
-    unique within a shard only. Needs as much disk as the source, and as many open files as clusters.
+    The folders are written aside and moved into place when whole. The number of the old shard is put before a sample's key
+    (`00007-key`), since keys are unique within a shard only. This needs as much disk as the source, and one open file for each
+    cluster.
+
+    Args:
+        out: the clustering's folder.
+        shard_size: samples of a shard, at most.
+
+    Returns:
+        The folders.
 
     Raises:
         UserError: a shard that does not hold as many samples as when it was clustered.
@@ -123,9 +140,9 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
 
 
 def train_data(out: str | Path) -> str:
-    """The `--train-data` value that names every cluster as a source (see `cluster_sources`).
+    """The `--train-data` value that makes every cluster a source (see `data.clusters`).
 
     Raises:
-        UserError: the folder holds no clusters.
+        UserError: the folder holds no clustering.
     """
     return f"{load_clustering(out).source}={Path(out).expanduser()}"

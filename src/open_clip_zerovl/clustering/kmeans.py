@@ -1,4 +1,4 @@
-"""Which cluster each sample of a source belongs to (A.6): k-means on directions, and how even the clusters are.
+"""The cluster of each sample of a source (A.6): spherical k-means, and how even the clusters are in size.
 
 `n` samples, `D` width of the features, `K` clusters.
 """
@@ -18,14 +18,20 @@ from open_clip_zerovl.errors import UserError
 def spherical_kmeans(
     features: NDArray, clusters: int, *, passes: int = 10, seed: int = 0, chunk_samples: int = 65_536
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-    """K-means on directions: labels (n,), distances 1 - cosine (n,), centroids (K, D) of unit length.
+    """Spherical k-means: labels (n,), distances 1 - cosine (n,), centroids (K, D) of unit length.
 
-    faiss where it is installed, else scikit-learn's mini-batch k-means over shuffled chunks; features may be mapped from a
-    file larger than the memory. A cluster that ends empty takes the samples farthest from their centroids, one each, so
-    that there are K sources.
+    faiss is used where it is installed, else scikit-learn's mini-batch k-means over shuffled chunks. An empty cluster takes one
+    sample, the one farthest from its centroid, so that there are always K clusters.
+
+    Args:
+        features: (n, D) of unit length; may be mapped from a file that does not fit into memory.
+        clusters: K.
+        passes: over the features (iterations, with faiss).
+        seed: of the draws.
+        chunk_samples: samples in memory at once.
 
     Raises:
-        UserError: fewer samples than clusters, or no k-means installed.
+        UserError: fewer samples than clusters, or neither faiss nor scikit-learn installed.
     """
     if len(features) < clusters:
         raise UserError(
@@ -51,13 +57,19 @@ def dissolve_small(
     centroids: NDArray[np.float32],
     least: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-    """Labels, distances and centroids of the K' <= K clusters that are left when none may hold fewer than `least` samples.
+    """Dissolve clusters of fewer than `least` samples; labels, distances and centroids of the K' <= K clusters that remain.
 
-    The smallest cluster goes first, each of its samples to the nearest centroid of the others, until all are large enough:
-    a source must fill an effective batch to be drawn. Samples of clusters that stay keep theirs.
+    The smallest cluster is dissolved first: each of its samples goes to the nearest of the other centroids. This is repeated
+    until all clusters are large enough, since a source must fill an effective batch to be drawn. Other samples keep their
+    cluster.
+
+    Args:
+        features: (n, D).
+        labels, distances, centroids: of `spherical_kmeans`; not changed.
+        least: samples of a cluster, at least.
 
     Raises:
-        UserError: fewer than two clusters would be left.
+        UserError: fewer than two clusters would remain.
     """
     labels, distances = labels.copy(), distances.copy()
     left = np.arange(len(centroids))
@@ -77,13 +89,14 @@ def dissolve_small(
 
 
 def _fit(features: NDArray, clusters: int, passes: int, seed: int, chunk_samples: int) -> NDArray[np.float32]:
+    """(K, D) centroids, not yet of unit length."""
     rng = np.random.default_rng(seed)
     try:
         import faiss
     except ImportError:
         faiss = None
     if faiss is not None:
-        # faiss itself trains on 256 samples a centroid; drawn here, so that a mapped file is not read as a whole.
+        # faiss trains on 256 samples a centroid. They are drawn here, so that a mapped file is not read as a whole.
         count = min(len(features), 256 * clusters)
         chosen = np.sort(rng.choice(len(features), count, replace=False))
         kmeans = faiss.Kmeans(
@@ -100,7 +113,7 @@ def _fit(features: NDArray, clusters: int, passes: int, seed: int, chunk_samples
     model = MiniBatchKMeans(clusters, random_state=seed, n_init=3, batch_size=4096, max_iter=passes)
     model.fit(np.asarray(features[start], np.float32))
     if len(start) < len(features):
-        # What does not fit into one chunk: further passes over all of it, in chunks taken in random order.
+        # More samples than one chunk: further passes over all of them, in chunks in random order.
         begins = np.arange(0, len(features), chunk_samples)
         for _ in range(passes):
             for begin in rng.permutation(begins):
@@ -109,7 +122,7 @@ def _fit(features: NDArray, clusters: int, passes: int, seed: int, chunk_samples
 
 
 def _spread(points: NDArray[np.float32], clusters: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """(K, D) first centroids far from each other (k-means++): faiss's own random ones often fall into one cluster twice."""
+    """(K, D) initial centroids far from each other (k-means++); faiss's random ones often lie in one cluster twice."""
     chosen = [int(rng.integers(len(points)))]
     distances = np.full(len(points), np.inf, np.float32)
     while len(chosen) < clusters:
@@ -117,15 +130,16 @@ def _spread(points: NDArray[np.float32], clusters: int, rng: np.random.Generator
             distances, np.square(points - points[chosen[-1]]).sum(axis=1)
         )  # (n,) to the nearest chosen
         total = float(distances.sum())
-        weights = distances.astype(np.float64) / total if total > 0 else None  # all points the same: any will do
+        weights = distances.astype(np.float64) / total if total > 0 else None  # None where all points are the same
         chosen.append(int(rng.choice(len(points), p=None if weights is None else weights / weights.sum())))
     return points[chosen]
 
 
 def _fill_empty(features: NDArray, labels: NDArray, distances: NDArray, centroids: NDArray) -> None:
+    """Give each empty cluster the sample that is farthest from its centroid; changes the arrays."""
     for empty in np.flatnonzero(np.bincount(labels, minlength=len(centroids)) == 0):
         counts = np.bincount(labels, minlength=len(centroids))
-        spare = counts[labels] > 1  # never the last one of another cluster
+        spare = counts[labels] > 1  # not the only sample of another cluster
         farthest = int(np.flatnonzero(spare)[distances[spare].argmax()])
         logging.info(f"Cluster {empty} was empty and takes the sample farthest from its centroid.")
         labels[farthest], distances[farthest] = empty, 0.0
@@ -133,10 +147,10 @@ def _fill_empty(features: NDArray, labels: NDArray, distances: NDArray, centroid
 
 
 def size_report(counts: NDArray) -> dict[str, Any]:
-    """How even the clusters are.
+    """Sizes of clusters with samples (K,), and how even they are.
 
-    `effective_clusters` is exp(entropy of their shares): K where all are of one size, 1 where one holds everything. A batch
-    is drawn from one cluster, so one that is smaller than the effective batch gives none: see `smallest`.
+    `effective_clusters` is exp(entropy of their shares): K where all have one size, 1 where one cluster holds all samples. A
+    cluster smaller than the effective batch gives no batch; compare `smallest` with it.
     """
     shares = counts[counts > 0] / counts.sum()
     return {
@@ -151,10 +165,10 @@ def size_report(counts: NDArray) -> dict[str, Any]:
 
 
 def size_text(clustering: Clustering) -> str:
-    """The size report in a line."""
+    """The size report as a sentence."""
     sizes = size_report(clustering.counts)
     return (
         f"{clustering.source}: {sizes['samples']:,} samples in {sizes['clusters']} clusters of {sizes['smallest']:,} to "
         f"{sizes['largest']:,} (median {sizes['median']:,.0f}; as even as {sizes['effective_clusters']:.1f} equal ones). A "
-        "cluster below the effective batch gives no batch in an epoch: --min-size gives it to its neighbours."
+        "cluster smaller than the effective batch gives no batch: --min-size dissolves it into its neighbours."
     )

@@ -1,15 +1,15 @@
-"""One source as many (A.6): k-means on a model's features splits it into clusters, each of which is then a source of its own.
+"""One source as many (A.6): k-means on a model's features divides it into clusters, each a source of its own.
 
-Debiased sampling over the clusters of CC12M lifts the paper's RSUM on COCO / F30K from 370.8 / 502.5 to 384.4 / 511.1 (100
-clusters). A.6 does not say which features; images' are the default here.
+Debiased sampling over 100 clusters of CC12M raises the paper's RSUM on COCO / F30K from 370.8 / 502.5 to 384.4 / 511.1. A.6
+does not say which features were used; image features are the default here.
 
-Three steps, each kept on disk, so that a call goes on where an earlier one stopped:
+Results are kept on disk; a repeated call reuses the features:
 
     OUT/features-image.npy    (n, D) float16, unit length; n samples of the source in the order of their shards
     OUT/assignment.npz        labels (n,), distances (n,), centroids (K, D), shards and their sizes: what `--train-data` reads
     OUT/report.json           sizes of the clusters and how even they are
-    OUT/preview/000.png       the pictures nearest to each centroid
-    OUT/cluster-000/ ...      with reshard: the source written anew, a folder with sizes.json a cluster
+    OUT/preview/000.png ...   the pictures nearest to each centroid
+    OUT/cluster-000/ ...      with --reshard: shards and sizes.json of each cluster
 
 `n` samples, `D` width of the features, `K` clusters.
 """
@@ -50,14 +50,17 @@ class ClusterSettings:
 
     Attributes:
         clusters: K.
-        min_size: samples a cluster must hold, as many as the effective batch to come; smaller ones are dissolved, which
-            leaves fewer than K.
+        min_size: samples that a cluster must hold: the effective batch to be trained with. Smaller clusters are dissolved, so
+            that fewer than K remain.
         features: "image", "text", or "both" (side by side).
-        passes: of mini-batch k-means over the features.
+        passes: of k-means over the features.
         seed: of k-means.
-        preview: pictures a contact sheet shows; 0 draws none.
-        reshard: also write the clusters anew, for speed where a disk reads best in order.
-        shard_size: samples a new shard, at most.
+        preview: pictures on a contact sheet; 0 for no sheets.
+        reshard: also write each cluster as shards of its own, which are faster to read on a hard disk.
+        shard_size: samples of such a shard, at most.
+
+    Raises:
+        UserError: a value out of range.
     """
 
     clusters: int = 100
@@ -87,7 +90,7 @@ def cluster_source(
     *,
     progress: bool = True,
 ) -> Clustering:
-    """Cluster one source and write the assignment, a report, previews and, when asked to, a source a cluster.
+    """Cluster one source; writes the assignment, a report, previews and, with `reshard`, shards of each cluster.
 
     Args:
         data: one source in `--train-data` syntax (`cc12m=/d/cc12m`).
@@ -124,7 +127,8 @@ def cluster_source(
     labels, distances, centroids = dissolve_small(table, *found, settings.min_size)
     if progress and len(centroids) < settings.clusters:
         print(
-            f"{settings.clusters - len(centroids)} clusters below {settings.min_size:,} samples were given to their neighbours."
+            f"{settings.clusters - len(centroids)} clusters below {settings.min_size:,} samples were dissolved into their "
+            "neighbours."
         )
     shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
     clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids, shard_bytes)
@@ -141,17 +145,17 @@ def cluster_source(
 
 
 def _absolute(source: Source) -> tuple[str, ...]:
-    """The shards' paths, good from any working directory."""
+    """The shards' absolute paths. UserError for remote shards."""
     if remote := [shard for shard in source.shards if local_path(shard) is None]:
         raise UserError(
-            f"shards of {source.name} are remote, first {remote[0]}: a pass of the model and the clusters read them sample by "
-            "sample. Copy them here; what --reshard writes may lie anywhere."
+            f"shards of {source.name} are remote, first {remote[0]}: clustering reads local shards. Copy them here; the shards "
+            "that --reshard writes may lie anywhere."
         )
     return tuple(os.path.abspath(local_path(shard) or shard) for shard in source.shards)
 
 
 def _claim(out: Path, source: Source, model: str, features: str) -> None:
-    """Features on disk belong to one source, model and kind: refuse others."""
+    """Claim `out` for a source and a model. UserError where it holds the results of others."""
     made_of = [source.name, [Path(s).name for s in source.shards], source.sizes, str(model)]
     facts = {
         "source": source.name,
@@ -163,8 +167,8 @@ def _claim(out: Path, source: Source, model: str, features: str) -> None:
         known = json.loads(file.read_text(encoding="utf-8"))
         if known != facts:
             raise UserError(
-                f"{out} holds the clusters of {known.get('source')} by {known.get('model')}, of other shards or by another "
-                f"model than {source.name} by {model}: give a new folder."
+                f"{out} holds the clusters of {known.get('source')} by {known.get('model')}, made of other shards or by "
+                f"another model than {source.name} by {model}: give a new folder."
             )
     else:
         write_atomically(file, json.dumps(facts, indent=1) + "\n")

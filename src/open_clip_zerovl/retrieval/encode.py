@@ -1,4 +1,7 @@
-"""Features of a retrieval set by a model, and the metrics of both together (section 5.1)."""
+"""Features of a retrieval set by a model, and their metrics (section 5.1).
+
+Legend: `I` images, `T` captions, `b` images of one batch, `D` embedding width.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from open_clip_zerovl.retrieval.sets import RetrievalSet, retrieval_batches
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """`model.eval()` inside; afterwards each module is as it was (a frozen tower may be in eval among others)."""
+    """`model.eval()` inside; afterwards each module has its own mode again (a frozen tower stays in eval)."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -39,12 +42,12 @@ def encode_retrieval(
     """Encodes images and their captions.
 
     Args:
-        model: an open_clip model on `device` (not wrapped in DDP). It is in eval mode inside and restored afterwards.
+        model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode; its modes are restored afterwards.
         batches: yields (images (b, 3, H, W), for each image its captions).
-        tokenizer: captions -> (n, context_length) tokens.
-        autocast: makes the context the towers run in, such as open_clip's `get_autocast(precision)`; none by default,
-            which is what the numbers of CLIP_benchmark's `--no_amp` are equal to.
-        input_dtype: images are cast to it, for a model held in half precision.
+        tokenizer: captions -> tokens (captions, context_length).
+        autocast: makes the context in which the towers run, such as open_clip's `get_autocast(precision)`. None runs them
+            without; the metrics then equal those of CLIP_benchmark with `--no_amp`.
+        input_dtype: images are cast to it, for a model in half precision.
 
     Returns:
         image_features (I, D), text_features (T, D), both L2-normalised, float32, on the CPU; text_to_image (T,).
@@ -94,11 +97,13 @@ def evaluate_retrieval(
     """Metrics of one model on one retrieval set; see `encode_retrieval` and `retrieval_metrics`.
 
     Args:
-        preprocess: image -> (3, H, W), the checkpoint's own evaluation transform unless something else is meant.
-        captions_per_image: keep that many captions of each image, the first ones; None keeps all, as CLIP_benchmark.
+        preprocess: image -> (3, H, W), as a rule the checkpoint's own evaluation transform.
+        captions_per_image: keep the first so many captions of each image; None keeps all, as CLIP_benchmark does.
+        batch_size: images encoded at once.
+        num_workers: loader processes.
 
     Raises:
-        UserError: an unreadable image, named by file and key, and what the two functions refuse.
+        UserError: an unreadable image, named by file and key, and what those two functions refuse.
     """
     batches = retrieval_batches(
         dataset, preprocess, captions_per_image=captions_per_image, batch_size=batch_size, num_workers=num_workers

@@ -7,11 +7,14 @@
     FOLDER/SPLIT/0.tar ...      n uncompressed tars; a sample is KEY.(webp|png|jpg|jpeg) and KEY.txt, a caption a line
 
 **Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) and **ZeroVL's table** (CSV with the columns
-`image,image_id,caption,caption_id`), both with the pictures as files of a folder: `ANNOTATIONS@PICTURES`, or
-`ANNOTATIONS` alone where the pictures lie beside it or in `images/` beside it. A table is one split, whatever `--split`
-says.
+`image,image_id,caption,caption_id`), both with the pictures as files in a folder:
 
-Nothing is decoded here. Where each picture lies is looked up, so that a missing one is named before a model is loaded.
+    ANNOTATIONS@PICTURES        the file of annotations, and the folder of its pictures
+    ANNOTATIONS                 the pictures lie beside it, or in `images/` beside it
+
+A table is one split; `--split` does not matter for it.
+
+No picture is decoded here, but each is looked up, so that a missing one is named before a model is loaded.
 """
 
 from __future__ import annotations
@@ -40,20 +43,28 @@ _TABLE_COLUMNS = ("image", "image_id", "caption", "caption_id")
 
 @dataclass(frozen=True)
 class RetrievalSample:
-    """An image, as a range of bytes of a file, and its captions (at least one)."""
+    """An image, as a range of bytes of a file, and its captions (at least one).
+
+    Attributes:
+        key: of a tar's sample, or the id of the image in annotations.
+        size_bytes: -1 for the rest of the file, of an image that is a file of its own.
+    """
 
     key: str
     captions: tuple[str, ...]
     file: Path
     offset_bytes: int = 0
-    size_bytes: int = -1  # to the end of the file: an image that is a file of its own
+    size_bytes: int = -1
 
 
 @dataclass(frozen=True)
 class RetrievalFormat:
-    """How a kind of retrieval set is told by its path, and read.
+    """A layout of retrieval sets.
 
-    `read(annotations, pictures, split)` gets the folder of pictures of `ANNOTATIONS@PICTURES`, or None.
+    Attributes:
+        description: for messages.
+        recognises: path -> whether it is of this layout.
+        read: (annotations, folder of pictures or None, split) -> samples.
     """
 
     description: str
@@ -62,9 +73,9 @@ class RetrievalFormat:
 
 
 def split_location(location: Path) -> tuple[Path, Path | None]:
-    """`/ann/dataset_coco.json@/data/coco` -> annotations and the folder of pictures (None: not given).
+    """`/ann/dataset_coco.json@/data/coco` -> (/ann/dataset_coco.json, /data/coco); (location, None) without an at sign.
 
-    Only behind a .json or .csv an at sign means this; elsewhere it is part of a name.
+    Only after .json or .csv does an at sign mean this; elsewhere it is part of a name.
     """
     match = re.fullmatch(r"(.+\.(?:json|csv))@(.+)", str(location), re.IGNORECASE)
     if match is None:
@@ -111,6 +122,7 @@ def _read_table(file: Path, pictures: Path | None, split: str) -> list[Retrieval
 
 
 def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
+    """(line, fields of _TABLE_COLUMNS) of each row. UserError for a table of another form."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.DictReader(text, strict=True)
@@ -122,7 +134,7 @@ def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
                 )
             for row in reader:
                 image, image_id, caption, caption_id = (row[column] for column in _TABLE_COLUMNS)
-                if any(row.get(None) or ()):  # where DictReader puts what has no column
+                if any(row.get(None) or ()):  # DictReader's key for fields without a column
                     raise UserError(
                         f"{file}, line {reader.line_num}: the row has more fields than the header; put quotes around a caption "
                         "with commas"
@@ -135,9 +147,9 @@ def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
 
 
 class _Pictures:
-    """Finds pictures by name in a folder, its folders one level down (COCO's train2014, val2014), or by relative path.
+    """Finds pictures by name in a folder and in its subfolders (COCO's train2014, val2014), or by relative path.
 
-    Misses are collected, so that one sentence tells how many there are.
+    Missing pictures are collected; `check` raises one sentence for all of them.
     """
 
     def __init__(self, annotations: Path, pictures: Path | None) -> None:
@@ -146,7 +158,7 @@ class _Pictures:
             raise UserError(f"the folder of pictures {pictures} of {annotations} does not exist")
         self.annotations = annotations
         self.places: dict[str, Path] = {}
-        # One listing a folder: 5,000 questions a folder would be slow on a network file system.
+        # Each folder is listed once: asking for 5,000 files one by one is slow on a network file system.
         for folder in filter(Path.is_dir, self.folders):
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                 if entry.is_dir():
@@ -165,11 +177,12 @@ class _Pictures:
         return self.folders[0] / name
 
     def check(self, total: int) -> None:
+        """UserError where some of the `total` pictures are missing."""
         if self.missing:
             raise UserError(
                 f"{len(self.missing)} of the {total} pictures of {self.annotations} are not in "
                 f"{' or '.join(map(str, self.folders))} (first: {self.missing[0]}): name their folder, "
-                f"{self.annotations.name}@FOLDER; scores over a part of a set compare with nothing"
+                f"{self.annotations.name}@FOLDER; scores on a part of a set cannot be compared"
             )
 
 

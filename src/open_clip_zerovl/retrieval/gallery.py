@@ -1,8 +1,8 @@
 """`zerovl retrieval --gallery out.html`: what a model finds, as one page that needs no other file.
 
-Hits (an own item stands first, no tie) and misses (no own item among the ten best) of both directions, as the pictures
-and captions that were ranked. Queries are spread evenly over the order of the set and nobody picked them. Pictures are
-shrunk and written into the page as data URIs; the page asks no server for anything.
+The page shows hits (an item that belongs to the query comes first, without a tie) and misses (none is among the ten best) of
+both directions, with the ranked pictures and captions. The queries shown are spread evenly over the set. Pictures are shrunk
+and embedded as data URIs; the page loads nothing from a server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ _THUMBNAIL_PX = (240, 180)
 
 @dataclass(frozen=True)
 class GallerySet:
-    """One evaluated set: features (I, D) and (T, D), text_to_image (T,), and what `retrieval_ranks` says of them."""
+    """One evaluated set.
+
+    Attributes:
+        name, dataset, captions_per_image: what was evaluated.
+        image_features, text_features: (I, D) and (T, D).
+        text_to_image: (T,) image of each caption.
+        ranks: of `retrieval_ranks`.
+        metrics: of `recalls`, with the counts `images` and `captions`.
+    """
 
     name: str
     dataset: RetrievalSet
@@ -49,8 +57,8 @@ def write_gallery(
     Args:
         path: the HTML file; its folder is made.
         model: what to call the model.
-        queries: hits and as many misses to show, of each direction.
-        best: items of a ranking to show.
+        queries: number of hits to show, and of misses, in each direction.
+        best: number of items to show of a ranking.
 
     Returns:
         The path.
@@ -63,8 +71,8 @@ def write_gallery(
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-        f"<body><header><h1>{title}</h1><p>A <b>hit</b> has an own item in first place, a <b>miss</b> none among the "
-        f"{MISSED_BEYOND} best. The queries are spread evenly over the set; nobody picked them.</p></header>\n"
+        f"<body><header><h1>{title}</h1><p>In a <b>hit</b> an item of the query comes first, in a <b>miss</b> none is "
+        f"among the {MISSED_BEYOND} best. The queries are spread evenly over the set; none was picked by hand.</p></header>\n"
         f"<main>{sections}</main></body></html>\n"
     )
     write_atomically(path, page)
@@ -72,7 +80,7 @@ def write_gallery(
 
 
 def pick(mask: Tensor, count: int) -> list[int]:
-    """At most `count` positions where the mask (Q,) is true, evenly spaced among these."""
+    """At most `count` of the positions where the mask (Q,) is true, evenly spaced among them."""
     found = mask.nonzero().flatten().tolist()
     if len(found) <= count:
         return found
@@ -167,7 +175,7 @@ class _Section:
 
 
 def data_uri(image: Image.Image) -> str:
-    """A picture, shrunk to fit a thumbnail, as a JPEG data URI."""
+    """The data URI of a picture, shrunk to a thumbnail, as JPEG."""
     small = image.copy()
     small.thumbnail(_THUMBNAIL_PX)
     buffer = BytesIO()

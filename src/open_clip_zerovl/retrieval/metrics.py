@@ -7,11 +7,11 @@ exactly one image, an image has one caption or more; `text_to_image` (T,) holds 
 - text -> image R@K: the share of captions whose image is among the K best-scored images.
 - RSUM: the sum of R@1, R@5, R@10 both ways in percent points, 0 to 600.
 
-**Ties are counted without luck.** Where other items score exactly as much as the query's best positive, the order among
-them is arbitrary; the query then counts with the probability that a random order puts a positive into the top K. A
-collapsed model, which scores everything alike, so gets the chance level and not 100 % (or 0 %) by the accident of a
-sort, and without ties the number is the ordinary recall. Scores of features are accumulated in float64 and rounded to
-float32, so that equal features tie whatever the chunk, the order of rows or the BLAS kernel.
+**Ties count by expectation.** Where other items have exactly the score of the query's best positive, their order is arbitrary.
+The query then counts with the probability that a random order puts a positive into the top K. A collapsed model, which gives
+everything one score, thus gets the chance level; a sort would give it 100 % or 0 %. Without ties this is the ordinary recall.
+Scores are accumulated in float64 and rounded to float32, so that equal features tie for any chunk, order of rows or BLAS
+kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from open_clip_zerovl.errors import UserError
 RECALL_KS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
 
-#: Memory for a block of scores: large enough for the matrix product, small enough to stay near the processor's caches.
+#: Memory for a block of scores: large enough for a fast matrix product, small enough for the processor's caches.
 CHUNK_BYTES = 2**25
 
 
@@ -47,8 +47,8 @@ def retrieval_metrics(
         text_features: (T, D), likewise, on the same device.
         text_to_image: (T,) index in [0, I) of the image that each caption belongs to.
         ks: the K of recall@K, positive. A K beyond the number of candidates gives 1.
-        chunk_size: `C`, rows of scores alive at once; None takes as many as CHUNK_BYTES hold at 16 bytes a score. A
-            float64 copy of the features comes on top. It does not change the result.
+        chunk_size: `C`, rows of scores alive at once; None takes CHUNK_BYTES at 16 bytes a score. A float64 copy of the
+            features needs memory too. The result does not depend on it.
 
     Returns:
         `image_to_text_R@K` and `text_to_image_R@K` for each K, as shares in [0, 1] (the names of open_clip's own
@@ -67,10 +67,14 @@ def retrieval_metrics_from_scores(
     ks: Sequence[int] = RECALL_KS,
     chunk_size: int | None = None,
 ) -> dict[str, float]:
-    """As `retrieval_metrics`, from a ready matrix of scores (I, T), higher meaning a better match."""
+    """As `retrieval_metrics`, from a matrix of scores (I, T); a higher score is a better match.
+
+    Raises:
+        UserError: shapes that do not fit, an index out of range, an image without caption, a NaN.
+    """
     if scores.ndim != 2 or not scores.is_floating_point():
         raise UserError(f"scores must be a floating-point matrix (images, texts), got {_describe(scores)}")
-    # Infinite scores are a legitimate mask here; only NaN has no place in an order.
+    # An infinite score may be a mask; only NaN has no rank.
     if bool(scores.isnan().any()):
         raise UserError("the scores hold NaN, which has no rank: look for the diverged model or broken input first")
     links = _checked_links(text_to_image, scores.shape[0], scores.shape[1], scores.device)
@@ -86,10 +90,14 @@ def retrieval_metrics_from_scores(
 
 @dataclass(frozen=True)
 class QueryRanks:
-    """Where the best positive of each query stands, counts of shape (Q,) on the CPU.
+    """The rank of each query's best positive, as counts (Q,) on the CPU.
 
-    `above` other items score more than the best positive and `tied` items exactly as much, itself included, of which
-    `tied_positives` belong to the query. Its rank lies in above + 1 .. above + tied - tied_positives + 1.
+    The rank lies in above + 1 .. above + tied - tied_positives + 1.
+
+    Attributes:
+        above: items with a higher score than the best positive.
+        tied: items with exactly its score, itself included.
+        tied_positives: those of them that belong to the query.
     """
 
     above: Tensor
@@ -107,16 +115,16 @@ def retrieval_ranks(
     *,
     chunk_size: int | None = None,
 ) -> dict[str, QueryRanks]:
-    """Ranks of the best positive of each query, by direction; arguments and errors as `retrieval_metrics`.
+    """Direction -> ranks of each query's best positive; arguments and errors as `retrieval_metrics`.
 
-    `recalls` of it are the metrics; the gallery tells hits from misses by it.
+    `recalls` makes metrics of them; the gallery finds hits and misses by them.
     """
     _check_features(image_features, text_features)
     links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
     images, texts = image_features.double(), text_features.double()
     rows = min(_rows_at_once(chunk_size, len(links)), len(images))
-    # Blocks are written into the same memory, for glibc before 2.38 does not find a freed aligned block again: a new one a
-    # block of rows let a process grow to the size of all scores.
+    # All blocks use the same memory: glibc before 2.38 does not reuse freed aligned blocks, so that a new one for each block of
+    # rows let a process grow to the size of all scores.
     exact = images.new_empty(rows, len(texts))
     rounded = torch.empty_like(exact, dtype=torch.float32)
 
@@ -145,6 +153,7 @@ def _paired_scores(images: Tensor, texts: Tensor, links: Tensor, captions_at_onc
 
 
 def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
+    """`C`. UserError for a chunk size below 1."""
     if chunk_size is None:
         return max(1, CHUNK_BYTES // (16 * num_texts))
     if chunk_size < 1:
@@ -158,8 +167,9 @@ def _rank(
     """Both directions from one pass over the scores, a block of rows at a time.
 
     Args:
-        score_rows: (a, b) -> (b - a, T) scores of images a..b; the memory may be that of the block before.
+        score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1; a call may overwrite the result of the one before.
         positive: (T,) score of each caption with its image.
+        links: (T,) image of each caption.
     """
     texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
     image_of_sorted = links[texts_by_image].contiguous()
@@ -167,7 +177,7 @@ def _rank(
     edges = torch.tensor([*starts, num_images], device=links.device)
     bounds = torch.searchsorted(image_of_sorted, edges).tolist()
 
-    # Ones and zeros to be summed: a sum of booleans makes a copy of 8 bytes each. Of fewer than 2^24 it is exact in float32.
+    # Comparisons as 0.0 and 1.0: a sum of booleans makes a copy of 8 bytes each. float32 counts exactly up to 2^24.
     marks = torch.empty(
         chunk_size, len(links), dtype=torch.float32 if len(links) < 2**24 else torch.float64, device=links.device
     )
@@ -180,7 +190,7 @@ def _rank(
     text_tied = torch.zeros_like(text_above)
     for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
         scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
-        rows, columns = image_of_sorted[low:high] - start, texts_by_image[low:high]  # (P,) where the positives stand
+        rows, columns = image_of_sorted[low:high] - start, texts_by_image[low:high]  # (P,) places of the positives
         own = scores[rows, columns]
 
         best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, own, reduce="amax")  # (C,)
@@ -190,7 +200,7 @@ def _rank(
 
         text_above += count(torch.gt, scores, positive, dim=0)
         text_tied += count(torch.eq, scores, positive, dim=0)
-        # A caption's own image ties with itself, whatever the last bit of two ways to the same inner product says.
+        # A caption's own image ties with itself, even where two ways to compute their score differ in the last bit.
         text_above[columns] -= (own > positive[columns]).long()
         text_tied[columns] += (own != positive[columns]).long()
     image = [torch.cat(part).cpu() for part in zip(*by_image, strict=True)]
@@ -199,7 +209,7 @@ def _rank(
 
 
 def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> dict[str, float]:
-    """The metrics of `retrieval_metrics` from ready ranks."""
+    """The metrics of `retrieval_metrics`, from ranks. UserError for a K below 1."""
     ks = sorted(set(ks))
     if not ks or ks[0] < 1:
         raise UserError(f"ks must be positive numbers such as (1, 5, 10), got {ks}")
@@ -222,7 +232,7 @@ def _hit_probability(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
     tied_others = ranks.tied - ranks.tied_positives
     hit = torch.zeros(len(ks), len(ranks), dtype=torch.float64)
     miss = torch.ones(len(ranks), dtype=torch.float64)
-    # Place by place: `drawn` tied items sit above the current place, once the g better ones are through.
+    # Place by place: after the g better items, `drawn` tied items are above the current place.
     for place in range(ks[-1]):
         drawn = place - ranks.above
         factor = (tied_others - drawn).clamp(min=0).double() / (ranks.tied - drawn).clamp(min=1)

@@ -1,7 +1,7 @@
 """`zerovl retrieval`: a checkpoint scored on retrieval sets, by one process or by all that torchrun started.
 
 Under torchrun (or srun with the same variables) each rank encodes its share of the images with their captions on its own
-device, and the first gathers the features and scores them. The ranks exchange nothing else, so that gloo serves GPUs too.
+device. The first rank gathers the features and scores them. Nothing else is exchanged, so gloo is enough for GPUs too.
 """
 
 from __future__ import annotations
@@ -44,13 +44,17 @@ Features = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """What is scored of a set, and how a picture comes to the model.
+    """What is scored of a set, and the transform of its pictures.
 
     Attributes:
         split: test, val or train.
-        captions_per_image: the first five by default, as in the papers (COCO's test set has 25,010); None for all.
-        paper_transform: squash to 256 and crop 224 (scaled to the model's size) with the checkpoint's mean and standard
-            deviation (A.9), instead of the checkpoint's own transform.
+        captions_per_image: how many captions of an image count, the first ones; None for all. The papers count five (COCO's
+            test set has 25,010 captions in all).
+        paper_transform: use the paper's transform instead of the checkpoint's own: squash to 256 and crop 224 (scaled to the
+            model's size), with the checkpoint's mean and standard deviation (A.9).
+
+    Raises:
+        UserError: captions_per_image below 1.
     """
 
     split: str = "test"
@@ -63,7 +67,12 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalFiles:
-    """Files to write, None for those not wanted: metrics as JSON and CSV (shares in [0, 1]), and a page (gallery.py)."""
+    """Files to write; None for those not wanted.
+
+    Attributes:
+        json, csv: metrics, as shares in [0, 1].
+        gallery: a page of hits and misses (gallery.py).
+    """
 
     json: Path | None = None
     csv: Path | None = None
@@ -85,17 +94,17 @@ def run_retrieval(
     """Scores a checkpoint on retrieval sets and prints the paper's row for each.
 
     Args:
-        encoder: the checkpoint; `auto` takes one GPU a rank.
+        encoder: the checkpoint; with device `auto` each rank takes one GPU.
         data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
 
     Returns:
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
 
     Raises:
-        UserError: on every rank, what one of them found wrong.
+        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank where one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
-    # The cheap checks come before the model is loaded: a typo should not cost minutes.
+    # The cheap checks come before the model is loaded.
     files.check()
     sets = {name: open_retrieval_set(path, settings.split) for name, path in parse_retrieval_data(data).items()}
     with _ranks() as ranks:
@@ -124,26 +133,40 @@ def run_retrieval(
             results[name] = {**counts, **recalls(ranking)}
             if files.gallery is not None:
                 shown.append(GallerySet(name, dataset, settings.captions_per_image, *features, ranking, results[name]))
-    if not results:
-        return results
-    print(format_retrieval(results))
-    said = {
-        "model": encoder.model,
+    if results:
+        print(format_retrieval(results))
+        _write(files, encoder.model, settings, results, shown)
+    return results
+
+
+def _write(
+    files: RetrievalFiles,
+    model: str,
+    settings: RetrievalSettings,
+    results: dict[str, dict[str, float]],
+    shown: list[GallerySet],
+) -> None:
+    """Write the files that are wanted."""
+    how = {
+        "model": model,
         "split": settings.split,
         "captions_per_image": settings.captions_per_image,
         "transform": "squash 256, crop 224" if settings.paper_transform else "checkpoint",
     }
     if files.json is not None:
-        write_atomically(files.json, json.dumps({**said, "results": results}, indent=2) + "\n")
+        write_atomically(files.json, json.dumps({**how, "results": results}, indent=2) + "\n")
     if files.csv is not None:
-        write_csv(files.csv, results, said)
+        write_csv(files.csv, results, how)
     if files.gallery is not None:
-        print(f"Gallery: {write_gallery(files.gallery, shown, model=encoder.model)}")
-    return results
+        print(f"Gallery: {write_gallery(files.gallery, shown, model=model)}")
 
 
 def paper_transform_of(model: nn.Module) -> Callable[[Any], Tensor]:
-    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of a model."""
+    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of a model.
+
+    Raises:
+        UserError: a model whose images are not square.
+    """
     preprocess_cfg = model.visual.preprocess_cfg
     size = preprocess_cfg["size"]
     sides = set(size) if isinstance(size, (tuple, list)) else {size}
@@ -159,7 +182,7 @@ def paper_transform_of(model: nn.Module) -> Callable[[Any], Tensor]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among those that evaluate together."""
+    """The rank of this process among those that evaluate together, on all machines and on this one (`local_rank`)."""
 
     rank: int = 0
     world_size: int = 1
@@ -168,7 +191,7 @@ class Ranks:
 
 @contextmanager
 def _ranks() -> Iterator[Ranks]:
-    """The processes of torchrun, joined by gloo inside; one process where it was not used."""
+    """The processes that torchrun started, joined by gloo inside the block; without torchrun, this one."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         yield Ranks()
@@ -189,13 +212,13 @@ def encode_on_ranks(
     *,
     device: str | torch.device,
 ) -> Features | None:
-    """`encode_retrieval` of a whole set, each rank its part; the features on the first rank, None on the others.
+    """`encode_retrieval` of a whole set, a part on each rank; the features on the first rank, None on the others.
 
     Args:
-        batches: makes the batches of a part.
+        batches: part of the set -> its batches.
 
     Raises:
-        UserError: on every rank, what one of them found wrong, so that none waits for a rank that gave up.
+        UserError: the error of one rank, on every rank, so that none waits for a rank that has ended.
     """
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
@@ -222,12 +245,12 @@ def encode_on_ranks(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What comes out
+# Results
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The paper's row for each set: recalls in percent, image -> text, text -> image, RSUM."""
+    """A text table, one row a set, as the paper's: recalls in percent, image -> text and text -> image, RSUM."""
     width = max(len("set"), *(len(name) for name in results)) if results else len("set")
     columns = "".join(f"{f'R@{k}':>7}" for k in RECALL_KS)
     lines = [
@@ -243,7 +266,14 @@ def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
 def write_csv(
     path: str | os.PathLike[str], results: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]
 ) -> None:
-    """One line a set: what was measured and how, recalls as shares in [0, 1] and RSUM in percent points."""
+    """Write a table of one row a set: the settings, recalls as shares in [0, 1], RSUM in percent points.
+
+    Args:
+        settings: columns that are the same in all rows.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     rows = [
         {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all", **row}
         for name, row in results.items()

@@ -1,8 +1,7 @@
 """Retrieval sets as a loader reads them: images, each with its captions.
 
-A set is indexed once (keys, captions, where each image's bytes lie) and images are read by position, so loader workers
-share nothing and the order is that of the set. `retrieval_formats` knows the layouts on disk; another one is one more
-entry of `RETRIEVAL_FORMATS`.
+A set is indexed once: keys, captions, and where the bytes of each image lie. Images are then read by position, so that loader
+workers share nothing. `formats` reads the layouts on disk; a new layout is one more entry of `RETRIEVAL_FORMATS`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """The images and captions of one split; indexing needs no image decoded."""
+    """The images and captions of one split.
+
+    Attributes:
+        path: of the set, for messages.
+        split: test, val or train.
+        samples: one for each image.
+    """
 
     path: Path
     split: str
@@ -51,16 +56,16 @@ class RetrievalSet:
         return len(self.samples)
 
     def num_captions(self, captions_per_image: int | None = None) -> int:
-        """Number of captions, where each image keeps its first `captions_per_image` (None: all)."""
+        """Number of captions, counting the first `captions_per_image` of each image (None: all)."""
         return sum(len(sample.captions[:captions_per_image]) for sample in self.samples)
 
     def part(self, rank: int, world_size: int) -> RetrievalSet:
-        """The share of one of `world_size` processes: a run of neighbours, so that the parts in order are the set."""
+        """The share of a rank: consecutive images, so that the parts of all ranks in order are the set."""
         begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
         return replace(self, samples=self.samples[begin:end])
 
     def read_image(self, index: int) -> Image.Image:
-        """The image as RGB. UserError naming file and key if it cannot be read or decoded."""
+        """The image as RGB. UserError with file and key where it cannot be read or decoded."""
         sample = self.samples[index]
         try:
             with open(sample.file, "rb") as file:
@@ -71,7 +76,7 @@ class RetrievalSet:
 
 
 def check_captions_per_image(captions_per_image: int | None) -> None:
-    """UserError unless it is a positive number or None, which means all."""
+    """UserError for a number below 1; None means all captions."""
     if captions_per_image is not None and captions_per_image < 1:
         raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
 
@@ -108,11 +113,13 @@ def retrieval_batches(
     batch_size: int = 64,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
-    """Yields (images (b, 3, H, W), for each image its captions) in the set's order, the last batch as it comes.
+    """Yields (images (b, 3, H, W), for each image its captions) in the set's order; the last batch may be smaller.
 
     Args:
         preprocess: image -> (3, H, W).
-        captions_per_image: keep that many captions of each image, the first ones; None keeps all.
+        captions_per_image: keep the first so many captions of each image; None keeps all.
+        batch_size: images of a batch.
+        num_workers: loader processes.
 
     Raises:
         UserError: an image that cannot be read, named by file and key.
@@ -125,13 +132,15 @@ def retrieval_batches(
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
     """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
 
-    A name defaults to the folder's, or to that of the file of annotations without its ending. UserError for an empty entry,
-    a name that is no plain word, or one given twice.
+    A set without a name takes that of its folder, or of its file of annotations without the ending.
+
+    Raises:
+        UserError: an empty entry, a name with other characters than letters, digits and ._-, or a name given twice.
     """
     sets: dict[str, Path] = {}
     for entry in spec.split("::"):
         name, equals, path = entry.strip().partition("=")
-        # An equals sign further down a path does not name anything.
+        # After a slash an equals sign is part of the path.
         if not equals or "/" in name:
             name, path = "", entry.strip()
         if not path:
@@ -153,13 +162,12 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
     """Indexes a retrieval set.
 
     Args:
-        path: a folder or a file of one of `RETRIEVAL_FORMATS`; annotations take their pictures' folder behind an at sign.
-        split: test, val, ...
+        path: of one of `RETRIEVAL_FORMATS`; for annotations `ANNOTATIONS@PICTURES` names the folder of pictures.
+        split: test, val or train.
 
     Raises:
-        UserError: a path that is not there or of no known format, a missing or wrong count of shards, a shard that is
-            no tar, annotations of another form, a sample without captions or without an image; the sentence names file
-            and key.
+        UserError: a path that does not exist or is of no known format, a missing or wrong number of shards, a shard that is no
+            tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
     path, pictures = split_location(Path(path).expanduser())
     if not path.exists():

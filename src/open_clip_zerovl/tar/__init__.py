@@ -1,1 +1,1 @@
-"""Tar files as sequences of samples: the rule of what a sample is, the index, shards written."""
+"""Tar files as sequences of samples: what a sample is, the index of a shard, how shards are opened and written."""

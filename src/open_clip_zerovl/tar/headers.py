@@ -1,10 +1,10 @@
 """The members of a tar from its headers alone: names, offsets and sizes, as fast as the disk gives them.
 
-One walk for everyone who reads a tar by its headers: counting, the index, checks, retrieval and probe sets. Headers of plain
-files (nearly all, in a shard) are parsed here; `tarfile` reads every other one: long names, large sizes, pax, sparse files,
-links. It makes an object of some twenty attributes a member, which takes several times as long.
+Everything that reads a tar by its headers walks it here: counting, the index, checks, retrieval and probe sets. Headers of
+plain files, which nearly all members of a shard are, are parsed here. `tarfile` reads the others: long names, large sizes, pax,
+sparse files, links. It takes several times as long, since it makes an object of twenty attributes for each member.
 
-What makes a sample of members is decided in `members.group`.
+`members.group` puts members together to samples.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import numpy as np
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-_REGULAR = b"0\0"  # type flags of a file; NUL in very old tars
+_REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
 _OCTAL_PLACES = 8 ** np.arange(5, -1, -1, dtype=np.uint32)
-_LARGEST_HEADER_BYTES = 1 << 24  # of a long name or pax fields; what claims more is rot
-# What tarfile raises for headers that are rotten.
-_ROTTEN = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
+_LARGEST_HEADER_BYTES = 1 << 24  # of a long name or of pax fields; a header that claims more is corrupt
+# What tarfile raises for corrupt headers.
+_CORRUPT = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
 
-#: `read_at(offset, size)` gives the bytes there, fewer at the end.
+#: `read_at(offset, size)` -> the bytes there; fewer at the end of the file.
 ReadAt = Callable[[int, int], bytes | bytearray]
 
 
 class BrokenTar(tarfile.ReadError):
-    """The tar is cut off or is none; the message says where."""
+    """The file is cut off or is no tar; the message says where."""
 
 
 class Member(NamedTuple):
-    """A regular file in a tar: its bytes lie at `offset`."""
+    """A regular file in a tar: its name, and where its bytes lie in the tar."""
 
     name: str
     offset: int
@@ -41,17 +41,16 @@ class Member(NamedTuple):
 
 
 def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True) -> Iterator[Member]:
-    """Regular files of a tar of `total` bytes, in order, from the header at `position` on; mostly one read a member.
+    """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
 
     Args:
-        whole: whether the tar must end with its end mark. Without, a tar that is cut off between two files, or has anything
-            but a header there, just ends: what is read up to there is good.
+        whole: the tar must have its end mark. Otherwise it ends where no header follows a file.
 
     Raises:
-        BrokenTar: a tar that ends within a file (which has been yielded), a header that claims what cannot be, or, with
-            `whole`, a tar without an end mark.
+        BrokenTar: a tar that ends within a file (which has been yielded), an impossible header, or, with `whole`, a tar without
+            an end mark.
     """
-    tar: tarfile.TarFile | None = None  # reads what is not plain
+    tar: tarfile.TarFile | None = None  # reads headers that are not plain
     while True:
         header = read_at(position, BLOCK)
         member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
@@ -76,18 +75,23 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
 
 
 def end_of(begin: int, size: int) -> int:
-    """Where the next header lies, after a file's bytes."""
+    """Where the header after a file of `size` bytes lies, whose bytes begin at `begin`."""
     return begin + -(-size // BLOCK) * BLOCK
 
 
 def plain_run(buffer: bytearray, begin: int, end: int, start: int = 0) -> list[Member]:
-    """The members from the header at `begin` on for as long as they are plain and whole before `end`: `walk_tar`, in bulk.
+    """The members from the header at `begin` on, as long as they are plain and end before `end`: `walk_tar` for a buffer.
 
-    `buffer` holds the tar's bytes from number `start` on; `begin` and `end` count from there.
+    A plain member is a regular file with a name of at most 100 bytes and a size in octal digits, as nearly all members of
+    shards are. All headers are parsed by a few array operations, in about half the time of `walk_tar`. The run ends at the
+    first member that is not plain, at the end of the tar, and at anything broken; `walk_tar` goes on there.
 
-    Plain is a regular file with a name of at most 100 bytes and a size in octal digits, as in nearly all shards. All headers
-    of a buffer are parsed by a few array operations, in about half the time. What is not plain, the end of the tar and
-    whatever is broken end the run, for `walk_tar` to tell.
+    Args:
+        buffer: the tar's bytes from byte `start` on.
+        begin, end: places in the buffer.
+
+    Returns:
+        The members, with offsets in the tar.
     """
     heads, sizes = [], []
     at = begin
@@ -111,7 +115,7 @@ def plain_run(buffer: bytearray, begin: int, end: int, start: int = 0) -> list[M
     digits = headers[:, 148:154] - np.uint8(ord("0"))
     sums = headers.sum(axis=1, dtype=np.uint32) - headers[:, 148:156].sum(axis=1, dtype=np.uint32) + 8 * ord(" ")
     plain = (sums == digits @ _OCTAL_PLACES) & (digits < 8).all(axis=1)
-    ends = headers[:, (135, 154, 155)]  # (m, 3), what stands behind the two numbers
+    ends = headers[:, (135, 154, 155)]  # (m, 3), the bytes after the size and the checksum
     blank = (ends == 0) | (ends == ord(" "))
     plain &= blank[:, 0] & ((ends[:, 1] == 0) | blank[:, 1:].all(axis=1)) & (headers[:, 345] == 0)
     count = len(plain) if plain.all() else int(plain.argmin())
@@ -127,8 +131,8 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
     size, checksum, behind = header[124:135], header[148:154], header[154:156]
     if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
         return None
-    # The checksum is the sum of the header's bytes, with its own field as spaces. Adler-32's lower half is one plus the sum of
-    # all bytes modulo 65521, and takes a fiftieth of the time of a sum in Python.
+    # The checksum is the sum of the header's bytes, with its own field as spaces. The lower half of Adler-32 is one plus the
+    # sum of all bytes modulo 65521, and takes a fiftieth of the time of a sum in Python.
     try:
         expected = int(checksum, 8) + sum(header[148:156]) - 256 + 1
         if expected % 65521 != zlib.adler32(header) & 0xFFFF:
@@ -142,22 +146,22 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
 def _next_member(
     tar: tarfile.TarFile | None, read_at: ReadAt, total: int, position: int
 ) -> tuple[tarfile.TarFile, tarfile.TarInfo | None]:
-    """What `tarfile` reads at a header: its reader, which may read on from there, and the member; None at the end."""
+    """The member at a header, read by `tarfile`, None at the end of the tar; and the reader, for the next member."""
     try:
         if tar is None:
             view = cast(IO[bytes], _Headers(read_at, total, position))
             tar = tarfile.TarFile(fileobj=view, encoding="utf-8", errors="surrogateescape")
         info = tar.next()
-        tar.members = []  # type: ignore[attr-defined]  # it keeps every header otherwise
+        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
         return tar, info
     except BrokenTar:
         raise
-    except _ROTTEN as error:
+    except _CORRUPT as error:
         raise BrokenTar(f"no tar header at byte {position} ({error or type(error).__name__})") from error
 
 
 class _Headers:
-    """A tar's bytes as the file that `tarfile` wants; it gives headers only, however much they claim to hold."""
+    """A tar's bytes as a file for `tarfile`, which reads headers from it; a read of more than a header may hold is refused."""
 
     def __init__(self, read_at: ReadAt, total: int, position: int) -> None:
         self._read_at, self._total, self._position = read_at, total, position
@@ -180,6 +184,7 @@ class _Headers:
 
 
 def _no_end(header: bytes | bytearray, position: int, total: int) -> str:
+    """What is wrong with a block that is neither a header nor the end mark."""
     if len(header) < BLOCK:
         return f"it is cut off after {total} bytes: no end mark"
     if header[124] == 0xFF or ord("-") in header[124:136]:

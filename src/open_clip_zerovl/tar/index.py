@@ -1,9 +1,9 @@
 """Where each sample lies in a local shard: an index built once from the tar's headers, for direct access.
 
-A reader that begins in the middle of a shard (few shards, clusters as sources, resume) then reads what it needs and nothing
-before. The index of `/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`, or lies in the user's cache folder where
-that cannot be written. It is valid for one size and modification time of its tar. Several processes may build the same one:
-each writes a file of its own and renames it.
+A reader that begins in the middle of a shard (few shards, clusters as sources, resume) reads only what it needs. The index of
+`/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`; where that cannot be written, it lies in the user's cache folder. It
+is valid for one size and modification time of its tar. Several processes may build the same index: each writes a file of its
+own and renames it.
 
     n  whole samples of the shard
 """
@@ -44,12 +44,12 @@ class TarIndex:
 
     Attributes:
         image: (n, 2) offset and size of the picture's bytes, -1 where there is none.
-        text: (n, 2) the same of the caption.
-        captions: (n,) captions of the sample, one a line; at least 1, so that a sample without one is noticed.
+        text: (n, 2) offset and size of the caption's bytes, -1 where there is none.
+        captions: (n,) number of captions, one a line; 1 for a sample without a caption, which then is a bad sample.
         keys: (bytes,) all keys one after the other, UTF-8.
         key_ends: (n,) where each key ends in `keys`.
-        torn: (2,) encoded reason and detail of what ends the shard too early; empty strings if nothing does.
-        stamp: (3,) VERSION, and size in bytes and modification time in ns of the tar that it describes.
+        torn: (2,) reason and detail of the tear that ends the shard; two empty strings for a whole shard.
+        stamp: (3,) VERSION, and size in bytes and modification time in ns of the tar.
     """
 
     image: np.ndarray
@@ -69,7 +69,7 @@ class TarIndex:
         return self.keys[begin : int(self.key_ends[sample])].tobytes().decode("utf-8", "surrogateescape")
 
     def raise_if_torn(self) -> None:
-        """Raise the ShardError that reading the shard to its end would meet, if any."""
+        """Raise the ShardError of a torn shard, as reading it to its end would."""
         if self.torn[0]:
             raise ShardError(str(self.torn[0]), str(self.torn[1]), len(self))
 
@@ -80,7 +80,7 @@ def caption_lines(text: bytes) -> list[bytes]:
 
 
 def open_index(path: str) -> TarIndex:
-    """The index of a plain local tar: from memory, from disk, or built now.
+    """The index of a plain local tar: from memory, from disk, or built now and stored.
 
     Raises:
         ShardError: the tar cannot be opened, or is torn before its first sample.
@@ -106,7 +106,14 @@ def _open(path: str, size: int, mtime_ns: int) -> TarIndex:
 
 
 def build_index(path: str, stamp: np.ndarray) -> TarIndex:
-    """The index of a plain local tar, from its headers and captions."""
+    """The index of a plain local tar, from its headers and captions.
+
+    Args:
+        stamp: see `TarIndex`.
+
+    Raises:
+        As `open_index`.
+    """
     image: list[Extent] = []
     text: list[Extent] = []
     captions, keys, torn = [], [], ("", "")
@@ -134,7 +141,7 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Where the index of a shard may lie, best first."""
+    """Paths where the index of a shard may lie, best first."""
     folder, name = os.path.split(path)
     yield Path(folder, FOLDER, f"{name}.npz")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -155,7 +162,10 @@ def _load(file: Path) -> TarIndex | None:
 def _store(index: TarIndex, path: str) -> None:
     arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
     for place in _places(path):
-        with contextlib.suppress(UserError), atomic_file(place) as file:  # not ours to write; the next place may be
+        with (
+            contextlib.suppress(UserError),
+            atomic_file(place) as file,
+        ):  # a folder that cannot be written: try the next
             np.savez(file, **arrays)
             return
-    logging.warning(f"The index of {path} could be stored nowhere; every process builds its own.")
+    logging.warning(f"The index of {path} could not be stored anywhere; every process builds its own.")

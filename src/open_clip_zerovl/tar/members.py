@@ -1,16 +1,16 @@
 """Tar files as sequences of samples: the one rule by which members form samples, and how shards are opened.
 
-Everyone who reads shards goes through `group`: training, its counting and its index, retrieval and probe sets, clustering,
-the bias report, and what `zerovl data` writes, counts and checks. Sample number i of a shard is therefore the same sample for
-all of them; exactly-once and exact resume stand on this.
+Everything that reads shards uses `group`: training, its counting and its index, retrieval and probe sets, clustering, the bias
+report, and `zerovl data`. Sample number i of a shard is therefore the same sample for all of them, which exactly-once and exact
+resume depend on.
 
-Members that share a key (the path up to the file name's first dot) and lie one after the other are a sample. A sample also
-ends where a suffix repeats, so that two samples with the same key stay two; webdataset raises there:
+Members with the same key (the path up to the file name's first dot) that lie one after the other are a sample. A sample also
+ends where a suffix repeats, so that two samples with one key stay two; webdataset raises an error there:
 
     a.jpg a.txt b.jpg a.txt           a {jpg, txt}, b {jpg}, a {txt}
     a.jpg a.txt a.jpg a.txt           a {jpg, txt}, a {jpg, txt}
 
-A sample in the middle of which the tar is torn does not count.
+A sample that the end of a torn tar cuts off does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.headers import walk_tar
 from open_clip_zerovl.tar.remote import Patience, open_url, words_of
 
-#: What a sample's picture is called. Of several pictures the first of these is it, as in open_clip's own pipeline.
+#: Suffixes of pictures. Of a sample with several pictures the first in this order is taken, as in open_clip's pipeline.
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
 CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
@@ -41,7 +41,7 @@ TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 
-# What reading rotten bytes raises in tarfile and in the decompressors below it.
+# What tarfile and the decompressors below it raise for corrupt bytes.
 _READ_ERRORS = (
     tarfile.TarError,
     OSError,
@@ -60,11 +60,11 @@ Extent = tuple[int, int]  # offset and size in bytes of a member's content in a 
 
 
 class ShardError(Exception):
-    """A shard gives nothing from some sample on.
+    """A shard cannot be read, or only up to some sample.
 
     Attributes:
-        reason: a few words, the same for all losses of this kind.
-        readable: how many whole samples it gave from its beginning.
+        reason: a few words to count by ("truncated shard").
+        readable: number of whole samples before that.
     """
 
     def __init__(self, reason: str, detail: str, readable: int = 0) -> None:
@@ -82,7 +82,7 @@ class Sample:
 
 
 def image_of(sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS) -> Content | None:
-    """The picture among a sample's members, None where it has none."""
+    """The picture among a sample's members, {suffix: content}; None where it has none."""
     return next((sample[extension] for extension in order if extension in sample), None)
 
 
@@ -105,7 +105,7 @@ def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[st
 
 
 def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
-    """webdataset's `base_plus_ext`, without its regular expression for all names but odd ones."""
+    """webdataset's `base_plus_ext`; its slow regular expression is used for odd names only."""
     begin = name.rfind("/") + 1
     dot = name.find(".", begin)
     if dot > begin and "\n" not in name:
@@ -119,11 +119,11 @@ def locate_samples(
     """The samples of a plain local tar as (key, {suffix: (offset, size)}), from the headers alone.
 
     Args:
-        whole: also take a tar without its end mark for torn: it may have been cut off between two samples.
+        whole: a tar without its end mark is torn, too: it may have been cut off between two samples.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
-        tarfile.ReadError: it is no plain tar (compressed, or no tar at all), before anything is yielded.
+        tarfile.ReadError: it is compressed or no tar; nothing was yielded.
     """
     with opened(path) as descriptor:
 
@@ -140,7 +140,7 @@ def locate_samples(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The samples of a local shard with all their files, in order: sample number i is number i for training.
+    """The samples of a local shard with all their files, in order; sample number i is number i in training.
 
     Raises:
         UserError: the shard cannot be read to its end.
@@ -160,15 +160,15 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
 def stream_samples(
     url: str, *, patience: Patience | None = None, wanted: Collection[str] | None = WANTED
 ) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
-    """The samples of any tar, read from beginning to end: (key, {suffix: content}), None for members nobody wants.
+    """The samples of any tar, read from beginning to end: (key, {suffix: content}); content None for suffixes not wanted.
 
     Args:
-        patience: how long a remote one is waited for.
+        patience: how long a remote shard is waited for.
         wanted: suffixes whose content is read; None for all.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
-        UserError: nothing installed opens such a URL.
+        UserError: no installed package opens such a URL.
         StalledShard: see `Patience.command_seconds`.
     """
     with closing(_counted(group(_contents(url, patience, wanted)))) as samples:
@@ -178,7 +178,7 @@ def stream_samples(
 def _contents(
     url: str, patience: Patience | None, wanted: Collection[str] | None
 ) -> Iterator[tuple[str, bytes | None]]:
-    # tarfile asks for 10 KiB at a time by default and joins them; pictures are larger.
+    # By default tarfile reads 10 KiB at a time and joins the parts; pictures are larger.
     with open_url(url, patience) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
         for member in _regular(tar):
             suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
@@ -187,9 +187,10 @@ def _contents(
 
 
 def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a streamed tar."""
     last = -1
     for member in tar:
-        if member.offset <= last or member.size < 0:  # a rotten header may send tarfile backwards, in a circle
+        if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
         last = member.offset
         if member.isreg() and not member.issparse():
@@ -219,18 +220,18 @@ def unreadable(error: OSError) -> ShardError:
     """The ShardError of a shard that cannot be opened.
 
     Raises:
-        UserError: the shard is not to blame, the process has as many files open as it may.
+        UserError: the process has as many files open as it may, which is not the shard's fault.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise UserError(
-            "a process has as many files open as it may, and a loader process keeps one or two open for each source; raise the "
-            "limit (ulimit -n), or take fewer sources"
+            "this process has as many files open as it may, and a loader process keeps one or two open for each source; raise "
+            "the limit (ulimit -n), or take fewer sources"
         ) from error
     return ShardError("unreadable shard", words_of(error))
 
 
 def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Content], None, None]:
-    """Samples as they come; what reading raises becomes a ShardError that knows how many came."""
+    """The samples; an error of reading becomes a ShardError with the number of samples before it."""
     count = 0
     try:
         for sample in samples:

@@ -1,7 +1,7 @@
-"""Encoded pictures opened the same way everywhere: one list of formats, one sentence for what cannot be decoded, one RGB.
+"""Encoded pictures, opened in the same way everywhere: one list of formats, one error, one conversion to RGB.
 
-Pillow takes a picture for what its bytes say, whatever its name: a `.jpg` may be EPS, for which Pillow starts Ghostscript. Only
-FORMATS are opened, all of them decoded in this process.
+Pillow goes by a picture's bytes, not its name: a `.jpg` may be EPS, for which Pillow starts Ghostscript. Only FORMATS are
+opened; all of them are decoded in this process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-#: Pillow's names of what is opened; MPO (photos of phones) comes as JPEG.
+#: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
 Result = TypeVar("Result")
 
 
 class BadPicture(Exception):
-    """A picture that cannot be shown: a reason in a few words to count by, and a verb phrase for messages."""
+    """A picture that cannot be shown.
+
+    Attributes:
+        reason: a few words to count by ("undecodable image").
+        detail: a verb phrase for messages ("has an image that cannot be decoded").
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -30,10 +35,13 @@ class BadPicture(Exception):
 
 
 def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
-    """What `use` makes of an opened picture, of which only the header has been read.
+    """What `use` returns for an opened picture, of which only the header has been read.
+
+    Args:
+        data: encoded bytes.
 
     Raises:
-        BadPicture: no picture of FORMATS, one that is too large, or whatever goes wrong in `use`.
+        BadPicture: no picture of FORMATS, one that is too large, or any error in `use`.
     """
     try:
         with Image.open(io.BytesIO(data), formats=_known()) as image:
@@ -46,7 +54,7 @@ def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
         ) from error
     except Image.DecompressionBombError as error:
         raise BadPicture("oversized image", f"has an image that is too large to decode ({error})") from error
-    except Exception as error:  # decoders raise anything on rotten bytes (KeyError, struct.error, MemoryError ...)
+    except Exception as error:  # for corrupt bytes decoders raise KeyError, struct.error, MemoryError ...
         words = re.sub(r"<_io[^>]*>", "its bytes", f"{type(error).__name__}: {error}")
         raise BadPicture("undecodable image", f"has an image that cannot be decoded ({words})") from error
 

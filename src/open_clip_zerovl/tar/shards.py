@@ -1,8 +1,8 @@
-"""What a source is on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
+"""A source on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
 
-A shard is a tar of samples; a sample is the run of files that share a key (`key.png`, `key.txt`, `key.json`), see `members`.
-Shards are written under another name and renamed when whole, and hold no times or owners: the same samples give the
-same bytes.
+A shard is a tar of samples; a sample is a group of files with one key (`key.png`, `key.txt`, `key.json`), see `members`. Shards
+are written under another name and renamed when whole. They hold no times or owners, so that the same samples give the same
+bytes.
 
     source/train-00000.tar ...         training shards
     source/sizes.json                  {"train-00000.tar": number of samples, ...}, which open_clip reads too
@@ -24,14 +24,15 @@ from open_clip_zerovl.files import atomic_file, write_atomically
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of, read_samples
 
 SIZES_FILE = "sizes.json"
-MOST_SAMPLES = 1 << 40  # of a shard: what claims more is rot
+MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
 
 
 def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
-    """Write one tar atomically, with nothing in it that depends on the clock or the user; return its sample count.
+    """Write one tar atomically; returns its number of samples. Nothing in it depends on the clock or the user.
 
     Raises:
-        UserError: a key holds a dot (webdataset ends the key at the first dot) or comes twice.
+        UserError: a key that is empty, holds a dot (webdataset ends a key at the first dot) or comes twice; a file that cannot
+            be written.
     """
     keys = set()
     with atomic_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -53,7 +54,7 @@ def write_source(
 
     Args:
         folder: the source's folder.
-        samples: in the order in which they shall lie on disk (shuffle before).
+        samples: in their order on disk; shuffle them before.
         shard_size: samples per shard at most.
         prefix: shards are called `<prefix>-00000.tar` and so on.
 
@@ -69,7 +70,7 @@ def write_source(
     if not samples:
         raise UserError(f"There is not a single sample to write into {folder}.")
     shard_count = -(-len(samples) // shard_size)
-    # Equal sizes, so that no reader gets a stump: bounds k * n // count differ by at most one sample.
+    # Sizes differ by at most one sample, so that no shard is much smaller than the others.
     bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
     sizes = {}
     for k in range(shard_count):
@@ -82,7 +83,7 @@ def write_source(
 def write_retrieval_set(
     folder: str | Path, samples: Sequence[Sample], *, split: str = "test", shard_size: int = 10_000
 ) -> int:
-    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; return its size.
+    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; returns its size.
 
     Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
     (`json`) are carried along and ignored by CLIP_benchmark.
@@ -119,7 +120,10 @@ def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[S
 
 
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
-    """Samples by shard name, as a `sizes.json` says.
+    """Shard name -> samples, from the text of a `sizes.json`.
+
+    Args:
+        where: the file, for messages.
 
     Raises:
         UserError: no JSON, no table, or a size that is no whole number of samples.
@@ -135,7 +139,7 @@ def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
 
 def _size(value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
-        return _size(int(value))  # as open_clip takes it
+        return _size(int(value))  # open_clip accepts this too
     whole = (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and value.is_integer()
     )
@@ -145,6 +149,6 @@ def _size(value: Any) -> int:
 
 
 def read_sizes(folder: str | Path) -> dict[str, int] | None:
-    """`parse_sizes` of a local folder's `sizes.json`, None where there is none."""
+    """`parse_sizes` of a local folder's `sizes.json`; None where there is none."""
     file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None
