@@ -1,4 +1,4 @@
-"""The one kind of error that is shown to a person as a sentence, and how the system's own errors become sentences."""
+"""`UserError`, the one error that is shown to a person as a sentence, and sentences for errors of the operating system."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import errno
 class UserError(ValueError):
     """Something the user can mend: bad input, a missing file, flags that contradict each other.
 
-    The message is one clear sentence: what is wrong, the value seen, what to do. The command-line programs print it
-    and exit with status 2; library callers catch it as the `ValueError` that it is. Line breaks, which messages of other
-    libraries quoted in it may bring, become spaces; what no terminal should be sent is escaped, see `printable`.
+    The message is one clear sentence: what is wrong, the value seen, what to do. The command-line programs print it and exit
+    with status 2; library callers may catch it as a `ValueError`. Line breaks, as quoted messages of other libraries have,
+    become spaces; control characters are escaped, see `printable`.
     """
 
     def __init__(self, message: str) -> None:
@@ -18,17 +18,17 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """A text that came out of data, fit for a terminal: control characters, and bytes that are no text, as escapes.
+    """Text from data, made safe for a terminal: control characters and bytes that are no text become escapes.
 
-    A key in a tar may hold a terminal's commands, or bytes that cannot be printed at all; "a\\x1b[2J" and "a\\udcff" are how
-    those are shown.
+    A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is no UTF-8, which is
+    shown as "a\\udcff".
     """
     if text.isprintable():
         return text
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
 
 
-# What a person can mend about a file, a folder or a disk, and how.
+# Errors of files, folders and disks that a person can mend -> how.
 _ADVICE = {
     errno.ENOSPC: "make room there or choose another place",
     errno.EDQUOT: "make room there or choose another place",
@@ -49,7 +49,7 @@ _ADVICE = {
 
 
 def place_sentence(error: BaseException) -> str | None:
-    """What to say about an error of a file, a folder or a disk: where, what, what to do. None for other errors."""
+    """The sentence for an error of a file, a folder or a disk: where, what, what to do. None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _ADVICE:
         return None
     where = "" if error.filename is None else f"{_short(str(error.filename))}: "
@@ -57,7 +57,7 @@ def place_sentence(error: BaseException) -> str | None:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What to say about an error that needs no traceback: a `UserError`, a file, the memory. None for a defect."""
+    """The sentence for an error that needs no traceback: a `UserError`, a file, full memory. None for a bug in the program."""
     if isinstance(error, UserError):
         return str(error)
     first_line = _short((str(error).splitlines() or [""])[0])

@@ -1,4 +1,4 @@
-"""Files written whole or not at all: under another name first, then renamed."""
+"""Files that are written whole or not at all: under another name first, then renamed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from open_clip_zerovl.errors import UserError
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """An open binary file that takes the name `path` when the block ends without an error.
 
-    A reader sees the old content or the new one, never a part, also when the process is killed or the machine loses power.
-    The content is written beside its destination, as `.NAME.PROCESS.RANDOM.part`; folders are made as needed. The file gets
-    the permissions of any new file (0666 less the umask).
+    A reader sees the old content or the new one, never a part, even when the process is killed or the machine loses power. The
+    content is first written beside its destination, as `.NAME.PROCESS.RANDOM.part`. Missing folders are made. The file gets the
+    permissions of any new file (0666 less the umask).
 
         with atomic_file("a/b.npz") as file:
             np.savez(file, x=x)
 
     Raises:
-        UserError: the file cannot be written, because the disk is full or the folder is read-only, for instance. What was
-            there before is kept.
+        UserError: the file cannot be written (full disk, read-only folder ...). An old file is kept.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # a link stays a link: its target is replaced
     if (
         target.exists() and not target.is_file() and not target.is_dir()
     ):  # a device or a pipe is written to, not replaced
@@ -52,7 +51,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with raw.noting_failure():
             os.replace(scratch, target)
     except BaseException as error:
-        # A writer in between may have made something else of the failure: torch says RuntimeError on a full disk.
+        # The writer may have turned the failure into another error: torch raises RuntimeError on a full disk.
         if raw.failure is not None and isinstance(error, Exception):
             raise _refused(path, raw.failure) from error
         raise
@@ -61,14 +60,14 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write a file's whole content, see `atomic_file`. Text is UTF-8."""
+    """Write a file's content by `atomic_file`; UserError as there. Text is written as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:
-    """`torch.save(content, path, **options)`, see `atomic_file`."""
-    # Not torch.save: while open_clip's main runs, that name leads here (training/seams.py).
+    """`torch.save(content, path, **options)` by `atomic_file`; UserError as there."""
+    # Not torch.save: while open_clip's main runs, that name is this function (training/seams.py).
     from torch.serialization import save
 
     with atomic_file(path) as file:
@@ -89,7 +88,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Scratch(io.FileIO):
-    """A file that remembers why writing to it failed."""
+    """A file that keeps the error with which writing to it failed."""
 
     failure: OSError | None = None
 
@@ -106,16 +105,19 @@ class _Scratch(io.FileIO):
             return super().write(data)
 
     def sync(self) -> None:
-        """Bring the content to the disk, so that a renamed file is not empty after a power cut."""
+        """Flush the content to the disk, so that the renamed file is not empty after a power cut."""
         with self.noting_failure():
             os.fsync(self.fileno())
 
 
 def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> None:
-    """Before a long work: UserError where its result could not be written. Nothing is made.
+    """Check before a long computation that its result can be written. Nothing is made.
 
     Args:
         folder: the result is a folder with files.
+
+    Raises:
+        UserError: it cannot be written.
     """
     target = Path(os.path.realpath(path))
     try:

@@ -1,8 +1,8 @@
-"""Names that a package hands on without importing their modules, and model configs registered when open_clip is loaded.
+"""Late imports: a package's public names are imported on first use, and model configs are registered when open_clip is loaded.
 
-torch, timm and transformers take seconds to import. A help text needs none of them, so `import open_clip_zerovl` and
-`import open_clip_zerovl.cli` import none: a package's public name is imported when it is first asked for (PEP 562), and the
-model configs are registered at once where open_clip is loaded already, else by a hook when it is.
+torch, timm and transformers take seconds to import, and a help text needs none of them. So `import open_clip_zerovl` and
+`import open_clip_zerovl.cli` import none of them. A package's public name is imported when it is first used (PEP 562). The
+model configs are registered at once where open_clip is loaded already, else by a hook right after it is.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 def handed_on(
     package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package that hands on names of its modules.
+    """`__getattr__`, `__dir__` and `__all__` of a package that offers names of its modules without importing them.
 
         __getattr__, __dir__, __all__ = handed_on(__name__, {"open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"]})
 
     Args:
-        package: its `__name__`.
-        names: full name of a module -> public names that it defines.
+        package: the package's `__name__`.
+        names: full name of a module -> its public names that the package offers.
     """
     home = {name: module for module, group in names.items() for name in group}
 
@@ -34,16 +34,16 @@ def handed_on(
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home[name]), name)
-        setattr(sys.modules[package], name, value)  # found at once from now on
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
         return value
 
     return find, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Run `action` as soon as the module `name` is imported: now where it is, else right after its first import."""
+    """Run `action` now if the module `name` is imported already, else right after its first import."""
     module = sys.modules.get(name)
-    # A module that is being imported right now is not whole yet.
+    # A module in the middle of its import is not complete yet.
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         action()
     else:
@@ -51,7 +51,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Hook(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and has its loader call an action after it has run the module."""
+    """Finds one module by the other finders, and makes its loader call an action after the import."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action

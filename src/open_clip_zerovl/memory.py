@@ -1,4 +1,4 @@
-"""Memory seen: the bytes of tensors that are alive, their peak, and what a device or this process may still fill."""
+"""Memory: the bytes of live tensors, their peak, and the free memory of a device or of this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory that operations run inside have allocated and that is still alive.
+    """Counts the bytes that operations inside the context have allocated and that are still alive.
 
-    Unlike hooks on saved tensors it sees what gradient checkpointing and custom functions hold on to. Existing tensors
-    (parameters, inputs) and views of them do not count.
+    Tensors that existed before (parameters, inputs) and views of them do not count. Unlike hooks on saved tensors, it also sees
+    the tensors that gradient checkpointing and custom autograd functions keep.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 class PeakBytes(LiveBytes):
-    """The most bytes alive at once of what the operations inside make. Their own scratch memory is not seen."""
+    """The peak of `LiveBytes`, in `peak`. Scratch memory inside an operation is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._bound = 0  # never less than what is alive: counting all is needed only where it passes the peak
+        self._bound = 0  # upper bound of the live bytes; they are counted only where it exceeds the peak
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class PeakBytes(LiveBytes):
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory this process may still fill: on CUDA free plus cached, on CPU its share of the host's; None if unknown."""
+    """Bytes that this process can still allocate: on CUDA free plus cached, on CPU its share of the host's; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -81,7 +81,7 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """What the container's memory limit leaves (cgroup v2)."""
+    """Bytes that the container's memory limit leaves (cgroup v2); None without a limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
         return None

@@ -1,7 +1,7 @@
-"""The precision of products of fp32 matrices: IEEE fp32, or fewer bits of the factors where torch's flags allow it.
+"""The precision of products of fp32 matrices: IEEE fp32, or TF32 or bf16 factors where torch's flags allow it.
 
 torch has two sets of flags: the older `allow_tf32` and `set_float32_matmul_precision`, and `fp32_precision` (torch 2.9).
-Setting one and reading the other may raise, so both are handled here and nowhere else.
+Setting a flag of one set and reading one of the other may raise, so both sets are handled in this module only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import torch
 
-# What a product keeps of its factors' 24 bits, by the name that torch gives the precision.
-_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}  # TF32 keeps as many bits as fp16
+# torch's name of a precision -> the dtype with as many bits of mantissa (TF32 has as many as fp16).
+_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
 def product_precision(device_type: str) -> torch.dtype:
-    """The coarsest dtype that holds what products of fp32 matrices on "cuda" or "cpu" keep of their factors."""
+    """The dtype whose bits of mantissa products of fp32 matrices on "cuda" or "cpu" keep of their factors."""
     backend = _backend(device_type)
     if backend is None:
         return torch.float32
@@ -27,7 +27,7 @@ def product_precision(device_type: str) -> torch.dtype:
 
 @contextmanager
 def ieee_products(device_type: str) -> Iterator[None]:
-    """Within, products of fp32 matrices on "cuda" or "cpu" are IEEE fp32, whatever the flags; they are put back after."""
+    """Inside the block, products of fp32 matrices on "cuda" or "cpu" are IEEE fp32; torch's flags are restored afterwards."""
     if product_precision(device_type) == torch.float32:
         yield
         return
@@ -41,7 +41,7 @@ def ieee_products(device_type: str) -> Iterator[None]:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
-            if of_cpu is not None:  # which the line above may have set, too
+            if of_cpu is not None:  # the line above may have changed it
                 kept.fp32_precision = of_cpu
     else:
         before = backend.fp32_precision
@@ -53,7 +53,7 @@ def ieee_products(device_type: str) -> Iterator[None]:
 
 
 def _older_flags_agree() -> bool:
-    """Whether the older flags can be read, which raises where they say other than the newer ones."""
+    """Whether the older flags allow TF32; False where reading them raises, as it does when they contradict the newer ones."""
     try:
         return torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:

@@ -1,15 +1,15 @@
-"""Random numbers: the streams that a seed opens, and states kept and put back around a forward pass.
+"""Random numbers: the streams of a seed, and generator states that are kept and restored around a forward pass.
 
 Everything that a run draws comes from a stream of its own, named by (seed, purpose, key):
 
     stream(0, Purpose.MIXUP, 5)          coin and lambda of optimizer step 5 of a run with seed 0
-    stream(0, Purpose.SCHEDULE, 5)       the sources of epoch 5's steps; nothing of it is in the stream above
+    stream(0, Purpose.SCHEDULE, 5)       the sources of epoch 5's steps, independent of the stream above
 
-So no state of a generator has to be kept to go on where a run stopped. Datasets that `zerovl data` writes draw from their own
-`--seed` alone: what is on disk stays what it was.
+A resumed run draws from the same streams, so that no generator's state has to be saved. The datasets that `zerovl data` writes
+depend on its own `--seed` alone, not on these streams.
 
-Section 4.1 ("stable decoupled gradient accumulation") reseeds the process before each of its two passes. A kept state does
-the same for each micro-batch: it leaves the generator where a single pass would have left it.
+Section 4.1 ("stable decoupled gradient accumulation") reseeds the process before each of its two passes. Restoring a kept
+state for each micro-batch does the same, and leaves the generator where a single pass would have left it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from torch import Tensor
 class RngState:
     """State of torch's CPU generator and, for an accelerator, of that device's default generator.
 
-    Python's and NumPy's generators are not part of it: models draw from torch's.
+    Python's and NumPy's generators are not part of it, since models draw from torch's.
+
+    Attributes:
+        cpu: state of the CPU generator.
+        device, device_state: the accelerator and its generator's state; None on the CPU.
     """
 
     cpu: Tensor
@@ -40,7 +44,7 @@ class RngState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RngState:
-        """The states that a forward pass on `device` draws from, as they are now."""
+        """The present states of the generators that a forward pass on `device` draws from."""
         if device.type == "cpu":
             return cls(torch.get_rng_state(), None, None)
         return cls(torch.get_rng_state(), device, _module(device).get_rng_state(*_index(device)))
@@ -60,20 +64,20 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps knows one device and takes no argument
 
 
-#: Changes with what a seed means: a run cannot go on in the middle of an epoch that was begun with other streams.
-#: 1 were keys without a common rule, of which two purposes could share one.
+#: Version of what a seed means. A run cannot go on in the middle of an epoch that was begun with another version. In version 1
+#: two purposes could share a stream.
 STREAMS_VERSION = 2
 
 
 @enum.unique
 class Purpose(enum.Enum):
-    """What random numbers are drawn for, with the rest of the key. A word once used is never given to another purpose."""
+    """What random numbers are drawn for; comments name the rest of the key. A value is never reused for another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
     DEAL = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
     PIECES = "pieces"  # epoch, source: the order of pieces of shards
     ORDER = "order"  # epoch, source, reader, block: the shuffle window
-    SUBSTITUTES = "substitutes"  # source, position: which pieces stand in for a lost one
+    SUBSTITUTES = "substitutes"  # source, position: which pieces replace a lost one
     CAPTION = "caption"  # source, sample: which of several captions is shown first
     CAPTION_FIELD = "caption field"  # source, position: which of several fields' captions is shown
     IMAGE = "image"  # source, position: augmentation of the picture
@@ -88,9 +92,9 @@ class Purpose(enum.Enum):
 
 
 def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:
-    """The 64-bit seed of a stream, the same on every platform; distinct streams share nothing.
+    """The 64-bit seed of a stream, the same on every platform.
 
-    A hash of the key's text ("mixup 0 5"), so that neither two purposes nor two keys of different length have one in common.
+    It is a hash of the key's text ("mixup 0 5"), so that different purposes and keys of different length have different seeds.
     """
     text = " ".join([purpose.value.replace(" ", "-"), str(int(seed)), *(str(int(part)) for part in key)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -121,7 +125,7 @@ def reseed(seed: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave the process's own CPU generators as they were, whatever happens in the block."""
+    """Restore the process's CPU generators (torch, numpy, `random`) after the block, also after an error."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -133,7 +137,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run a block under seeded CPU generators and leave the process's own as they were."""
+    """Run a block under seeded CPU generators and restore the process's own afterwards."""
     with preserved():
         reseed(seed)
         yield

@@ -101,7 +101,7 @@ def test_sbu_in_both_official_forms(tmp_path):
     ):
         assert [(row.where, row.caption) for row in sbu_rows(given)] == SBU
     table.write_text(json.dumps({**columns, "captions": columns["captions"][:1]}))
-    with pytest.raises(UserError, match="part at entry 1"):
+    with pytest.raises(UserError, match="differ at entry 1"):
         list(sbu_rows([table]))
     with pytest.raises(UserError, match="hold neither"):
         list(sbu_rows(texts[:1]))

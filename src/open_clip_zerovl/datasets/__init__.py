@@ -1,1 +1,1 @@
-"""One module a dataset: from what its makers publish to webdataset shards with `sizes.json`."""
+"""One module a dataset: from the files that its makers publish to webdataset shards with `sizes.json`."""

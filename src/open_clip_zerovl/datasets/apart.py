@@ -10,13 +10,15 @@ import numpy as np
 def shuffled_apart(counts: Sequence[int], *, seed: int) -> list[tuple[int, int]]:
     """An order of all (picture, text) pairs in which the texts of one picture are far apart.
 
-    Pass p holds the p-th text of every picture that has one. Pictures are split into two halves for good, and each pass
-    is the first half shuffled, then the second half shuffled anew: between two samples of a picture lies at least the
-    other half. A picture's neighbours differ from pass to pass, so that readers that interleave shards do not bring the same
-    pictures together again and again.
+    Pass p holds the p-th text of every picture that has one. Pictures are divided into two halves once. Each pass is the first
+    half in a new shuffled order, then the second half in a new shuffled order, so that at least half of the pictures lie
+    between two texts of one picture. A picture has other neighbours in each pass: readers that interleave shards do not bring
+    the same pictures together again.
+
+        4 pictures of 2 texts, halves {0, 3} and {1, 2}:    3a 0a | 1a 2a | 0b 3b | 2b 1b
 
     Args:
-        counts: texts of each picture.
+        counts: number of texts of each picture.
         seed: of the shuffles.
 
     Returns:

@@ -1,7 +1,7 @@
-"""CC3M and CC12M (section 2.1, A.8): lists of captions and addresses, one pair a line, to shards of the pairs that still come.
+"""CC3M and CC12M (section 2.1, A.8): from lists of captions and addresses to shards of the pairs that can still be fetched.
 
-CC3M's list has the caption first, CC12M's the address, neither a header; which column is which is read off the lines, and a
-header that somebody put there for another program is skipped.
+A list has one pair a line. CC3M's has the caption first, CC12M's the address; neither has a header. The order of the columns is
+told from the lines, and a header that was added for another program is skipped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ def prepare_cc(
     limits: Limits | None = None,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """Make, or go on making, CC3M ("cc3m") or CC12M ("cc12m"); return the manifest.
+    """Make CC3M ("cc3m") or CC12M ("cc12m"), or go on with an interrupted call; returns the manifest.
 
     Args:
         source: the list (`.tsv`, also `.gz`); without it CC12M's is fetched into `OUT/downloads`.
+        shard_size: rows a shard.
+        limits: of a download.
+        work: threads, retries, sharing.
 
     Raises:
-        UserError: no list, one that is not of this form, or what `prepare_pairs` raises.
+        UserError: no list, a file of another form, or what `prepare_pairs` raises.
     """
     out, work = Path(out), work or Work()
     paths = locate(dataset, source, out / "downloads", progress=work.progress)
@@ -56,9 +59,9 @@ def prepare_cc(
 
 
 def tsv_rows(path: Path) -> Iterator[Row]:
-    """The rows of a CC list, line by line; the key is the line's number among the pairs, from 0.
+    """The rows of a CC list; the key is the number of the line among the pairs, from 0.
 
-    A line without an address stays a row, so that numbers are those of the list; it fails as "no address".
+    A line without an address is a row too, so that keys are numbers of the list; it fails with "no address".
 
     Raises:
         UserError: the first lines are not pairs of a caption and an address.

@@ -1,8 +1,8 @@
 """Pictures and files from the web, from hosts that are slow, gone, or answer with something else.
 
-The standard library only. What a host may take is bounded in every respect: the time of one picture as a whole (a host
-that drips a byte a second keeps every socket timeout happy, so a watchdog closes its connection), its bytes, redirects.
-What fails, fails with a constant reason to count by, and says whether a retry may help.
+The standard library is enough. Time, bytes and redirects of one picture are bounded. A watchdog bounds the time as a whole: no
+socket timeout ends a transfer in which a byte comes every second. A failure has a constant reason to count by, and says whether
+a retry may help.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class Limits:
-    """What one picture may take.
+    """Limits of the download of one picture.
 
     Attributes:
         idle_seconds: longest wait for a connection, or for the next bytes.
-        total_seconds: longest time of one try from its first to its last byte, redirects included.
+        total_seconds: longest time of one attempt, redirects included.
         max_bytes: longest answer.
         verify_tls: refuse hosts whose certificate is wrong.
-        user_agent: how we introduce ourselves; some hosts refuse Python's own.
+        user_agent: the name that hosts see; some refuse Python's.
     """
 
     idle_seconds: float = 10.0
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Downloader:
-    """`downloader(url)` gives the bytes, or raises `Failure`. Meant for many threads; honours the proxy environment."""
+    """`downloader(url)` returns the bytes, or raises `Failure`. Any thread may call it; proxies come from the environment."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -62,7 +62,7 @@ class Downloader:
         if not self.limits.verify_tls:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        # Put together by hand: urllib's ready-made opener also opens file: and ftp:, to which a list must not lead.
+        # Not urllib's default opener: it also opens file: and ftp: addresses, which a list must not reach.
         self._opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),
@@ -79,7 +79,7 @@ class Downloader:
         """The bytes behind a URL.
 
         Raises:
-            Failure: whatever went wrong.
+            Failure: no address, no answer, an error of the host, or a limit that is exceeded.
         """
         if not url:
             raise Failure("no address")
@@ -95,6 +95,7 @@ class Downloader:
                 raise known from error
 
     def close(self) -> None:
+        """End the watchdog's thread."""
         self._watchdog.stop()
 
     def _get(self, url: str) -> bytes:
@@ -105,7 +106,7 @@ class Downloader:
             if announced is not None and announced > self.limits.max_bytes:
                 raise Failure("too many bytes")
             pieces, received = [], 0
-            # read1 hands over what one receive brings; read would wait for the whole piece.
+            # read1 returns what one receive brings; read would wait for the whole piece.
             while piece := answer.read1(_PIECE_BYTES):
                 pieces.append(piece)
                 received += len(piece)
@@ -128,9 +129,14 @@ def fetch_file(
     idle_seconds: float = 30.0,
     progress: bool = True,
 ) -> Path:
-    """Fetch one large file (an annotation file, a zip of pictures), going on where an earlier call stopped.
+    """Fetch one large file (an annotation file, a zip of pictures), from where an earlier call stopped; returns its path.
 
-    Until it is whole it is called `NAME.part`. A file that is there already is not fetched again.
+    Until it is whole it is called `NAME.part`. An existing file is not fetched again.
+
+    Args:
+        attempts: how often to try.
+        backoff_seconds: pause after the first failure; doubled after each further one.
+        idle_seconds: longest wait for the next bytes.
 
     Raises:
         UserError: every attempt failed; the sentence names the URL and the last reason.
@@ -182,7 +188,7 @@ def _fetch(url: str, path: Path, attempts: int, backoff_seconds: float, idle_sec
             return
         except urllib.error.HTTPError as error:
             reason = f"the server answered {error.code} {error.reason}"
-            if error.code == 416:  # the part is not of this file, or longer than it
+            if error.code == 416:  # the part is longer than the file
                 part.unlink(missing_ok=True)
             elif error.code not in _TRANSIENT_STATUS:
                 break
@@ -190,12 +196,12 @@ def _fetch(url: str, path: Path, attempts: int, backoff_seconds: float, idle_sec
             reason = str(error) or type(error).__name__
     raise UserError(
         f"{url} could not be fetched ({reason}): fetch it by other means and give its path with --source, or try again "
-        "later; what has come is kept."
+        "later; the part that was fetched is kept."
     )
 
 
 class _Watched:
-    """One request under the watchdog's eyes."""
+    """One request that the watchdog watches: its deadline, its connection, and whether it expired."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -217,6 +223,7 @@ class _Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[_Watched]:
+        """Watch the request that this thread makes in the block."""
         watched = _Watched(time.monotonic() + self._total_seconds)
         self._current.watched = watched
         with self._lock:
@@ -228,7 +235,7 @@ class _Watchdog:
                 self._watched.discard(watched)
 
     def connected(self, connection: socket.socket) -> None:
-        """Called by the thread whose request has connected."""
+        """The request of this thread has this connection."""
         self._current.watched.connection = connection
 
     def stop(self) -> None:
@@ -292,7 +299,7 @@ def _content_length(answer: Any) -> int | None:
 
 
 def _quoted(url: str) -> str:
-    """The URL with what may not travel in a request line (spaces, other alphabets) percent-encoded."""
+    """The URL with characters that a request line may not hold (spaces, other alphabets) percent-encoded."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     try:
@@ -306,7 +313,7 @@ _SAFE = "%/:=&?~#+!$,;'@()*[]"
 
 
 def _explained(error: BaseException) -> Failure | None:
-    """The reason of an exception of the network; None for one that is a mistake of this program."""
+    """The Failure for an exception of the network; None for a bug in this program, or too many open files."""
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         if 300 <= error.code < 400:

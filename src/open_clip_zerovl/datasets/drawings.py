@@ -11,9 +11,9 @@ from open_clip_zerovl.errors import UserError
 
 
 def rasterise(svg: str, px: int) -> bytes:
-    """Draw an SVG document as a px x px RGB picture on white, whole and centred, as PNG bytes.
+    """Draw an SVG document on a white square, px x px, RGB; returns PNG bytes.
 
-    Drawings that are not square (flags) keep their proportions and get white margins.
+    A drawing that is not square (a flag) keeps its proportions and gets white margins.
 
     Raises:
         UserError: `resvg-py` is not installed, or the document has neither a viewBox nor a size.
@@ -26,19 +26,19 @@ def rasterise(svg: str, px: int) -> bytes:
         svg_string=_square(svg), width=px, height=px, background="#ffffff", skip_system_fonts=True
     )
     picture = io.BytesIO()
-    # Through PIL, because resvg writes an alpha channel, which here is opaque everywhere.
+    # Through PIL: resvg writes an alpha channel, which is opaque everywhere here.
     Image.open(io.BytesIO(bytes(png))).convert("RGB").save(picture, "PNG", optimize=True)
     return picture.getvalue()
 
 
 def is_blank(png: bytes) -> bool:
-    """Does the picture show nothing, all pixels being (nearly) the same?"""
+    """Whether all pixels of a PNG picture are (nearly) the same."""
     extrema = Image.open(io.BytesIO(png)).convert("RGB").getextrema()
     return all(isinstance(band, tuple) and band[1] - band[0] < 8 for band in extrema)
 
 
 def _square(svg: str) -> str:
-    """The document with its viewBox grown to a square around the drawing, and without a size of its own."""
+    """The document with a square viewBox around the drawing, and without width and height."""
     found = re.search(r"<svg\b[^>]*>", svg)
     if found is None:
         raise UserError(f"This is no SVG document: {svg[:80]!r}.")

@@ -1,9 +1,9 @@
 """The demo's data: four emoji sets as four sources, which draw and caption the same concepts in different styles.
 
-The setting of section 3.1 in small: sources differ in the style of their pictures and of their captions, so a batch
-over several sources lets a model tell pairs apart by the source instead of by what is shown.
+This is section 3.1 in small: sources differ in the style of their pictures and captions, so that in a batch of several sources
+a model can tell pairs apart by their source instead of by their content.
 
-On disk (docs/data.md says more):
+On disk (see docs/data.md):
 
     <source>/train-00000.tar ..., sizes.json, LICENSE      training pairs
     test/<source>/  val/<source>/                          the pairs held out of that source, for CLIP_benchmark
@@ -44,7 +44,7 @@ from open_clip_zerovl.tar.shards import (
 
 SPLITS = ("test", "val")
 
-#: Raised when the same packages and settings would give other files than before.
+#: Raised by one when the same packages and settings give other files than before.
 _FORMAT = 1
 
 _CACHE = ".cache"
@@ -53,7 +53,12 @@ _MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class EmojiSample:
-    """One source's version of a held-out concept. `held_out`: is this very pair missing from the source's training?"""
+    """One source's pair of a held-out concept.
+
+    Attributes:
+        group: the emoji's category.
+        held_out: whether this pair is held out of its own source's training; False for the pair of another source.
+    """
 
     image: Image.Image
     caption: str
@@ -74,20 +79,20 @@ def prepare_emoji(
     progress: bool = True,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Fetch, draw, split and write the demo's data; do nothing when it is already there as asked.
+    """Fetch, draw, split and write the demo's data; nothing is done where it is complete and has these settings.
 
-    An interrupted call is taken up where it stopped (packages and drawn pictures are kept in `OUT/.cache`). The data
-    itself is built aside and put in place when whole.
+    Packages and drawn pictures are kept in `OUT/.cache`, so that a call after an interruption goes on. The data is written
+    aside and moved into place when whole.
 
     Args:
         out: a new or empty folder, or one that this function wrote.
         px: width and height of the pictures, in pixels.
         seed: decides which concepts are held out and the order of the training samples.
         shard_size: training samples a shard, at most.
-        held_out_per_source: pairs held out of each source for the test, and as many again for validation.
-        vocab_size: most entries of the text tower's vocabulary.
+        held_out_per_source: pairs held out of each source for the test, and as many for validation.
+        vocab_size: entries of the text tower's vocabulary, at most.
         progress: print progress bars and a last line.
-        force: draw and build again even if nothing changed; packages are not fetched again.
+        force: draw and write again even if nothing changed; packages are not fetched again.
 
     Returns:
         The data card: settings, package versions, and per source counts, licence and example captions.
@@ -104,9 +109,7 @@ def prepare_emoji(
         "held_out_per_source": held_out_per_source,
         "vocab_size": vocab_size,
     }
-    for name, value in settings.items():
-        if value < (0 if name == "seed" else 1):
-            raise UserError(f"{name} is {value}: it must be {'0' if name == 'seed' else '1'} or more.")
+    _check_settings(settings)
     fingerprint = _fingerprint(settings)
     manifest = _read_manifest(out)
     if not force and manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
@@ -119,24 +122,49 @@ def prepare_emoji(
     if force:
         shutil.rmtree(cache / "pictures", ignore_errors=True)
 
-    tarballs = {}
-    bar = tqdm(PACKAGES.items(), desc="fetch packages", unit="package", disable=not progress)
-    for key, package in bar:
-        bar.set_postfix_str(str(package))
-        tarballs[key] = fetch_npm_package(package, cache / "packages")
+    tarballs = _fetch_packages(cache / "packages", progress)
     emoji = read_sources(tarballs)
     pictures = {source: _draw(source, emoji[source], px, cache, progress) for source in SOURCES}
-    # A drawing that comes out empty would be a caption without content: such pairs are left out, and counted.
+    # Pairs whose drawing comes out blank are left out, and counted.
     blank = {source: [c for c, png in pictures[source].items() if is_blank(png)] for source in SOURCES}
     emoji = {source: {c: e for c, e in emoji[source].items() if c not in blank[source]} for source in SOURCES}
     split = split_concepts(emoji, held_out_per_source=held_out_per_source, seed=seed)
 
-    # Build aside, then swap: a reader of OUT sees the old data or the new, and a killed call leaves no half shards.
     staging = cache / "staging"
     shutil.rmtree(staging, ignore_errors=True)
     counts = _write_all(staging, emoji, pictures, split, settings, tarballs)
     card = data_card(settings, emoji, counts, split, blank)
     write_atomically(staging / "README.md", card.pop("text"))
+    _put_in_place(staging, out, {"fingerprint": fingerprint, "card": card})
+    if progress:
+        pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in SOURCES)
+        print(f"The emoji data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
+    return card
+
+
+def _check_settings(settings: Mapping[str, int]) -> None:
+    """UserError for a setting out of range."""
+    for name, value in settings.items():
+        least = 0 if name == "seed" else 1
+        if value < least:
+            raise UserError(f"{name} is {value}: it must be {least} or more.")
+
+
+def _fetch_packages(folder: Path, progress: bool) -> dict[str, Path]:
+    """The tarball of each package of PACKAGES."""
+    tarballs = {}
+    bar = tqdm(PACKAGES.items(), desc="fetch packages", unit="package", disable=not progress)
+    for key, package in bar:
+        bar.set_postfix_str(str(package))
+        tarballs[key] = fetch_npm_package(package, folder)
+    return tarballs
+
+
+def _put_in_place(staging: Path, out: Path, manifest: dict[str, Any]) -> None:
+    """Move everything in `staging` to `out`, then write the manifest with the files' sizes.
+
+    While files are moved there is no manifest, so that a killed call leaves data that counts as incomplete.
+    """
     files = {
         path.relative_to(staging).as_posix(): path.stat().st_size
         for path in sorted(staging.rglob("*"))
@@ -148,13 +176,7 @@ def prepare_emoji(
             shutil.rmtree(out / path.name)
         path.replace(out / path.name)
     staging.rmdir()
-    write_atomically(
-        out / _MANIFEST, json.dumps({"fingerprint": fingerprint, "card": card, "files": files}, indent=1) + "\n"
-    )
-    if progress:
-        pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in SOURCES)
-        print(f"The emoji data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
-    return card
+    write_atomically(out / _MANIFEST, json.dumps({**manifest, "files": files}, indent=1) + "\n")
 
 
 def split_concepts(
@@ -162,11 +184,11 @@ def split_concepts(
 ) -> dict[str, dict[str, list[str]]]:
     """Choose which concepts each source holds out: `{"test" | "val": {source: [concept, ...]}}`.
 
-    A concept is held out in one source and for one split at most, and stays in the training set of the others. Test
-    concepts exist in every source, so that each has partners across sources. Validation takes what is left of
-    those, for the smallest source first; where they run out, the last source takes concepts that not all sources have.
+    A concept is held out of one source and for one split at most; it stays in the training sets of the other sources. Test
+    concepts exist in every source, so that each can be retrieved across sources. Validation takes the remaining ones of these,
+    the smallest source first; where they run out, a source takes concepts that only some sources have.
 
-    A pure function of its arguments (not of the mappings' order).
+    The result depends on the arguments only, not on the order of the mappings.
 
     Raises:
         UserError: the sources do not hold enough concepts.
@@ -202,11 +224,10 @@ def split_concepts(
 
 
 def load_emoji_split(out: str | Path, split: str) -> dict[str, list[EmojiSample]]:
-    """Every held-out concept of a split as each source has it, sorted by concept.
+    """Source -> its pairs of all held-out concepts of a split, sorted by concept.
 
-    `held_out` marks the pairs that were held out of that very source: of 800 concepts 200 per source. The others are in
-    that source's training set and serve as partners for retrieval across sources. In `val` a source may lack a few
-    of the concepts.
+    Of 800 held-out concepts, 200 are held out of each source (`EmojiSample.held_out`). A source's pairs of the other 600 are in
+    its training set; they are the partners for retrieval across sources. In `val` a source may lack a few concepts.
 
     Args:
         out: the folder written by `prepare_emoji`.
@@ -241,12 +262,12 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Does every file of the manifest lie there with its size?"""
+    """Whether every file of the manifest exists and has its size."""
     return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())
 
 
 def _check_ours(out: Path) -> None:
-    """Refuse to write over anything that this module did not write."""
+    """UserError for a folder with anything that this module did not write."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give a folder for the emoji data.")
     if out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and not (out / _MANIFEST).is_file():
@@ -254,7 +275,7 @@ def _check_ours(out: Path) -> None:
 
 
 def _draw(source: str, emoji: Mapping[str, Emoji], px: int, cache: Path, progress: bool) -> dict[str, bytes]:
-    """PNG by concept; kept in the cache as one tar a source, which exists only when it is whole."""
+    """Concept -> PNG, kept in the cache as one tar a source."""
     packages = "+".join(PACKAGES[key].file_name.removesuffix(".tgz") for key in LICENCES[source].packages)
     drawn = cache / "pictures" / f"{source}-{px}px-format{_FORMAT}-{packages}.tar"
     if not drawn.is_file():
@@ -298,7 +319,7 @@ def _write_all(
     for i, source in enumerate(SOURCES):
         train = [concept for concept in sorted(emoji[source]) if concept not in held_out_in[source]]
         captions += [emoji[source][concept].caption for concept in train]
-        # Shuffled on disk, so that a shard is a fair sample of its source.
+        # Shuffled on disk, so that a shard is a random sample of its source.
         order = np.random.default_rng([settings["seed"], 1 + i]).permutation(len(train))
         sizes = write_source(
             folder / source, [sample(source, train[j]) for j in order], shard_size=settings["shard_size"]
@@ -312,7 +333,7 @@ def _write_all(
             own = [sample(source, concept) for concept in split[name][source]]
             counts[source][name] = write_retrieval_set(folder / name / source, own)
             counts[source][f"{name}_across"] = write_retrieval_set(folder / f"{name}-across" / source, have)
-            # Pictures leave their set only with its licence.
+            # The licence goes wherever the pictures go.
             write_atomically(folder / name / source / "LICENSE", licence)
             write_atomically(folder / f"{name}-across" / source / "LICENSE", licence)
     write_bert(folder / "bert", captions, vocab_size=settings["vocab_size"])

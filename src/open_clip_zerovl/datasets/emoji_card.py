@@ -1,4 +1,4 @@
-"""The data card of the demo's emoji data: as a dictionary for programs, as Markdown for people."""
+"""The data card of the demo's emoji data, as a dictionary and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CAPTION_STYLES = {
     "fluent": "words of the drawing's file name",
 }
 
-#: Shown as examples where a source's training set has them: concepts that everyone knows.
+#: Concepts that are shown as examples.
 _EXAMPLES = ("1F600", "1F436", "1F355", "1F697", "1F3B8", "2602", "1F30B", "1F52C")
 
 
@@ -25,7 +25,15 @@ def data_card(
     split: Mapping[str, Mapping[str, list[str]]],
     blank: Mapping[str, list[str]],
 ) -> dict[str, Any]:
-    """The card; its `text` entry is the Markdown."""
+    """The data card; its entry `text` is the Markdown.
+
+    Args:
+        settings: of `prepare_emoji`.
+        emoji: source -> concept -> emoji.
+        counts: source -> kind -> number of pairs.
+        split: "test" or "val" -> source -> held-out concepts.
+        blank: source -> concepts left out because their drawing is blank.
+    """
     sources = {
         source: {
             **counts[source],
@@ -88,7 +96,7 @@ def _markdown(card: Mapping[str, Any]) -> str:
             for name, facts in sources.items()
         ),
         "",
-        "Each folder with pictures holds its set's LICENSE. The sets stay apart; none is mixed into another's folder.",
+        "Each folder with pictures holds the LICENSE of its set. No folder holds pictures of two sets.",
         "Metadata: emoji-datasource (MIT), Unicode CLDR (Unicode-3.0), OpenMoji (CC-BY-SA-4.0).",
         "",
         "## Captions by example",

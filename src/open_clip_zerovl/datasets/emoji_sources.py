@@ -1,8 +1,8 @@
-"""The demo's four sources: what each emoji set is made of, read from its packages.
+"""The demo's four sources: the drawings and captions of each emoji set, read from its packages.
 
 A *concept* is an emoji's code point sequence without the variation selector FE0F, as upper-case hexadecimal numbers
-joined by hyphens (`1F468-200D-1F467`); skin tones are left out. Concepts are those of `emoji-datasource`. Each source
-draws a concept in its own style and captions it in its own style, both from the set's own or Unicode's metadata:
+joined by hyphens (`1F468-200D-1F467`). Concepts are those of `emoji-datasource`, without skin tones. Each source has its own
+style of drawings and of captions; captions are made from the set's own or Unicode's metadata:
 
     noto      short names, and the category          emoji-datasource
     twemoji   keyword list                           Unicode CLDR annotations, English
@@ -23,8 +23,8 @@ from typing import Any
 
 from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
 
-#: Every package the demo's data is made of. 48 MB in all; changing a version changes the data's fingerprint. The hashes are
-#: npm's `dist.integrity`.
+#: The packages of the demo's data, 48 MB in all. The hashes are npm's `dist.integrity`. Another version changes the data's
+#: fingerprint.
 PACKAGES = {
     "noto": NpmPackage(
         "@iconify-json/noto",
@@ -74,7 +74,7 @@ SOURCES = ("noto", "twemoji", "openmoji", "fluent")
 
 @dataclass(frozen=True)
 class Licence:
-    """Terms of a set's drawings: name, SPDX id, whom to credit, and which fetched packages hold the drawings."""
+    """The licence of a set's drawings: its name, its SPDX id, whom to credit, and the packages with the drawings."""
 
     title: str
     spdx: str
@@ -137,7 +137,7 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Emoji]]:
     }
     flags = _svgmoji_drawings(tarballs["noto-flags"])
     drawings = {
-        # The newer package leaves the country flags out; the older one fills them (and nothing else) in.
+        # The newer package has no country flags; the older one adds these and nothing else.
         "noto": flags | {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["noto"]).items()},
         "twemoji": {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["twemoji"]).items()},
         "openmoji": _openmoji_drawings(tarballs["openmoji"]),
@@ -161,7 +161,7 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Emoji]]:
 
 
 def licence_text(source: str, tarballs: Mapping[str, Path]) -> str:
-    """The text of a source's LICENSE file: the terms of its drawings, and what its packages ship as licence texts."""
+    """The text of a source's LICENSE file: the licence of its drawings, and the licence texts in its packages."""
     licence = LICENCES[source]
     parts = [
         f"The pictures in this folder: {licence.credit}.\n"
@@ -193,7 +193,7 @@ def _noto_caption(row: Mapping[str, Any]) -> str:
 
 
 def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
-    """Keyword lists by concept. CLDR keeps ZWJ sequences, flags and keycaps apart, as *derived* annotations."""
+    """Concept -> keywords. CLDR has ZWJ sequences, flags and keycaps in a package of their own, *derived* annotations."""
     captions = {}
     for path, name in ((annotations, "annotations"), (derived, "annotationsDerived")):
         for characters, entry in _json(path, f"{name}/en/annotations.json")[name]["annotations"].items():
@@ -225,7 +225,7 @@ def _openmoji_drawings(tarball: Path) -> dict[str, str]:
 
 
 def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
-    """Name and SVG by concept: Iconify has a set's drawings by name, and a table from code points to names."""
+    """Concept -> (name, SVG). An Iconify package has drawings by name, and a table from code points to names."""
     files = read_npm_package(tarball, lambda name: name in {"icons.json", "chars.json"})
     icons, names = json.loads(files["icons.json"]), json.loads(files["chars.json"])
     drawings: dict[str, tuple[str, str]] = {}
@@ -235,7 +235,7 @@ def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
 
 
 def _iconify_svg(icons: Mapping[str, Any], name: str) -> str:
-    """An icon's SVG. An alias is its parent, mirrored or turned by quarter turns; turns and mirrorings add up."""
+    """An icon's SVG. An alias is another icon, mirrored or rotated by quarter turns; aliases of aliases add up."""
     mirrored_x = mirrored_y = False
     quarter_turns = 0
     while name not in icons["icons"]:
@@ -248,7 +248,7 @@ def _iconify_svg(icons: Mapping[str, Any], name: str) -> str:
     left, top = icon.get("left", 0), icon.get("top", 0)
     width = icon.get("width", icons.get("width", 16))
     height = icon.get("height", icons.get("height", 16))
-    x, y = left + width / 2, top + height / 2  # the fixed point of turns and mirrorings
+    x, y = left + width / 2, top + height / 2  # the centre, which rotations and reflections keep
     turn = f"rotate({90 * (quarter_turns % 4)} {x} {y})"
     mirror = f"translate({x} {y}) scale({-1 if mirrored_x else 1} {-1 if mirrored_y else 1}) translate({-x} {-y})"
     return (
@@ -258,7 +258,7 @@ def _iconify_svg(icons: Mapping[str, Any], name: str) -> str:
 
 
 def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
-    """SVG by concept from a sprite: one document whose children are the drawings, each named by its code points."""
+    """Concept -> SVG, from a sprite: one document whose child elements are the drawings, with code points as ids."""
     name = "sprites/all.svg"
     sprite = read_npm_package(tarball, lambda path: path == name)[name].decode()
     drawings = {}
@@ -270,7 +270,7 @@ def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
 
 
 def _children(sprite: str) -> Iterator[tuple[str, str]]:
-    """The `<svg>` elements right below the outermost one: opening tag, and the whole element as its own document."""
+    """(opening tag, whole element as a document) of each `<svg>` element directly in the outermost one."""
     depth = start = 0
     opening = ""
     for tag in re.finditer(r"<svg\b[^>]*>|</svg>", sprite):

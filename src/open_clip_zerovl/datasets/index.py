@@ -1,7 +1,7 @@
-"""Shards that are there already: count them into `sizes.json`, and check every one.
+"""Existing shards: count their samples into `sizes.json`, and check them.
 
-`index_shards` reads tar headers only, on a local disk or wherever fsspec reaches (`s3://...`). `check_shards` reads every
-byte once, in order, as a disk likes it best, and looks at the samples as they come by: nothing is decoded unless asked for.
+`index_shards` reads tar headers only, on a local disk or in a store that fsspec opens (`s3://...`). `check_shards` reads every
+byte once, in order, and checks the samples on the way; pictures are decoded only on request.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _WINDOW_BYTES = 4 << 20
 
 
 def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dict[str, int]:
-    """Count the samples of every `*.tar` of a folder, from the headers, and write `sizes.json` beside them.
+    """Count the samples of every `*.tar` of a folder, from the headers; writes `sizes.json` beside them.
 
     Args:
         folder: a local one, or a URL that fsspec opens, such as `s3://bucket/cc12m`.
         threads: shards counted at the same time.
 
     Returns:
-        Samples by file name, as in `sizes.json`.
+        File name -> samples, as in `sizes.json`.
 
     Raises:
-        UserError: no such folder, no shards in it, a shard that is broken, or no package that opens such URLs.
+        UserError: no such folder, no shards in it, a broken shard, or no package that opens such URLs.
     """
     open_shard: Callable[[str], Any]
     if _REMOTE.match(folder):
@@ -65,7 +65,7 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
         names = sorted(path.rpartition("/")[2] for path in file_system.glob(f"{root}/*.tar"))
 
         def open_shard(name: str) -> Any:
-            # Headers lie far apart: small blocks, so that pictures are not transferred with them.
+            # Headers lie far apart; with small blocks the pictures between them are not transferred.
             return file_system.open(f"{root}/{name}", "rb", block_size=1 << 14, cache_type="bytes")
 
     else:
@@ -130,7 +130,13 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @dataclass
 class ShardCheck:
-    """What `check_shards` found in one shard: samples, bytes, and faults by kind with the first keys that have them."""
+    """What `check_shards` found in one shard.
+
+    Attributes:
+        shard: file name.
+        faults: kind of fault -> how many.
+        examples: kind of fault -> the first keys that have it.
+    """
 
     shard: str
     samples: int = 0
@@ -139,6 +145,7 @@ class ShardCheck:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def fault(self, kind: str, key: str = "") -> None:
+        """Count a fault, of the sample with this key."""
         self.faults[kind] += 1
         if key and len(self.examples.setdefault(kind, [])) < _EXAMPLES:
             self.examples[kind].append(key)
@@ -146,7 +153,7 @@ class ShardCheck:
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What `check_shards` found: the shards, and how long it took."""
+    """What `check_shards` found in the shards of a folder, and how long it took."""
 
     shards: list[ShardCheck]
     seconds: float
@@ -167,19 +174,24 @@ class FolderCheck:
 def check_shards(
     folder: str | Path, *, threads: int = 4, hashes: bool = False, decode: bool = False, progress: bool = True
 ) -> FolderCheck:
-    """Open every shard of a local folder and look at every sample.
+    """Check every sample of every shard of a local folder.
 
-    Found are: shards that are cut off or no tars, samples without picture or caption, captions that are empty or not
-    UTF-8, pictures that do not begin or end as their format does, keys that come twice in a shard, shards that
-    `sizes.json` or the manifest list and that are missing, are not listed, or hold another number of samples.
+    Faults that are found:
+
+    - shards that are cut off or are no tars, and keys that come twice in a shard
+    - samples without picture or caption, captions that are empty or not UTF-8
+    - pictures that do not begin or end as their format does
+    - shards that `sizes.json` or the manifest lists and that are missing; shards that `sizes.json` does not list, or with
+    another
+      number of samples
 
     Args:
         threads: shards read at the same time.
         hashes: also compare each shard's SHA-256 with the manifest's.
-        decode: also decode every picture (slow: bound by the processor, not by the disk).
+        decode: also decode every picture; slow, since it is limited by the processor and not by the disk.
 
     Raises:
-        UserError: no such folder, or hashes asked for where no manifest has them.
+        UserError: no such folder, no shards in it, or `hashes` without a manifest that has them.
     """
     path = _local(folder)
     manifest = read_manifest(path) or {}
@@ -216,7 +228,7 @@ def check_shards(
 
 
 def check_report(result: FolderCheck) -> str:
-    """The check as text: totals and rate, then every fault by shard."""
+    """The result as text: totals and rate, then the faults of each shard."""
     lines = [
         f"{result.samples:,} samples in {len(result.shards):,} shards, {result.size_bytes / 1e9:.2f} GB read in "
         f"{result.seconds:.1f} s ({result.size_bytes / 1e6 / max(result.seconds, 1e-9):,.0f} MB/s)"
@@ -231,10 +243,10 @@ def check_report(result: FolderCheck) -> str:
 
 
 class _Window:
-    """A file read once from its beginning to its end through a small buffer; `window(offset, size)` goes forward only.
+    """A file that is read once, from beginning to end, through a buffer. `window(offset, size)` -> bytes; offsets ascend.
 
-    Large enough that threads, which look at members under Python's lock and read without it, seldom wait for each other, and
-    small enough to stay in the processor's cache until it has been looked at.
+    The buffer is so large that threads seldom wait for each other (they read without Python's lock, and check members with it),
+    and so small that it stays in the processor's cache while its members are checked.
     """
 
     def __init__(self, file: Any, digest: Any) -> None:
@@ -256,7 +268,7 @@ class _Window:
                 return found
 
     def frame(self, offset: int, size: int, first: bytes, last: bytes) -> tuple[bool, bool]:
-        """Whether a file begins with `first`, and ends with `last` behind that."""
+        """Whether the bytes begin with `first`, and whether they end with `last` after that."""
         begin = offset - self._start
         if begin + size <= self._length:
             held, end = self._bytes, begin + size
@@ -266,13 +278,13 @@ class _Window:
         return begins, rest <= size and self(offset + rest, size - rest).endswith(last)
 
     def plain_run(self, position: int) -> list[Member]:
-        """The members of `headers.plain_run` that are in the window, from the header at `position` on."""
+        """`headers.plain_run` of the buffer, from the header at `position` on."""
         if position < self._start:
             return []
         return plain_run(self._bytes, position - self._start, self._length, self._start)
 
     def advance(self) -> bool:
-        """Go on to the next bytes; False at the end."""
+        """Read the next bytes into the buffer; False at the end of the file."""
         self._start += self._length
         self._length = self._file.readinto(self._bytes)
         if self._digest is not None:
@@ -281,6 +293,7 @@ class _Window:
 
 
 def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> None:
+    """Check one shard into `found`, and its bytes into `digest`."""
     found.size_bytes = path.stat().st_size
     seen: set[str] = set()
     with open(path, "rb", buffering=0) as file:
@@ -300,12 +313,12 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
                         found.fault(fault, key)
         except BrokenTar as error:
             found.fault(f"broken: {error}")
-        while window.advance():  # what follows the end mark belongs to the file, and to its hash
+        while window.advance():  # bytes after the end mark belong to the hash
             pass
 
 
 def _faults(descriptor: int, window: _Window, total: int, decode: bool) -> Iterator[tuple[str, str]]:
-    """(name, fault) of each member as it comes by, "" for none: all that is kept of it."""
+    """(name, fault) of each member of a tar; "" for no fault."""
 
     def read_at(offset: int, size: int) -> bytes:
         return os.pread(descriptor, size, offset)
@@ -315,17 +328,18 @@ def _faults(descriptor: int, window: _Window, total: int, decode: bool) -> Itera
         for member in window.plain_run(position):
             yield member.name, _fault(window, member, decode)
             position, walk = end_of(member.offset, member.size), None
-        # What is not plain, or not as a whole in the window.
+        # A member that is not plain, or not whole in the buffer.
         walk = walk or walk_tar(read_at, total, position)
         following = next(walk, None)
         if following is None:
             return
         position = end_of(following.offset, following.size)
-        if position <= total:  # else the walk ends there and says why
+        if position <= total:  # else the walk raises there
             yield following.name, _fault(window, following, decode)
 
 
 def _fault(window: _Window, member: Member, decode: bool) -> str:
+    """What is wrong with a caption or a picture; "" for nothing, and for other members."""
     name, offset, size = member
     extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
     if extension == TEXT_EXTENSION:

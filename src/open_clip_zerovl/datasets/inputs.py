@@ -1,8 +1,7 @@
-"""What a dataset is made from: official files, fetched or given with `--source`, packed or not; and stores of pictures.
+"""The inputs of a dataset: official files, fetched or given with `--source`, packed or not; and stores of pictures.
 
-Annotations are read as streams out of zip, tar.gz and gz files; pictures straight out of their zips, so that nothing is
-unpacked. Addresses are the ones that the datasets' makers publish; two of them ask for a form to be filled in first,
-and say so here instead.
+Annotations are read as streams from zip, tar.gz and gz files, and pictures from their zips, so that nothing is unpacked.
+Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` says where.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ OFFICIAL: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: What cannot be fetched without a person, and what to do.
+#: Datasets that a person has to fetch -> how.
 BY_HAND = {
     "cc3m": "CC3M's list asks for a sign-in: get Train_GCC-training.tsv from ai.google.com/research/ConceptualCaptions "
     "and give it with --source",
@@ -54,8 +53,8 @@ BY_HAND = {
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
-#: What reading a broken archive raises: corrupt deflate data, entries that are encrypted or packed in a way that
-#: Python does not know (RuntimeError).
+#: Errors of reading a broken archive: corrupt data, and entries that are encrypted or packed in a way that Python does not know
+#: (RuntimeError).
 _BROKEN_ARCHIVE = (
     EOFError,
     RuntimeError,
@@ -68,10 +67,15 @@ _BROKEN_ARCHIVE = (
 
 
 def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:
-    """The files and folders a dataset is made from: those given, or the official ones, fetched into a folder.
+    """The files and folders of a dataset: those given, or the official ones, fetched into a folder.
+
+    Args:
+        dataset: a key of OFFICIAL or BY_HAND.
+        source: paths that were given; None to fetch.
+        folder: of the downloads.
 
     Raises:
-        UserError: one that is not there, or that cannot be fetched.
+        UserError: a path that does not exist, or a file that cannot be fetched.
     """
     if source:
         paths = [Path(path).expanduser() for path in source]
@@ -85,12 +89,16 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
 
 
 def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of files, for the manifest."""
+    """Name, size in bytes and SHA-256 of each file, for the manifest."""
     return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
 
 
 def members(path: Path) -> list[str]:
-    """Names of the files in a zip or tar; of any other file its own name without `.gz`."""
+    """Names of the files in a zip or tar; for any other file its own name, without `.gz`.
+
+    Raises:
+        UserError: a broken archive.
+    """
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -104,7 +112,7 @@ def members(path: Path) -> list[str]:
 
 
 def find_member(paths: Iterable[Path], *endings: str) -> tuple[Path, str] | None:
-    """The first file, or member of an archive, whose name ends so; None when there is none."""
+    """(path, name) of the first file, or member of an archive, whose name has one of the endings; None if there is none."""
     for path in paths:
         if path.is_file():
             for name in members(path):
@@ -118,7 +126,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
     """A file, or one member of an archive, as a stream of its plain bytes.
 
     Raises:
-        UserError: the archive is broken, also when that shows only while reading.
+        UserError: the archive is broken; also raised while it is read.
     """
     with ExitStack() as stack:
         try:
@@ -137,7 +145,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 class PictureStore:
-    """Pictures by file name, in folders (searched to any depth) and zips. `store(name)` reads one, from any thread."""
+    """Pictures by file name, in folders (searched to any depth) and zips. `store(name)` -> bytes; any thread may call it."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._places: dict[str, Path | tuple[zipfile.ZipFile, str]] = {}
@@ -159,10 +167,10 @@ class PictureStore:
         return len(self._places)
 
     def __call__(self, where: str) -> bytes:
-        """The bytes of a picture; only the last part of the path counts."""
+        """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""
         place = self._places.get(where.rpartition("/")[2])
         if place is None:
-            raise Failure("picture missing", transient=True)  # another call may be given more folders
+            raise Failure("picture missing", transient=True)  # a later call may name more folders
         try:
             if isinstance(place, Path):
                 return place.read_bytes()

@@ -1,4 +1,4 @@
-"""The elements of a long JSON array, one at a time: annotation files are too large to be parsed as a whole."""
+"""The elements of a long JSON array, one at a time, since annotation files are too large to be parsed as a whole."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import IO, Any
 from open_clip_zerovl.errors import UserError
 
 _PIECE_BYTES = 1 << 20
-#: No element of an annotation file comes near this; a file that is broken near its start is not read to its end.
+#: Characters that no element of an annotation file has. So a file that is broken near its start is not read to its end.
 _LONGEST_ELEMENT = 64 << 20
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:
-    """Elements of the array that a JSON document is, or has under a key of its outermost object.
+    """The elements of a JSON document that is an array, or of the array under a key of its outermost object.
 
-    Memory is bounded by the longest element (not by a value under another key, unless that is no array).
+    Memory is bounded by the longest element, of this array or of another one, and by the values of other keys.
 
     Args:
         stream: the document, UTF-8.
-        name: what to call it in messages.
+        name: its name in messages.
         key: of the outermost object; None where the document itself is the array.
 
     Raises:
@@ -52,6 +52,8 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
 
 
 class _Reader:
+    """Reads a JSON document piece by piece."""
+
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self._name = stream, name
         self._decoder = json.JSONDecoder()
@@ -59,7 +61,7 @@ class _Reader:
         self._text, self._at, self._ended, self._before = "", 0, False, 0
 
     def peek(self) -> str:
-        """The next character that is no white space."""
+        """The next character that is not white space; it is not consumed."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -69,13 +71,14 @@ class _Reader:
                 raise self._broken("it ends early")
 
     def expect(self, character: str, what: str) -> None:
+        """Consume a character. UserError where another one comes."""
         seen = self.peek()
         if seen != character:
             raise self._broken(f"expected {what}, found {self._text[self._at : self._at + 20]!r}")
         self._at += 1
 
     def elements(self) -> Iterator[Any]:
-        """The elements of an array whose bracket has been read, and its closing bracket."""
+        """The elements of an array whose opening bracket has been read; consumes the closing one, too."""
         while self.peek() != "]":
             yield self.value()
             if self.peek() == ",":
@@ -85,23 +88,24 @@ class _Reader:
         self._at += 1
 
     def value(self) -> Any:
-        """One whole value; reads on until there is one."""
+        """The next whole value."""
         self.peek()
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Not whole yet, or broken: more text tells. Doubled each time, so that a long element is not parsed often.
+                # The value is incomplete, or broken: read on. The text is doubled, so that a long value is parsed few times.
                 if len(self._text) - self._at > _LONGEST_ELEMENT or not self._more(len(self._text) - self._at):
                     raise self._broken(error.msg) from error
                 continue
-            # A number at the very end of what has been read may have further digits.
+            # A number at the end of the text read so far may have more digits.
             if end == len(self._text) and self._more():
                 continue
             self._at = end
             return value
 
     def _more(self, at_least: int = 0) -> bool:
+        """Read more text; False at the end of the document."""
         if self._ended:
             return False
         content = self._stream.read(max(_PIECE_BYTES, at_least))

@@ -1,14 +1,14 @@
-"""Karpathy's splits of MS-COCO and Flickr30K (section 2.1): training pairs, and test sets as the field counts them.
+"""Karpathy's splits of MS-COCO and Flickr30K (section 2.1): training pairs, and the test sets of the literature.
 
 `dataset_coco.json` and `dataset_flickr30k.json` list `images` with `filename`, `split` (train, restval, val, test), ids
-and `sentences`. Training takes train and restval, a pair a caption, captions of one picture far apart. val and test
-are retrieval sets, a sample an image with all its captions, pictures with the bytes of the original: shrinking them
-first would move published numbers.
+and `sentences`. Training takes train and restval: each caption is a pair, and the captions of one picture lie far apart. val
+and test are retrieval sets: a sample is an image with all its captions. Their pictures keep the bytes of the original, since
+shrunk pictures would change the scores.
 
     OUT/train/00000.tar ..., sizes.json       pairs
     OUT/dataset_type.txt, test/0.tar ...      CLIP_benchmark's layout: `--dataset wds/NAME --dataset_root OUT`
     OUT/val/0.tar ...
-    OUT/zerovl/valid_anno.csv, val_anno.csv   ZeroVL's evaluation reads `image,image_id,caption,caption_id`
+    OUT/zerovl/valid_anno.csv, val_anno.csv   `image,image_id,caption,caption_id`, as ZeroVL's evaluation reads them
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from open_clip_zerovl.files import write_atomically
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
 SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 
-#: The papers count the first five captions of an image; COCO has a few images with more.
+#: Papers use the first five captions of an image; a few images of COCO have more.
 CAPTIONS_PER_IMAGE = 5
 
 
@@ -55,21 +55,23 @@ def prepare_karpathy(
     shard_size: int = SHARD_SIZE,
     work: Work | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Make, or go on making, one dataset with Karpathy's splits; return the manifests by split.
+    """Make a dataset with Karpathy's splits, or go on with an interrupted call; returns split -> manifest.
 
     Args:
         dataset: "coco" or "f30k".
-        source: Karpathy's file, itself or in his zip, and the pictures, as folders or zips.
+        source: Karpathy's file, by itself or in his zip, and the pictures, as folders or zips.
         seed: of the order of the training pairs.
+        shard_size: rows a shard.
+        work: threads, retries, sharing.
 
     Raises:
-        UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture:
-            scores over a part of a test set compare with nothing.
+        UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture: scores
+            on a part of a test set cannot be compared.
     """
     out, work, json_name = Path(out), work or Work(), ANNOTATIONS[dataset]
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
-    work = replace(work, attempts=1)  # a file that is not there will not come by waiting
+    work = replace(work, attempts=1)  # a retry does not bring a missing file
     paths = locate(dataset, source, out / "downloads", progress=work.progress)
     found = find_member(paths, json_name) or find_member([p for p in paths if p.suffix == ".json"], ".json")
     if found is None:
@@ -83,7 +85,7 @@ def prepare_karpathy(
             )
         made_from = {"files": described([found[0]]), "seed": seed}
         manifests = {}
-        # The small sets first: what they lack shows before hours have gone into the training pairs.
+        # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
         for split in ("test", "val"):
             chosen = [image for image in images if image.split == split]
             if chosen:
@@ -115,7 +117,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
     with open_member(path, name) as stream:
         for number, entry in enumerate(json_array(stream, str(path), key="images")):
             try:
-                # MS-COCO's own id where there is one: published results are keyed by it.
+                # MS-COCO's own id where there is one, as in published results.
                 image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
                 sentences = [(" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]]
                 sentences = [(caption, i) for caption, i in sentences if caption]
@@ -138,7 +140,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
 
 
 def zerovl_csv(images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE) -> str:
-    """The table that ZeroVL's released evaluation reads, a line a caption."""
+    """The table that ZeroVL's released evaluation reads, one line a caption, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("image", "image_id", "caption", "caption_id"))
@@ -182,9 +184,9 @@ def _retrieval_set(
         lost = ", ".join(f"{reason} {count}" for reason, count in manifest["failures"].items())
         raise UserError(
             f"The {split} set of {dataset} lacks {sum(manifest['failures'].values())} of {len(images)} pictures ({lost}), and "
-            f"scores over a part of it compare with nothing: give all pictures with --source, and --retry-failed."
+            "scores on a part of it cannot be compared: give all pictures with --source, and --retry-failed."
         )
-    # Last: without the count of its shards a set is none, so a half-made one cannot be scored.
+    # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
     write_atomically(out / split / "nshards.txt", f"{len(manifest['shards'])}\n")
     write_atomically(out / "dataset_type.txt", "retrieval\n")
     csv_name = "valid_anno.csv" if split == "test" else "val_anno.csv"

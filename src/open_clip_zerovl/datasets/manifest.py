@@ -1,11 +1,11 @@
-"""What was made of what: one record a shard, written when the shard is whole, and the manifest that sums them up.
+"""How a dataset was made: one record a shard, written when the shard is whole, and a manifest that sums up the records.
 
     DIR/00000.tar ...           the shards
-    DIR/records/00000.json      rows, pairs, bytes, sha256, and the row numbers that failed by reason
+    DIR/records/00000.json      rows, pairs, bytes, sha256, numbers of the failed rows by reason
     DIR/manifest.json           inputs with their hashes, settings, counts, failures by reason, every shard's hash
     DIR/sizes.json              samples a shard, as open_clip reads it
 
-Records are the truth; manifest and sizes are written anew from them, under a lock, by each process that finishes.
+Each process that finishes writes manifest and sizes again from the records, under a lock.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from open_clip_zerovl.tar.shards import SIZES_FILE
 MANIFEST_FILE = "manifest.json"
 RECORDS = "records"
 
-#: Raised when the same inputs and settings would give other shards than before.
+#: Raised by one when the same inputs and settings give other shards than before.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one shard holds, and what it lacks.
+    """What one shard holds, and which rows failed.
 
     Attributes:
-        shard: file name; the file exists when `pairs` is not 0.
-        first_row, rows: the rows of the list that it was made from.
+        shard: file name; there is no file if `pairs` is 0.
+        first_row, rows: number of its first row in the list, and how many rows it was made from.
         pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
         size_bytes, sha256: of the tar.
-        failures: row numbers by reason.
-        transient_reasons: those of the reasons that a later try may overcome.
+        failures: reason -> numbers of the rows that failed.
+        transient_reasons: the reasons for which a retry may help.
     """
 
     shard: str
@@ -66,13 +66,13 @@ def sha256_of(path: str | Path) -> str:
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
-    """Write a shard's record: from now on the shard counts as done."""
+    """Write a shard's record, which marks the shard as done."""
     text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     write_atomically(folder / RECORDS / f"{Path(record.shard).stem}.json", text)
 
 
 def read_record(folder: Path, shard: str) -> ShardRecord | None:
-    """The record of a shard, None while it has none. A tar that has gone, or changed its size, takes its record with it."""
+    """The record of a shard, None if it has none. The record of a tar that is missing or has another size is removed."""
     file = folder / RECORDS / f"{Path(shard).stem}.json"
     if not file.is_file():
         return None
@@ -85,7 +85,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any] | None:
-    """The manifest of a folder, None where there is none."""
+    """The manifest of a folder, None where there is none. UserError for a file of another form."""
     file = Path(folder) / MANIFEST_FILE
     manifest = _load(file) if file.is_file() else None
     shards = (manifest or {}).get("shards", {})
@@ -97,7 +97,10 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
 
 
 def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Claim a folder for one dataset, or check that it was claimed for the same inputs and settings.
+    """Claim a folder for one dataset, or check that it is claimed for the same inputs and settings.
+
+    Args:
+        dataset, split, made_from, settings: all that must be the same in later calls.
 
     Raises:
         UserError: the folder holds another dataset, or was made from other inputs or with other settings.
@@ -127,10 +130,10 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
 
 
 def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
-    """Write `manifest.json` and `sizes.json` from the records, and return the manifest.
+    """Write `manifest.json` and `sizes.json` from the records; returns the manifest.
 
     Args:
-        shard_count: how many shards there will be in all, when that is known; `complete` says whether all are done.
+        shard_count: number of all shards, where it is known; the manifest's `complete` says whether all of them are done.
     """
     with _locked(folder):
         manifest = _load(folder / MANIFEST_FILE)
@@ -159,7 +162,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time; the kernel frees the lock of a process that was killed."""
+    """A lock that one process holds at a time; the kernel releases that of a killed process."""
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / RECORDS / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -171,10 +174,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def sole_writer(folder: Path, part: str) -> Iterator[None]:
-    """Refuse a second process that would write the same part of the same folder.
+    """Make this process the only one that writes a part of a folder.
 
     Raises:
-        UserError: there is one already.
+        UserError: another process writes it.
     """
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / RECORDS / f".writer-{part}", os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,14 +1,14 @@
-"""The engine behind every dataset: rows of (key, caption, where the picture is) to webdataset shards, in any number of calls.
+"""What makes every dataset: rows of (key, caption, place of the picture) to webdataset shards, in any number of calls.
 
-Shard k holds what came of rows k*S .. (k+1)*S - 1, in their order, whatever the order in which pictures arrived: the same
-rows and pictures give the same bytes. Work is kept at three levels, so that a call may be killed at any moment:
+Shard k holds the pairs of rows k*S .. (k+1)*S - 1, in their order, in whatever order the pictures arrived: the same rows and
+pictures give the same bytes. A call may be killed at any moment, since its work is kept at three levels:
 
-1. a picture that came, or failed for good, is in the shard's spool (`records/00012.spool`);
+1. a picture, or the reason why there is none, is appended to the shard's spool (`records/00012.spool`);
 2. a whole shard is written under another name and renamed;
-3. then its record is written, which is what makes it done, and the spool goes.
+3. then its record is written, which marks it as done, and the spool is removed.
 
-A call on the same folder skips what has records, takes up what has spools, and repeats the rest; it can neither lose a
-pair nor write one twice, because a shard is always written as a whole from its rows.
+A call on the same folder skips shards with records, goes on with shards with spools, and makes the others. No pair is lost or
+written twice, because a shard is always written as a whole, from its rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Obtain = Callable[[str], bytes]
 
 
 class Row(NamedTuple):
-    """One line of a dataset's list: the sample's key, its text (several captions: one a line), its picture's place."""
+    """One row of a dataset's list: the sample's key, its text (several captions: one a line), the place of its picture."""
 
     key: str
     caption: str
@@ -48,14 +48,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """How the rows are worked through; none of it changes what is written.
+    """How the rows are processed. The shards do not depend on it.
 
     Attributes:
         threads: pictures fetched and encoded at the same time.
-        attempts: tries of a picture whose failure is transient.
-        backoff_seconds: pause after the first failed try, doubled after each further one.
-        part: (i, n): do shards i, i+n, i+2n ... only, so that n processes or machines share a folder.
-        retry_failed: try again the rows of finished shards whose failure was transient.
+        attempts: attempts at a picture whose failure is transient.
+        backoff_seconds: pause after the first failed attempt, doubled after each further one.
+        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
+        retry_failed: try the rows again that failed for a transient reason, of finished shards too.
         progress: print a progress bar and a last line.
     """
 
@@ -81,13 +81,13 @@ def prepare_pairs(
     work: Work | None = None,
     total_rows: int | None = None,
 ) -> dict[str, Any]:
-    """Make, or go on making, the shards of one split; return its manifest.
+    """Make the shards of one split, or go on with an interrupted call; returns the manifest.
 
     Args:
         out: the split's folder.
-        rows: the whole list, in an order that is always the same; read once, a shard's worth in memory at a time.
-        obtain: gives a picture's bytes; called from many threads.
-        dataset, split, made_from: what the manifest says of the inputs; a folder takes no others later.
+        rows: the whole list, in the same order in every call; the rows of one shard are in memory at a time.
+        obtain: place of a picture -> its bytes, or Failure; called from many threads.
+        dataset, split, made_from: what the manifest says of the inputs; later calls must give the same.
         encoding: how pictures are stored.
         shard_size: rows a shard.
         shard_name: pattern of the file names.
@@ -95,7 +95,7 @@ def prepare_pairs(
         total_rows: length of the list, for the progress bar.
 
     Raises:
-        UserError: a setting out of range, an empty list, a folder of another dataset, or one that another process writes.
+        UserError: a setting out of range, an empty list, a folder of another dataset, or one that another process writes to.
     """
     out, encoding, work = Path(out), encoding or Encoding(), work or Work()
     index, count = work.part
@@ -112,14 +112,14 @@ def prepare_pairs(
             shard_count = run.do(_chunks(rows, shard_size), shard_size)
         except OSError as error:
             raise UserError(
-                f"Writing into {out} failed ({error}): mend that and call the command again; what has come is kept."
+                f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
         finally:
             run.close()
             if any((out / manifest.RECORDS).glob("*.json")):
                 manifest.rebuild(out)
     if shard_count == 0:
-        raise UserError(f"The list of {dataset} {split} has not a single row: check the files given with --source.")
+        raise UserError(f"The list of {dataset} {split} has no rows: check the files given with --source.")
     result = manifest.rebuild(out, shard_count=shard_count)
     if work.progress:
         print(summary(result, out))
@@ -127,7 +127,7 @@ def prepare_pairs(
 
 
 def summary(content: Mapping[str, Any], folder: Path) -> str:
-    """One line on what came: `cc3m train in DIR: 2,310,000 of 3,318,333 pairs (69.6 %) in 332 shards; missing: ...`."""
+    """A manifest in one line: `cc3m train in DIR: 2,310,000 of 3,318,333 pairs (69.6 %) in 332 shards; missing: ...`."""
     share = f" ({content['pairs'] / content['rows']:.1%})" if content["rows"] else ""
     missing = ", ".join(f"{reason} {count:,}" for reason, count in list(content["failures"].items())[:6])
     return (
@@ -145,7 +145,7 @@ def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
 
 
 class _Shard:
-    """A shard in work."""
+    """A shard that is being made: its rows, its spool, and how many rows are still open."""
 
     def __init__(self, number: int, rows: list[Row], spool: Spool, first_row: int) -> None:
         self.number, self.rows, self.spool, self.first_row = number, rows, spool, first_row
@@ -154,7 +154,7 @@ class _Shard:
 
 
 class _Run:
-    """One call: the threads fetch and encode, the calling thread alone writes."""
+    """One call. Threads fetch and encode pictures; only the calling thread writes."""
 
     def __init__(
         self,
@@ -185,9 +185,9 @@ class _Run:
         self.bar.close()
 
     def do(self, chunks: Iterator[list[Row]], shard_size: int) -> int:
-        """Work through all shards of this part; return how many shards there are in all parts."""
+        """Make all shards of this part; returns the number of shards of all parts."""
         index, count = self.work.part
-        # Enough to keep the threads busy, few enough that pictures do not pile up while a shard is written.
+        # Enough rows to keep the threads busy, and few enough that pictures do not pile up while a shard is written.
         window = 4 * self.work.threads
         number = -1
         for number, rows in enumerate(chunks):
@@ -210,6 +210,7 @@ class _Run:
         return number + 1
 
     def _is_done(self, number: int, rows: list[Row]) -> bool:
+        """Whether a shard is finished. UserError where it was made from another number of rows."""
         record = manifest.read_record(self.out, self.shard_name.format(number))
         if record is None or (self.work.retry_failed and record.transient_reasons):
             return False
@@ -218,7 +219,7 @@ class _Run:
                 f"shard {record.shard} of {self.out} was made from {record.rows} rows, and now it has {len(rows)}: the list "
                 "has changed; give a new folder."
             )
-        # A kill right after the record was written leaves the spool behind.
+        # A process that was killed right after it wrote the record leaves the spool behind.
         self._spool_path(record.shard).unlink(missing_ok=True)
         self._show(pairs=record.pairs, failures={r: len(lost) for r, lost in record.failures.items()}, rows=record.rows)
         return True
@@ -227,6 +228,7 @@ class _Run:
         return self.out / manifest.RECORDS / f"{Path(shard).stem}.spool"
 
     def _open(self, number: int, rows: list[Row], first_row: int) -> _Shard:
+        """Begin or go on with a shard."""
         name = self.shard_name.format(number)
         spool = Spool(self._spool_path(name))
         record = manifest.read_record(self.out, name)
@@ -241,7 +243,7 @@ class _Run:
         return shard
 
     def _reopen(self, record: manifest.ShardRecord, rows: list[Row], spool: Spool) -> None:
-        """Back into the spool: what a finished shard holds, and those of its failures that are for good."""
+        """Put the pictures of a finished shard, and its failures that are not transient, back into the spool."""
         row_of = {row.key: number for number, row in enumerate(rows)}
         if record.pairs:
             for sample in read_samples(self.out / record.shard):
@@ -255,10 +257,10 @@ class _Run:
                     spool.fail(row - record.first_row, reason, transient=False)
 
     def _fetch(self, shard: _Shard, number: int) -> None:
-        """In a thread: one row, to its picture or the reason why not. Whatever happens, one result comes of it."""
+        """In a thread: put one result for a row into the queue, its picture or an error."""
         try:
             self.results.put((shard, number, self._picture(shard.rows[number])))
-        except BaseException as error:  # handed to the calling thread, which raises what is no Failure
+        except BaseException as error:  # for the calling thread, which raises it unless it is a Failure
             self.results.put((shard, number, error))
 
     def _picture(self, row: Row) -> tuple[str, bytes]:
@@ -274,6 +276,7 @@ class _Run:
         raise AssertionError("unreachable")
 
     def _take(self) -> None:
+        """Wait for one result and put it into the spool; finish its shard if it was the last one."""
         shard, number, result = self.results.get()
         self.in_flight -= 1
         shard.open_rows -= 1
@@ -289,7 +292,7 @@ class _Run:
             self._finish(shard)
 
     def _finish(self, shard: _Shard) -> None:
-        """All rows of a shard have come or failed: the tar, then its record, then away with the spool."""
+        """Write the tar of a shard, then its record, then remove the spool. All its rows have come or failed."""
         name = self.shard_name.format(shard.number)
         path = self.out / name
         for leftover in self.out.glob(f".{name}.*.part"):  # of a call that was killed while it wrote this shard
@@ -304,7 +307,7 @@ class _Run:
                     transient.add(outcome.reason)
             else:
                 came.append(number)
-        # A shard that is written again (retry) is not done until its new record is there.
+        # A shard that is written again (after a retry) is not done until its new record is written.
         (self.out / manifest.RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
         if came:
             write_shard(path, (self._sample(shard, number) for number in came))

@@ -1,7 +1,7 @@
-"""A picture as the training shards keep it (section 2.1): shorter side 256 pixels, its own shape, JPEG quality 95.
+"""A picture as training shards store it (section 2.1): shorter side 256 pixels, own proportions, JPEG quality 95.
 
-Nothing is padded and nothing is enlarged. Turned as its EXIF tag says, and transparency laid on white, so that what is
-stored looks as the page showed it.
+Pictures are neither padded nor enlarged. They are rotated as their EXIF tag says, and transparency becomes white, so that a
+stored picture looks as on its web page.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from PIL import Image, ImageOps
 
 from open_clip_zerovl.tar.pictures import BadPicture, decoded, rgb
 
-#: Formats whose bytes may be stored as they came, and the extension that webdataset and CLIP_benchmark look for.
+#: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _REASONS = {"undecodable image": "broken picture", "oversized image": "picture too large"}
 
 
 class Failure(Exception):
-    """Why a pair did not come: `reason` is a short constant phrase to count by; `transient` says that a retry may help."""
+    """Why a pair has no picture: `reason` is a short constant phrase to count by; `transient` says that a retry may help."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -33,10 +33,10 @@ class Encoding:
     """How pictures are stored.
 
     Attributes:
-        shorter_side_px: a longer one is shrunk to it; None keeps the picture's bytes as they came (of JPEG, PNG and WebP).
+        shorter_side_px: a picture with a longer shorter side is shrunk to it; None keeps the bytes of JPEG, PNG and WebP.
         quality: JPEG quality.
-        min_side_px: a picture with a shorter side below it is no picture (tracking pixels, blank place holders).
-        max_pixels: width times height beyond which a picture is refused before it is decoded.
+        min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
+        max_pixels: a picture with a larger width times height is refused before it is decoded.
     """
 
     shorter_side_px: int | None = 256
@@ -46,10 +46,10 @@ class Encoding:
 
 
 def encode_picture(content: bytes, encoding: Encoding) -> tuple[str, bytes]:
-    """The picture as it is stored: its extension and bytes.
+    """(extension, bytes) of a picture as it is stored.
 
     Raises:
-        Failure: not an image, a broken or truncated one, too small, or too many pixels.
+        Failure: no picture, or one that is broken, truncated, too small or too large.
     """
 
     def use(image: Image.Image) -> tuple[str, bytes]:
@@ -59,13 +59,13 @@ def encode_picture(content: bytes, encoding: Encoding) -> tuple[str, bytes]:
         if width * height > encoding.max_pixels:
             raise BadPicture("picture too large", "")
         if encoding.shorter_side_px is None and image.format in _EXTENSIONS:
-            image.load()  # to the end: a truncated picture must not pass
+            image.load()  # to the end, so that a truncated picture is refused
             return _EXTENSIONS[image.format], content
         return "jpg", _shrunk_jpeg(image, encoding)
 
     try:
         with warnings.catch_warnings():
-            # Pillow's warnings of a possible bomb and of odd EXIF: the limit here is `max_pixels`.
+            # Pillow warns of large pictures, for which `max_pixels` is the limit here, and of odd EXIF.
             warnings.simplefilter("ignore")
             return decoded(content, use)
     except BadPicture as error:
@@ -79,8 +79,8 @@ def _shrunk_jpeg(image: Image.Image, encoding: Encoding) -> bytes:
     if side is not None:
         scale = side / min(image.size)
         if scale < 0.5:
-            # A JPEG decodes at half, a quarter, an eighth of its size for a fraction of the time; twice the target is kept
-            # for the filter to work on.
+            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
+            # target size is kept for the resize filter.
             image.draft("RGB", (round(2 * scale * image.size[0]), round(2 * scale * image.size[1])))
     upright = ImageOps.exif_transpose(image)
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:

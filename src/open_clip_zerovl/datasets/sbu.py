@@ -1,7 +1,7 @@
 """SBU Captioned Photos (section 2.1, A.8): one million photos of one host with their captions.
 
-Two official forms, packed or not: `sbu-captions-all.json` with the lists `image_urls` and `captions`, and the older pair of
-text files `SBU_captioned_photo_dataset_urls.txt` and `..._captions.txt`, line by line.
+There are two official forms, packed or not: `sbu-captions-all.json` with the lists `image_urls` and `captions`, and the older
+text files `SBU_captioned_photo_dataset_urls.txt` and `..._captions.txt`, one entry a line.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ def prepare_sbu(
     limits: Limits | None = None,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """Make, or go on making, SBU; return the manifest.
+    """Make SBU, or go on with an interrupted call; returns the manifest.
 
     Args:
         source: the JSON file, or the two text files, or an archive of either; without it the official one is fetched.
+        shard_size: rows a shard.
+        limits: of a download.
+        work: threads, retries, sharing.
 
     Raises:
         UserError: files that hold neither form, lists of unequal length, or what `prepare_pairs` raises.
@@ -53,18 +56,23 @@ def prepare_sbu(
 
 
 def sbu_rows(paths: list[Path]) -> Iterator[Row]:
-    """The rows of SBU's list in either form; the key is the position in the list, from 0."""
+    """The rows of SBU's list in either form; the key is the position in the list, from 0.
+
+    Raises:
+        UserError: files that hold neither form, or lists of unequal length.
+    """
     number = -1
     for number, (address, caption) in enumerate(_columns(paths)):
         if not isinstance(address, str) or not isinstance(caption, str):
             raise UserError(
-                f"SBU's lists of addresses and captions part at entry {number} (one is longer, or holds something else than "
+                f"SBU's lists of addresses and captions differ at entry {number} (one is longer, or holds something else than "
                 "text): give the official files, whole."
             )
         yield Row(f"{number:09d}", " ".join(caption.split()), address.strip())
 
 
 def _columns(paths: list[Path]) -> Iterator[tuple[Any, Any]]:
+    """(address, caption) of each entry; None where one list is shorter."""
     if found := find_member(paths, "captions-all.json", ".json"):
         path, name = found
         with open_member(path, name) as first, open_member(path, name) as second:

@@ -1,7 +1,7 @@
-"""Finished work on disk before its shard is whole: one file a shard, appended to, readable after any kill.
+"""Finished pictures on disk before their shard is whole: one file a shard, appended to, readable after the process is killed.
 
-A record is a line of JSON and, for a pair that came, the picture's bytes. Opening a spool reads the records that are
-whole and cuts off what a kill left of the last one, so that no work is done twice and none is half done.
+A record is a line of JSON, followed by the bytes of the picture if there is one. Opening a spool reads the whole records and
+cuts off a partial last one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import BinaryIO
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one row: the stored picture (`extension`, and where its bytes lie), or a `reason` why not."""
+    """What became of one row.
+
+    Attributes:
+        extension, offset_bytes, size_bytes: of the picture, and where its bytes lie in the spool.
+        reason: why there is no picture; empty if there is one.
+        transient: whether a retry may help.
+    """
 
     extension: str = ""
     offset_bytes: int = 0
@@ -31,7 +37,7 @@ class Spool:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.outcomes: dict[int, Outcome] = {}
-        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # open as long as the spool: see close
+        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
     def add(self, row: int, extension: str, content: bytes) -> None:
@@ -43,16 +49,17 @@ class Spool:
         self._append({"row": row, "reason": reason, "transient": transient}, b"")
 
     def forget_transient(self) -> None:
-        """Take rows that failed for a passing reason as not tried yet; the later record of a row is the one that counts."""
+        """Treat rows with a transient failure as not tried. Of several records of a row the last one counts."""
         self.outcomes = {row: outcome for row, outcome in self.outcomes.items() if not outcome.transient}
 
     def read(self, row: int) -> bytes:
-        """The picture of a row that came."""
+        """The bytes of the picture of a row that has one."""
         outcome = self.outcomes[row]
         self._file.flush()
         return os.pread(self._file.fileno(), outcome.size_bytes, outcome.offset_bytes)
 
     def close(self, *, remove: bool = False) -> None:
+        """Close the file, and remove it on request."""
         self._file.close()
         if remove:
             self.path.unlink(missing_ok=True)
@@ -60,7 +67,7 @@ class Spool:
     def _append(self, head: dict, content: bytes) -> None:
         line = json.dumps(head).encode() + b"\n"
         self._keep(head, self._end + len(line))
-        # One write: a kill in the middle of it leaves a last record that is cut, which the next opening removes.
+        # One write: a kill in the middle of it leaves a partial last record, which the next opening cuts off.
         self._file.write(line + content)
         self._file.flush()
         self._end += len(line) + len(content)

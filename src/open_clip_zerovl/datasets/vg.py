@@ -1,7 +1,7 @@
-"""Visual Genome (section 2.1, A.8): of about 50 described regions an image, the phrases of the five with the largest boxes.
+"""Visual Genome (section 2.1, A.8): the phrases of the five regions with the largest boxes, of about 50 an image.
 
-Each of the five is a sample of its own, with the whole picture: 0.50 M pairs over 0.1 M images. The five lie far apart
-(`shuffled_apart`), so that a batch does not hold a picture twice, with each other's captions as false negatives.
+Each phrase is a sample of its own, with the whole picture: 0.50 M pairs over 0.1 M images. The five samples of a picture lie
+far apart (`shuffled_apart`): two of them in one batch would be false negatives of each other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def prepare_vg(
     shard_size: int = SHARD_SIZE,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """Make, or go on making, Visual Genome; return the manifest.
+    """Make Visual Genome, or go on with an interrupted call; returns the manifest.
 
     Args:
         source: `region_descriptions.json` (also zipped) and the pictures, as folders or zips; without it they are fetched.
-        phrases_per_image: of the largest boxes.
+        phrases_per_image: phrases of the largest boxes, at most.
         seed: of the order of the samples.
+        shard_size: rows a shard.
+        work: threads, retries, sharing.
 
     Raises:
         UserError: no annotations, no pictures, annotations of another form, or what `prepare_pairs` raises.
@@ -68,7 +70,7 @@ def prepare_vg(
                 "seed": seed,
             },
             shard_size=shard_size,
-            work=replace(work, attempts=1),  # a file that is not there will not come by waiting
+            work=replace(work, attempts=1),  # a retry does not bring a missing file
             total_rows=len(order),
         )
     finally:
@@ -76,10 +78,10 @@ def prepare_vg(
 
 
 def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) -> Iterator[tuple[int, list[str]]]:
-    """(image id, its phrases by falling area of their boxes), image by image, from `region_descriptions.json`.
+    """(image id, its phrases by descending area of their boxes) for each image of `region_descriptions.json`.
 
-    Regions of equal area count by their id. A phrase that an image has twice counts once, with its larger box; empty
-    phrases do not count; images without any are left out.
+    Regions of equal area are ordered by their id. A phrase that an image has twice counts once, with its larger box. Empty
+    phrases are left out, and so are images without a phrase.
 
     Raises:
         UserError: an entry of another form than `{image_id (or id), regions: [{region_id, x, y, width, height, phrase}]}`.

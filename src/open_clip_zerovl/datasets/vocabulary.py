@@ -1,7 +1,7 @@
 """A small BERT to train from scratch: a WordPiece vocabulary from given captions, and the model's `config.json`.
 
-The folder written here stands where a downloaded `bert-base-uncased` folder would: `AutoTokenizer.from_pretrained` and
-`AutoConfig.from_pretrained` read it offline, and so do open_clip's `HFTokenizer` and `HFTextEncoder`.
+The folder is used like a downloaded `bert-base-uncased`: `AutoTokenizer.from_pretrained` and `AutoConfig.from_pretrained` read
+it offline, and so do open_clip's `HFTokenizer` and `HFTextEncoder`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers.trainers import WordPieceTrainer
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 
-#: In the order of their ids: [PAD] is 0, as open_clip's and BERT's configurations expect.
+#: In the order of their ids. [PAD] is 0, as open_clip and BERT expect.
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _PREFIX = "##"  # of a piece that continues a word
@@ -38,18 +38,18 @@ def write_bert(
     max_positions: int = 64,
     dropout: float = 0.1,
 ) -> int:
-    """Train a vocabulary on captions and write it with the configuration of a BERT of the given size.
+    """Train a vocabulary on captions; writes it with the configuration of a BERT of the given size.
 
-    The same captions in the same order give the same files. Captions are lower-cased and stripped of accents.
+    The same captions in the same order give the same files. Captions are lower-cased and lose their accents.
 
     Args:
-        folder: where the files go.
-        captions: the training captions only: the held-out ones must not shape the vocabulary.
-        vocab_size: the most entries to have, special tokens included.
+        folder: of the files.
+        captions: of the training set only; held-out captions must not influence the vocabulary.
+        vocab_size: entries of the vocabulary, at most, special tokens included.
         width: hidden width; the feed-forward layers are four times as wide.
         layers, heads: of the Transformer.
         max_positions: the longest context, in tokens.
-        dropout: of attention and hidden layers alike.
+        dropout: of attention and of hidden layers.
 
     Returns:
         The size of the vocabulary.
@@ -66,20 +66,7 @@ def write_bert(
         raise UserError("A vocabulary needs captions to be trained on, and there are none.")
     vocabulary = _train_vocabulary(captions, vocab_size)
     folder = Path(folder)
-    write_atomically(folder / "vocab.txt", "".join(f"{piece}\n" for piece in vocabulary))
-    write_atomically(folder / "tokenizer.json", _tokenizer(vocabulary).to_str(pretty=True) + "\n")
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True))
-    _write_json(folder / "special_tokens_map.json", names)
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": True,
-            "strip_accents": True,
-            "model_max_length": max_positions,
-            **names,
-        },
-    )
+    _write_tokenizer(folder, vocabulary, max_positions)
     _write_json(
         folder / "config.json",
         {
@@ -103,6 +90,24 @@ def write_bert(
     return len(vocabulary)
 
 
+def _write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) -> None:
+    """The files that `AutoTokenizer` reads."""
+    write_atomically(folder / "vocab.txt", "".join(f"{piece}\n" for piece in vocabulary))
+    write_atomically(folder / "tokenizer.json", _tokenizer(vocabulary).to_str(pretty=True) + "\n")
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True))
+    _write_json(folder / "special_tokens_map.json", names)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": True,
+            "strip_accents": True,
+            "model_max_length": max_positions,
+            **names,
+        },
+    )
+
+
 def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
     """Pieces in the order of their ids: special tokens, then the alphabet, then merges by frequency."""
     tokenizer = _tokenizer([])
@@ -113,7 +118,8 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(caption)
         for letter in word
     }
-    # Every letter as the start and as the continuation of a word: an unseen word of seen letters is never [UNK].
+    # Every letter is a piece that begins a word and one that continues it, so that an unseen word of seen letters is never
+    # [UNK].
     alphabet = [*sorted(letters), *(_PREFIX + letter for letter in sorted(letters) if letter.isalnum())]
     smallest = len(SPECIAL_TOKENS) + len(alphabet)
     if vocab_size < smallest:
@@ -122,8 +128,8 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        # The whole alphabet, not only the special tokens: the trainer numbers letters in the order of a hash table,
-        # which differs from process to process, and breaks ties between merges by these numbers.
+        # The alphabet is given too: the trainer would number letters in the order of a hash table, which differs from process
+        # to process, and it breaks ties between merges by these numbers.
         special_tokens=fixed,
         continuing_subword_prefix=_PREFIX,
         show_progress=False,
@@ -135,7 +141,7 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
 
 
 def _tokenizer(vocabulary: list[str]) -> Tokenizer:
-    """BERT's uncased tokenizer over a vocabulary (an empty one for training)."""
+    """BERT's uncased tokenizer with a vocabulary; an empty one for training."""
     tokenizer = Tokenizer(
         WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="[UNK]", max_input_chars_per_word=100)
     )

@@ -1,1 +1,1 @@
-"""What charts and pages share."""
+"""Charts and HTML pages: what all of them share."""

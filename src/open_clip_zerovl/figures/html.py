@@ -50,7 +50,12 @@ th { font-weight: 600; color: #555; vertical-align: bottom; }
 
 
 def html_page(title: str, body: Sequence[str]) -> str:
-    """A whole document around pieces of HTML; the title is plain text."""
+    """A whole document.
+
+    Args:
+        title: plain text.
+        body: pieces of HTML.
+    """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -61,35 +66,41 @@ def html_page(title: str, body: Sequence[str]) -> str:
 
 
 def heading(text: str) -> str:
+    """An `<h2>` of plain text."""
     return f"<h2>{escape(text)}</h2>"
 
 
 def paragraph(text: str, kind: str = "") -> str:
+    """A `<p>` of plain text, of the CSS class `kind`."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
 def picture(png: bytes, description: str, kind: str = "") -> str:
-    """An `<img>` with the PNG in it; the description is for those who cannot see it."""
+    """An `<img>` with the PNG embedded. The description is its alternative text, `kind` its CSS class."""
     data = base64.b64encode(png).decode("ascii")
     attribute = f' class="{kind}"' if kind else ""
     return f'<img{attribute} src="data:image/png;base64,{data}" alt="{escape(description)}">'
 
 
 def chart(png: bytes, description: str) -> str:
-    """A chart drawn by `plot`, at the size its lettering is meant for, or as wide as the screen allows."""
+    """A chart of `plot` at the size for which its text was drawn, or narrower on a narrow screen."""
     width = int.from_bytes(png[16:20], "big")  # of the IHDR chunk
     return picture(png, description).replace("<img ", f'<img width="{width * 105 // DPI}" ', 1)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is a name, the others are numbers."""
+    """A `<table>` of plain text; the first column is left-aligned (a name), the others right-aligned (numbers)."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def thumbnail(image: Image.Image | np.ndarray, description: str, kind: str = "") -> str:
-    """A small picture, at most 96 px wide and high; (H, W, 3) uint8 or a PIL image."""
+    """`picture` of an image, shrunk to at most 96 px in width and height.
+
+    Args:
+        image: (H, W, 3) uint8, or a PIL image.
+    """
     small = Image.fromarray(image) if isinstance(image, np.ndarray) else image.copy()
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     buffer = io.BytesIO()

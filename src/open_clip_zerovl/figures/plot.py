@@ -1,6 +1,6 @@
-"""What all charts and pages share: a figure without a display, its PNG bytes, axes, colours, a moving average.
+"""What all charts share: a figure, its PNG bytes, axes, colours, a moving average.
 
-Everything is drawn with matplotlib's own canvas: no display, no global state.
+Figures are drawn on matplotlib's Agg canvas, without a display and without pyplot's global state.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 
 from open_clip_zerovl.errors import UserError
 
-# Okabe and Ito's colours, told apart with any common colour blindness; models take them in this order.
+# Colours of models, in this order: Okabe and Ito's, which people with a common colour blindness can tell apart.
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
-# Sources are not models: another set (Paul Tol's muted one).
+# Colours of sources: Paul Tol's muted ones.
 SOURCE_COLOURS = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499")
-RIGHT_COLOUR = "#009E73"  # of what was found: Okabe and Ito's green, which no model takes
+RIGHT_COLOUR = "#009E73"  # of right answers: Okabe and Ito's green, which is no model's
 INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
 DPI = 160
 
 
 def require_matplotlib() -> None:
-    """UserError where matplotlib is missing: before a long run, not after it."""
+    """UserError where matplotlib is missing. Called before a long run, so that it does not fail at its end."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -31,7 +31,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:
-    """An empty white figure, sides in inches. UserError where matplotlib is missing."""
+    """An empty white figure, width and height in inches. UserError where matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,12 +42,14 @@ def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "
 
 
 def png_bytes(figure: Any) -> bytes:
+    """The figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def plain_axes(axes: Any) -> None:
+    """Axes with two sides and horizontal grid lines."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -58,14 +60,14 @@ def plain_axes(axes: Any) -> None:
 
 
 def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
-    """Colours repeat where there are more names than the palette has."""
+    """Name -> colour; colours repeat where there are more names than colours."""
     return {name: palette[i % len(palette)] for i, name in enumerate(names)}
 
 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
     """Mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
 
-    What is not finite (the loss of a diverged step) is left out; NaN where nothing is left.
+    Values that are not finite (the loss of a diverged step) are left out; a mean of no values is NaN.
 
         moving_average([1, 2, 6], 1) -> [1.5, 3, 4]
     """
