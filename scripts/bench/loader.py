@@ -1,18 +1,20 @@
 """Samples a second and core of our loader and of open_clip's, and the cost of entering an epoch in its middle.
 
-    python scripts/bench/loader.py [--sizes 384x256,1280x854] [--workers 1,2,4] [--pixel-path arrays] [--json loader.json]
+    python scripts/bench/loader.py [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--pixel-path pil] [--json loader.json]
     python scripts/bench/loader.py --resume [--samples 1000000] [--json resume.json]
 
-Both loaders read the same shards of synthetic JPEGs with the same augmentation (a random crop of 60-100 % of the area to 224
-px, bicubic, normalised) and the same tokenizer. Runs are interleaved and medians compared, because other programs share the
-machine. *per core* means per CPU second of the worker processes: it decides how many cores feed a GPU, and other programs
-hardly change it. The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders'
-images are compared in distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
+Both loaders read the same shards of synthetic JPEGs with the same transform (a random crop of 60-100 % of the area to 224 px,
+bicubic, normalised) and the same tokenizer, a BERT's. In the rows "augmented" both also apply AutoAugment after the crop and
+word augmentation before the tokenizer. Runs are interleaved and medians compared, because other programs share the machine.
+*per core* means per CPU second of the worker processes: it decides how many cores feed a GPU, and other programs hardly change
+it. *floor* is what our loader would deliver per core if it only decoded and transformed pictures, measured in the same rounds.
+The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders' images are compared in
+distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
 
 `--resume`: an epoch of a million small samples is entered in its middle. Expected: the first batch comes within 5 % of the time
 that reading the skipped samples takes.
 
-Takes about four minutes on two cores; `--resume` about three more.
+Takes about ten minutes on two cores; `--resume` about three more.
 """
 
 from __future__ import annotations
@@ -23,28 +25,34 @@ import json
 import logging
 import math
 import os
+import random
 import statistics
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from open_clip import SimpleTokenizer
+from open_clip.tokenizer import HFTokenizer
 from open_clip.transform import image_transform
 from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
-from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.images import crop_of, normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
+from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.datasets.vocabulary import write_bert
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32
@@ -86,17 +94,33 @@ def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def ours(shards: str, transform: Any, tokenizer: Any, workers: int, pixel_path: str = "pil") -> Iterator[Any]:
+@dataclass(frozen=True)
+class Work:
+    """What both loaders do to a sample.
+
+    Attributes:
+        transform: open_clip's, PIL image -> normalised floats.
+        words: of captions, before the tokenizer.
+    """
+
+    transform: Any
+    tokenizer: Any
+    words: WordAugment | None = None
+
+
+def ours(shards: str, work: Work, workers: int, pixel_path: str = "arrays") -> Iterator[Any]:
     """This package's loader, with normalisation left to the device."""
     mixture = Mixture(
         parse_sources(f"bench={shards}", "8"),
         Batching(BATCH, workers=workers),
-        Preprocessing(split_normalize(transform)[0], tokenizer, pixel_path=pixel_path),
+        Preprocessing(
+            split_normalize(work.transform)[0], work.tokenizer, augment_caption=work.words, pixel_path=pixel_path
+        ),
     )
     return iter(MixtureLoader(mixture, workers=workers))
 
 
-def stock(shards: str, transform: Any, tokenizer: Any, workers: int) -> Iterator[Any]:
+def stock(shards: str, work: Work, workers: int) -> Iterator[Any]:
     """open_clip's loader of webdataset shards, with resampling so that it does not end."""
     args = argparse.Namespace(
         train_data=shards,
@@ -108,7 +132,23 @@ def stock(shards: str, transform: Any, tokenizer: Any, workers: int) -> Iterator
         world_size=1,
         batch_size=BATCH,
     )
-    return iter(get_wds_dataset(args, transform, True, tokenizer=tokenizer).dataloader)
+    draws = random.Random(0)
+
+    def tokenizer(caption: str) -> torch.Tensor:
+        return work.tokenizer(caption if work.words is None else work.words(caption, draws))
+
+    return iter(get_wds_dataset(args, work.transform, True, tokenizer=tokenizer).dataloader)
+
+
+def floor(encoded: list[bytes], transform: Any, pixel_path: str) -> float:
+    """Pictures a CPU second that decoding and the transform allow, in this process."""
+    shown, decode = pictures(split_normalize(transform)[0], pixel_path)
+    crop = crop_of(transform)
+    begin, count = time.process_time(), 0
+    while time.process_time() - begin < 1:
+        shown(decode(encoded[count % len(encoded)], crop))
+        count += 1
+    return count / (time.process_time() - begin)
 
 
 def cpu_seconds_of_children() -> float:
@@ -145,62 +185,91 @@ def look(batches: Iterator[Any], finish: Callable[[torch.Tensor], torch.Tensor])
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The table of throughputs."""
-    transform = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
-    mine: Callable[..., Iterator[Any]] = partial(ours, pixel_path=args.pixel_path)
-    _, mean, std = split_normalize(transform)
-    tokenizer = SimpleTokenizer(context_length=25)
+    write_bert(folder / "bert", [f"{CAPTION} {number}" for number in range(1000)], vocab_size=200, width=32, heads=2)
+    tokenizer = HFTokenizer(str(folder / "bert"), context_length=25)
+    plain = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
+    kinds = {
+        "plain": Work(plain, tokenizer),
+        "augmented": Work(with_auto_augment(plain), tokenizer, WordAugment(tokenizer)),
+    }
+    _, mean, std = split_normalize(plain)
+    loaders: dict[str, Callable[..., Iterator[Any]]] = {
+        "open_clip": stock,
+        "ours": partial(ours, pixel_path=args.pixel_path),
+    }
     results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": [], "images": {}}
     for size in args.sizes.split(","):
         width, height = map(int, size.split("x"))
-        pictures = [photograph(seed, width, height) for seed in range(16)]
-        shards = write_shards(folder / size, 8, args.per_shard, partial(picture_of, pictures))
-        results["images"][size] = {"bytes": statistics.mean(map(len, pictures))}
-        for name, loader, finish in (
-            ("open_clip", stock, lambda images: images),
-            ("ours", mine, lambda images: normalize(images, mean, std)),
+        encoded = [photograph(seed, width, height) for seed in range(16)]
+        shards = write_shards(folder / size, 8, args.per_shard, partial(picture_of, encoded))
+        results["images"][size] = {"bytes": statistics.mean(map(len, encoded))}
+        for name, finish in (
+            ("open_clip", lambda images: images),
+            ("ours", lambda images: normalize(images, mean, std)),
         ):
             torch.manual_seed(0)
-            results["images"][size][name] = look(loader(shards, transform, tokenizer, 1), finish)
-        for workers in map(int, args.workers.split(",")):
-            rates: dict[str, list[tuple[float, float]]] = {"open_clip": [], "ours": []}
-            for repeat in range(args.repeats):
-                pair: list[tuple[str, Callable[..., Iterator[Any]]]] = [("open_clip", stock), ("ours", mine)]
-                for name, loader in pair if repeat % 2 == 0 else pair[::-1]:
-                    batches = loader(shards, transform, tokenizer, workers)
-                    rates[name].append(measure(batches, args.seconds, 4 * workers))
-                    del batches
-            row: dict[str, Any] = {"size": size, "workers": workers}
-            for name, pairs in rates.items():
-                row[name] = {
-                    "per_second": statistics.median(wall for wall, _ in pairs),
-                    "per_core": statistics.median(cpu for _, cpu in pairs),
-                }
-            row["ratio_per_core"] = row["ours"]["per_core"] / row["open_clip"]["per_core"]
-            row["ratio_per_second"] = row["ours"]["per_second"] / row["open_clip"]["per_second"]
-            row["cores_needed"] = {
-                name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in ("open_clip", "ours")
-            }
-            results["rows"].append(row)
+            results["images"][size][name] = look(loaders[name](shards, kinds["plain"], 1), finish)
+        for kind, work in kinds.items():
+            for workers in map(int, args.workers.split(",")):
+                row = _row(args, loaders, shards, encoded, work, workers)
+                results["rows"].append({"size": size, "kind": kind, "workers": workers, **row})
+                print(_cells(results["rows"][-1]), flush=True)
     return results
+
+
+def _row(
+    args: argparse.Namespace,
+    loaders: dict[str, Callable[..., Iterator[Any]]],
+    shards: str,
+    encoded: list[bytes],
+    work: Work,
+    workers: int,
+) -> dict[str, Any]:
+    """Both loaders and the floor, in turns."""
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+    floors = []
+    for repeat in range(args.repeats):
+        for name in list(loaders)[:: 1 if repeat % 2 == 0 else -1]:
+            batches = loaders[name](shards, work, workers)
+            rates[name].append(measure(batches, args.seconds, 4 * workers))
+            del batches
+        floors.append(floor(encoded, work.transform, args.pixel_path))
+    row: dict[str, Any] = {
+        name: {
+            "per_second": statistics.median(wall for wall, _ in pairs),
+            "per_core": statistics.median(cpu for _, cpu in pairs),
+        }
+        for name, pairs in rates.items()
+    }
+    row["floor"] = statistics.median(floors)
+    row["ratio_per_core"] = row["ours"]["per_core"] / row["open_clip"]["per_core"]
+    row["ratio_per_second"] = row["ours"]["per_second"] / row["open_clip"]["per_second"]
+    row["cores_needed"] = {name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in loaders}
+    return row
+
+
+def _cells(row: dict[str, Any]) -> str:
+    cells = [
+        row["size"],
+        row["kind"],
+        str(row["workers"]),
+        *(f"{row[name]['per_second']:.0f} ({row[name]['per_core']:.0f})" for name in ("open_clip", "ours")),
+        f"{row['floor']:.0f}",
+        f"{row['ratio_per_core']:.2f}",
+        f"{row['ratio_per_second']:.2f}",
+        f"{row['cores_needed']['open_clip']}, {row['cores_needed']['ours']}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def table(results: dict[str, Any]) -> str:
     """The results in Markdown."""
     lines = [
-        "| JPEG | workers | open_clip samples/s (per core) | ours samples/s (per core) | ratio per core | ratio in time | "
-        f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours |",
-        "|---|---|---|---|---|---|---|",
+        "| JPEG | work | workers | open_clip, samples/s (per core) | ours, samples/s (per core) | floor per core | "
+        f"ratio per core | ratio in time | cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        *map(_cells, results["rows"]),
     ]
-    for row in results["rows"]:
-        cells = [
-            row["size"],
-            str(row["workers"]),
-            *(f"{row[name]['per_second']:.0f} ({row[name]['per_core']:.0f})" for name in ("open_clip", "ours")),
-            f"{row['ratio_per_core']:.2f}",
-            f"{row['ratio_per_second']:.2f}",
-            f"{row['cores_needed']['open_clip']}, {row['cores_needed']['ours']}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| JPEG | bytes | loader | mean | deviation | high frequencies |", "|---|---|---|---|---|---|"]
     for size, images in results["images"].items():
         for name in ("open_clip", "ours"):
@@ -258,9 +327,9 @@ def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="384x256,1280x854", help="of the JPEGs, in pixels")
+    parser.add_argument("--sizes", default="384x256,640x480,1280x854", help="of the JPEGs, in pixels")
     parser.add_argument("--workers", default="1,2,4", help="loader processes")
-    parser.add_argument("--pixel-path", choices=PIXEL_PATHS, default="pil", help="of our loader")
+    parser.add_argument("--pixel-path", choices=PIXEL_PATHS, default="arrays", help="of our loader")
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
     parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")
