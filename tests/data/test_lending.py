@@ -106,13 +106,16 @@ def test_a_fork_that_drops_its_copy_frees_nothing():
 
 def test_pinned_batches_free_their_block(monkeypatch):
     """Without a GPU nothing can be pinned; a copy stands in for it."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
     book = Lending(1)
     number, block = book.block(0, LIKE)
     block.fill_(7)
-    pinned = Lent.of(0, number, block, (torch.tensor([1]), None)).pin_memory()
+    pinned = Lent.of(0, number, block, (torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3])))).pin_memory()
+    assert len(copied) == 4
     assert book.block(0, LIKE)[0] == 1  # not free before it is received
-    images, texts, nothing = book.receive(pinned)
+    images, texts, nothing, pair = book.receive(pinned)
+    assert [part.item() for part in pair] == [2, 3]
     assert images.data_ptr() != block.data_ptr() and images.unique().tolist() == [7]
     assert texts.tolist() == [1] and nothing is None
     assert book.block(0, LIKE)[0] == 0

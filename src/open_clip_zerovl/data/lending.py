@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,17 +51,23 @@ class Lent:
     @classmethod
     def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> Lent:
         """The micro-batch (images, *others), in the worker: a tensor sent as such would take a segment and a descriptor."""
-        sent = (other.numpy() if isinstance(other, torch.Tensor) else other for other in others)
-        return cls(worker, os.getpid(), block, images, tuple(sent))
+        sent = _each(torch.Tensor, torch.Tensor.numpy, tuple(others))
+        return cls(worker, os.getpid(), block, images, sent)
 
     def received(self) -> tuple[Any, ...]:
         """`others` as they were."""
-        return tuple(torch.from_numpy(other) if isinstance(other, np.ndarray) else other for other in self.others)
+        return _each(np.ndarray, torch.from_numpy, self.others)
 
     def pin_memory(self) -> Lent:
         """What torch's DataLoader calls on items that are no tensors."""
-        others = (other.pin_memory() if isinstance(other, torch.Tensor) else other for other in self.received())
-        return replace(self, pinned=(self.images.pin_memory(), *others))
+        return replace(self, pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())))
+
+
+def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
+    """`parts` with the function applied to what is of a kind, in tuples within tuples too."""
+    if isinstance(parts, tuple):
+        return tuple(_each(kind, function, part) for part in parts)
+    return function(parts) if isinstance(parts, kind) else parts
 
 
 @dataclass
