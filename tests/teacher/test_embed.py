@@ -180,7 +180,7 @@ def test_a_copy_of_the_data_is_the_same_data(tmp_path, stored):
     [
         ({"image_size": 24}, r"saw other pictures than this run shows: RandomResizedCrop\(size=\(16, 16\)"),
         ({"aug_cfg": {"scale": (0.5, 1.0)}}, r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* and not .*\(0.5, 1.0\)"),
-        ({"pixel_path": "arrays"}, "pixel path pil and not pixel path arrays"),
+        ({"pixel_path": "pil"}, "pixel path arrays and not pixel path pil"),
     ],
 )
 def test_training_with_another_augmentation_is_refused_by_name(stored, data, differing, sentence):
@@ -192,7 +192,7 @@ def test_training_with_another_augmentation_is_refused_by_name(stored, data, dif
 
 def test_training_with_other_captions_is_refused_by_name(stored, data):
     sources = parse_sources(data, captions="all")
-    augmentation = augmentation_of(SETTINGS.transform(), "pil")
+    augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
     with pytest.raises(UserError, match="read captions with --captions left out, and this run has all"):
         TeacherRows(TeacherStore.open(stored), sources, augmentation=augmentation, captions="all")
 

@@ -137,10 +137,9 @@ def test_same_run_again_and_resumed_shows_the_same(place):
         assert all(torch.equal(one, other) for one, other in zip(first[3], second[3], strict=True))
 
 
-def test_the_fast_pixel_path_too(place, tmp_path):
-    pytest.importorskip("simplejpeg")
+def test_pils_path_too(place, tmp_path):
     _, data, _ = place
-    settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="arrays")
-    store = embed_sources(data, [HashEncoder()], tmp_path / "arrays", settings, progress=False)
+    settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="pil")
+    store = embed_sources(data, [HashEncoder()], tmp_path / "pil", settings, progress=False)
     for images, _, _, embeddings in batches(data, store, settings=settings):
         assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.values import natural, part, positive, seed
-from open_clip_zerovl.data.names import AUTO_AUGMENTS, PIXEL_PATHS, POLICIES
+from open_clip_zerovl.data.names import AUTO_AUGMENTS, PIXEL_PATH, PIXEL_PATHS, POLICIES
 from open_clip_zerovl.recipe.flags import key_value
 
 
@@ -53,7 +53,7 @@ def add_teacher(commands) -> None:
         default="bicubic",
         help="default %(default)s",
     )
-    as_in_training.add_argument("--pixel-path", choices=PIXEL_PATHS, default="pil", help="default %(default)s")
+    as_in_training.add_argument("--pixel-path", choices=PIXEL_PATHS, default=PIXEL_PATH, help="default %(default)s")
     as_in_training.add_argument(
         "--captions",
         metavar="{one-per-epoch,all}|FIELD=SHARE,...",

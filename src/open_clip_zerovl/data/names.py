@@ -13,6 +13,7 @@ DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 CAPTIONS = ("one-per-epoch", "all")  # of an image with several: one of them each epoch, or each a sample of its own
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
+PIXEL_PATH = "arrays"  # of training and of stored teachers, which see its pictures, where nothing else is said
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 

@@ -27,6 +27,7 @@ from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
     CAPTIONS,
     DRAWS,
+    PIXEL_PATH,
     PIXEL_PATHS,
     POLICIES,
     STRATEGIES,
@@ -269,8 +270,9 @@ class SourceFlags:
         contradicts=(_STOCK_DATA,),
     )
     pixel_path: str = flag(
-        "pil",
-        "decode and resize pictures by PIL, or on arrays by libjpeg-turbo and torch: the same pictures to rounding, faster",
+        PIXEL_PATH,
+        "decode and resize pictures by PIL, or on arrays by libjpeg-turbo and torch: the same pictures to rounding, faster "
+        "(default %(default)s)",
         choices=PIXEL_PATHS,
         contradicts=(_STOCK_DATA,),
     )

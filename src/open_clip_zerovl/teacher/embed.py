@@ -27,6 +27,7 @@ from tqdm import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.images import split_normalize
+from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.errors import UserError
@@ -66,7 +67,7 @@ class TeacherSettings:
     interpolation: str = "bicubic"
     aug_cfg: dict[str, Any] = field(default_factory=dict)
     auto_augment: str | None = None
-    pixel_path: str = "pil"
+    pixel_path: str = PIXEL_PATH
     captions: str | None = None
     on_bad_sample: str = "replace"
     seed: int = 0
