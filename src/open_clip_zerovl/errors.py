@@ -72,5 +72,12 @@ def sentence_of(error: BaseException) -> str | None:
     return None
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its kind where it says nothing."""
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -8,12 +8,36 @@ import fcntl
 import io
 import os
 import secrets
+import struct
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from open_clip_zerovl.errors import UserError
+import numpy as np
+
+from open_clip_zerovl.errors import UserError, first_line
+
+#: What numpy, torch, zipfile and pickle raise on bytes that are not what they should be, or not all of it, beside
+#: `pickle.UnpicklingError`, which is torch's refusal of what could run code.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    EOFError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,  # NotImplementedError and RecursionError are some
+    SyntaxError,
+    ArithmeticError,
+    MemoryError,  # of a tensor that claims to be larger than the machine
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @contextlib.contextmanager
@@ -85,6 +109,22 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     with open(Path(folder, "lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz` by name, read whole; no pickle in it is opened.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be read, with the reason.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except FileNotFoundError:
+        raise
+    except UNREADABLE as error:
+        raise ValueError(first_line(error)) from error
 
 
 class _Scratch(io.FileIO):

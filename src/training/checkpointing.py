@@ -13,11 +13,10 @@ import os
 import re
 import subprocess
 import zipfile
-import zlib
 from pathlib import Path
 
-from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line
-from open_clip_zerovl.files import save_atomically
+from open_clip_zerovl.errors import first_line
+from open_clip_zerovl.files import UNREADABLE, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
@@ -81,7 +80,7 @@ def damage_of(path: Path, *, checksums: bool = True) -> str | None:
             wrong = archive.testzip() if checksums else None
     except zipfile.BadZipFile:
         return "is cut off"
-    except (*UNREADABLE, zlib.error) as error:
+    except UNREADABLE as error:
         return f"cannot be read ({first_line(error)})"
     return None if wrong is None else f"is damaged: the checksum of {wrong} in it does not match"
 

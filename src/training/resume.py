@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import fsspec
 import torch
 
-from open_clip_zerovl.checkpoints.weights import UNREADABLE, first_line, unpickling_reason
+from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.files import UNREADABLE
 from open_clip_zerovl.randomness import STREAMS_VERSION
 
 #: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
@@ -136,13 +138,14 @@ def read_position(checkpoint: dict) -> Position | None:
     entry = checkpoint.get("zerovl")
     if not entry:
         return None
-    entry = dict(entry)
+    entry = dict(entry) if isinstance(entry, dict) else {}
     written = entry.pop("format", 1)
-    if written > FORMAT:
+    if not isinstance(written, int) or written > FORMAT:
         raise UserError(
-            f"the checkpoint has format {written}, and this release knows up to {FORMAT}; resume with the one that wrote it"
+            f"the checkpoint has format {_shown(written)}, and this release knows up to {FORMAT}; resume with the one that "
+            "wrote it"
         )
-    position = Position(**entry)
+    position = _position_of(entry)
     if written < FORMAT and position.step:
         raise UserError(
             f"the checkpoint was taken after step {position.step} of epoch {position.epoch} by an earlier release, whose seeds "
@@ -150,6 +153,52 @@ def read_position(checkpoint: dict) -> Position | None:
             f"on from epoch_{position.epoch}.pt, or finish the epoch with that release"
         )
     return position
+
+
+_COUNTS = {
+    "epoch": 0, "step": 0, "effective_batch": 1, "world_size": 1, "workers": 1, "micro_batch": 0, "dga_steps": 0,
+}  # fmt: skip
+_LARGEST_COUNT = 1 << 50
+
+
+def _position_of(entry: dict[str, Any]) -> Position:
+    """The position that an entry tells, of the types and ranges that it must have: a file may say anything.
+
+    Raises:
+        UserError: it is none.
+    """
+    values = {"micro_batch": 0, "dga_steps": 0, "sources": "", "order": {}, "retained": {}, "read_as": (), **entry}
+    known = {field.name for field in fields(Position)}
+    wrong = sorted(map(str, known ^ values.keys()))
+    wrong += [name for name, least in _COUNTS.items() if name in values and not _is_count(values[name], least)]
+    if not isinstance(values["sources"], str):
+        wrong.append("sources")
+    if not isinstance(values["order"], dict):
+        wrong.append("order")
+    read_as, retained = values["read_as"], values["retained"]
+    if not isinstance(read_as, tuple) or (
+        read_as and not (len(read_as) == 3 and all(_is_count(value, 1) for value in read_as))
+    ):
+        wrong.append("read_as")
+    if not isinstance(retained, dict) or (
+        retained
+        and not (
+            retained.keys() == {field.name for field in fields(Decision)}
+            and _is_count(retained["graphs"], 1)
+            and all(isinstance(value, int | float) and 0 <= value < math.inf for value in retained.values())
+        )
+    ):
+        wrong.append("retained")
+    if wrong:
+        raise UserError(
+            f"the checkpoint does not say where in training it was taken: its entry 'zerovl' has no usable {wrong[0]!s:.40}; "
+            "resume from another one, or start a new run from its weights with --init-from"
+        )
+    return Position(**values)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT
 
 
 def entry_of(position: Position) -> dict[str, Any]:
@@ -187,6 +236,16 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     _require_same_model(state, model.state_dict(), file_path, args.model)
     if "state_dict" in checkpoint:
+        optimizer = checkpoint.get("optimizer")
+        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+        usable = optimizer is None or (
+            isinstance(groups, list)
+            and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+            and isinstance(optimizer.get("state"), dict)
+        )
+        if not usable or not _is_count(checkpoint.get("epoch", 0), 0):
+            wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
+            raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
         return {**checkpoint, "state_dict": state}
     return state
 

@@ -1,5 +1,6 @@
 """Nothing that comes with a model runs, and a folder or a file that is no model is told in a sentence."""
 
+import argparse
 import json
 import sys
 
@@ -9,10 +10,12 @@ import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
+from open_clip_zerovl.models.tower_weights import _read_tower_file
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,
@@ -22,6 +25,7 @@ from support.tiny_clip import (
     write_retrieval_set,
     write_run,
 )
+from training.resume import load_checkpoint
 
 CODE = """
 import pathlib
@@ -157,6 +161,24 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content, capsys):
     assert main(["retrieval", str(tmp_path / "notes.txt"), "--data", str(tmp_path / "set")]) == 2
     said = capsys.readouterr().err
     assert "notes.txt is no checkpoint" in said and "epoch_N.pt" in said and "code" not in said
+
+
+def test_a_checkpoint_that_claims_more_than_the_memory_is_told(tmp_path, monkeypatch):
+    """A byte lost in a file of torch's old form makes a tensor of any size."""
+    path = tmp_path / "old.pt"
+    torch.save({"state_dict": {"a": torch.zeros(3)}}, path, _use_new_zipfile_serialization=False)
+
+    def load(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match="it asks for more memory than there is"):
+        read_state_dict(path)
+    with pytest.raises(UserError, match="it asks for more memory than there is"):
+        _read_tower_file(path)
+    with pytest.raises(UserError, match="it asks for more memory than there is"):
+        load_checkpoint(model, argparse.Namespace(model="m"), str(path))
 
 
 def test_weights_alone_name_the_folder_to_give(exported):

@@ -117,6 +117,7 @@ EXPORTS = {
     "wordylayers": lambda config: config["model_cfg"]["vision_cfg"].update(layers="x"),
     "wordymean": lambda config: config["preprocess_cfg"].update(mean="x"),
     "negativewidth": lambda config: config["model_cfg"].update(embed_dim=-4),
+    "zerowidth": lambda config: config["model_cfg"]["vision_cfg"].update(head_width=0),
     "cutweights": lambda config: None,
     "pickled": lambda config: None,
 }
@@ -142,6 +143,7 @@ ODD = {
     "retrieval wordylayers --data set": "cannot load .*wordylayers",
     "retrieval wordymean --data set": "has a mean of 'x'",
     "retrieval negativewidth --data set": "cannot load",
+    "retrieval zerowidth --data set": "cannot load",
     "retrieval cutweights --data set": "cannot load",
     "retrieval pickled --data set": "could run code",
     "retrieval file --data set": "is no checkpoint",

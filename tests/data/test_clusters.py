@@ -319,9 +319,25 @@ def test_too_many_open_files_are_not_taken_for_lost_shards(place, monkeypatch):
 def test_refusals(place):
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         parse_sources(f"cc={place}/nowhere/assignment.npz")
+    whole = (place / "clusters/assignment.npz").read_bytes()
     (place / "clusters/assignment.npz").write_bytes(b"PK half an archive")
     with pytest.raises(UserError, match="assignment.npz cannot be read .* write it again with `zerovl cluster`"):
         parse_sources(f"cc={place}/clusters")
+    (place / "clusters/assignment.npz").write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("centroids", np.array(-1)), ("labels", np.zeros((2, 2))), ("labels", np.full(3, 7)), ("distances", np.zeros(1)),
+        ("sizes", np.array([-5, 10**15])), ("shards", np.array("x")), ("shard_bytes", np.array([1e300])),
+    ],
+)  # fmt: skip
+def test_an_assignment_whose_arrays_do_not_belong_together_is_refused(place, tmp_path, name, value):
+    with np.load(place / "clusters/assignment.npz") as arrays:
+        np.savez(tmp_path / "assignment.npz", **{**arrays, name: value})
+    with pytest.raises(UserError, match="assignment.npz cannot be read .* write it again with `zerovl cluster`"):
+        parse_sources(f"cc={tmp_path}/assignment.npz")
 
 
 def test_cluster_folders_come_in_their_numbers_order(tmp_path):

@@ -201,6 +201,14 @@ def test_vg_takes_the_five_largest_boxes(tmp_path):
             list(largest_phrases(file, file.name))
 
 
+def test_a_zip_that_has_lost_its_first_byte_is_broken(tmp_path):
+    """Its directory then points before its beginning, which is neither a BadZipFile nor a disk's fault."""
+    path = zipped(tmp_path / "region_descriptions.json.zip", {"region_descriptions.json": b"[]"})
+    path.write_bytes(path.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"region_descriptions.json.zip is broken \(Invalid argument\): fetch it again"):
+        list(largest_phrases(path, "region_descriptions.json"))
+
+
 def test_vg_end_to_end_from_zips(tmp_path):
     images = range(1, 41)
     annotations = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from support.tars import write_source
 from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
 from training.checkpointing import newest_whole
 from training.preemption import Preemption
-from training.resume import Position, entry_of, read_position
+from training.resume import Position, entry_of, load_checkpoint, read_position
 
 EPOCHS = 3
 
@@ -188,6 +189,46 @@ def test_a_position_of_other_random_streams_is_refused_in_the_middle_of_an_epoch
     assert read_position({"zerovl": asdict(replace(position, step=0))}) == replace(position, step=0)
     with pytest.raises(UserError, match="has format 99, and this release knows up to"):
         read_position({"zerovl": {**entry_of(position), "format": 99}})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        True, [1], {}, {"epoch": "1"}, {"step": -1}, {"workers": 0}, {"effective_batch": 10**30}, {"order": 3},
+        {"sources": None},
+        {"read_as": (1, 2)}, {"read_as": "abc"}, {"retained": {"graphs": 1}}, {"what": 1}, {"format": "x"},
+        {"world_size": True},
+        {"retained": {"graphs": 2, "graph_bytes": float("nan"), "other_bytes": 1.0}},
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_says_nonsense_about_where_it_was_taken_is_refused(entry):
+    whole = entry_of(Position(1, 10, 64, 2, 4, sources="a (100)"))
+    changed = {**whole, **entry} if isinstance(entry, dict) and entry else entry or {"format": 2}
+    with pytest.raises(UserError, match="the checkpoint (does not say where|has format)"):
+        read_position({"zerovl": changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"epoch": "1"}, "epoch"),
+        ({"epoch": -1}, "epoch"),
+        ({"optimizer": 3}, "optimizer"),
+        ({"optimizer": {}}, "optimizer"),
+    ],
+)
+def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, changed, words):
+    model = torch.nn.Linear(2, 2)
+    content = {
+        "epoch": 1,
+        "state_dict": model.state_dict(),
+        "optimizer": torch.optim.AdamW(model.parameters()).state_dict(),
+    }
+    torch.save(content, tmp_path / "a.pt")
+    assert load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))["epoch"] == 1
+    torch.save({**content, **changed}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=f"has no '{words}'.*give a checkpoint that training wrote"):
+        load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))
 
 
 def test_preemption_is_only_heard_within_its_block():

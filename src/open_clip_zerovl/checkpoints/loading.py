@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, first_line, no_alarm, read_state_dict, unpickling_reason
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
+from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
@@ -40,6 +40,7 @@ UNBUILDABLE = (
     AttributeError,
     AssertionError,
     ImportError,
+    ArithmeticError,
     SafetensorError,
 )
 

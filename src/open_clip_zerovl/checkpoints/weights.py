@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.files import UNREADABLE
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
 
@@ -49,20 +49,6 @@ def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
-# Errors of torch's loader on bytes that are no checkpoint, or only the beginning of one.
-UNREADABLE = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    LookupError,
-    AssertionError,
-    AttributeError,
-    TypeError,
-    struct.error,
-)
-
-
 def _read_content(checkpoint: Path) -> Any:
     if checkpoint.is_dir():
         raise UserError(f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt")
@@ -94,11 +80,6 @@ def _check_kind(checkpoint: Path) -> None:
     if not start.startswith((b"PK", b"\x80")) and start[257:262] != b"ustar":
         said = "is empty" if not start else f"begins with {start[:12]!r}"
         raise UserError(f"{checkpoint} is no checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class where there is no message."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def unpickling_reason(error: pickle.UnpicklingError) -> str:

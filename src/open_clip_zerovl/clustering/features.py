@@ -108,7 +108,12 @@ def extract_features(
             than `sizes.json` says.
     """
     if path.is_file():
-        return np.load(path, mmap_mode="r")
+        try:
+            return np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError, TypeError) as error:
+            raise UserError(
+                f"the features in {path} cannot be read ({error}); remove the file to encode anew"
+            ) from error
     network, preprocess, tokenizer, where = encoder.load()
     dataset = _Samples(source, preprocess if kind != "text" else None)
     part = path.with_name(path.name + ".part")

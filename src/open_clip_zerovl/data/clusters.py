@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import atomic_file
+from open_clip_zerovl.files import atomic_file, read_arrays
 from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
@@ -168,6 +167,19 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
         )
 
 
+def _require_consistent(clustering: Clustering) -> None:
+    """ValueError for arrays that do not belong together, of which a damaged or foreign file may consist."""
+    sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
+    if not len(clustering.shards) == len(sizes) == len(clustering.shard_bytes):
+        raise ValueError("its shards, sizes and shard_bytes are not alike in number")
+    if min(sizes, default=0) < 0 or labels.shape != (sum(sizes),) or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError("its labels are not one whole number a sample")
+    if clustering.distances.shape != labels.shape:
+        raise ValueError("its distances are not one a sample")
+    if centroids.ndim != 2 or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
+        raise ValueError("its labels are not numbers of its centroids")
+
+
 ASSIGNMENT_FILE = "assignment.npz"
 
 
@@ -227,15 +239,17 @@ def load_clustering(path: str | Path) -> Clustering:
     if not path.is_file():
         raise UserError(f"{path} does not exist: make it with `zerovl cluster`.")
     try:
-        with np.load(path, allow_pickle=False) as content:
-            return Clustering(
-                str(content["source"]),
-                tuple(str(shard) for shard in content["shards"]),
-                tuple(int(size) for size in content["sizes"]),
-                content["labels"],
-                content["distances"],
-                content["centroids"],
-                tuple(int(size) for size in content["shard_bytes"]),
-            )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        content = read_arrays(path)
+        clustering = Clustering(
+            str(content["source"]),
+            tuple(str(shard) for shard in content["shards"]),
+            tuple(int(size) for size in content["sizes"]),
+            content["labels"],
+            content["distances"],
+            content["centroids"],
+            tuple(int(size) for size in content["shard_bytes"]),
+        )
+        _require_consistent(clustering)
+        return clustering
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} cannot be read ({error}): write it again with `zerovl cluster`.") from error

@@ -6,6 +6,7 @@ Addresses are those that the datasets' makers publish. Two datasets ask for a fo
 
 from __future__ import annotations
 
+import errno
 import gzip
 import lzma
 import os
@@ -142,6 +143,10 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
                 yield stack.enter_context(open(path, "rb"))
         except _BROKEN_ARCHIVE as error:
             raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a zip whose directory points before its beginning
+                raise
+            raise UserError(f"{path} is broken ({error.strerror}): fetch it again.") from error
 
 
 class PictureStore:

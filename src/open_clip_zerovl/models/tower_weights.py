@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.files import UNREADABLE
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
 
 
@@ -89,8 +90,8 @@ def _read_tower_file(path: Path) -> dict[str, Tensor]:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"{path} does not load as a file of tensors: {str(error).splitlines()[0]}") from error
+    except (pickle.UnpicklingError, SafetensorError, *UNREADABLE) as error:
+        raise UserError(f"{path} does not load as a file of tensors: {first_line(error)}") from error
     content = content.get("state_dict", content) if isinstance(content, dict) else {}
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.files import UNREADABLE
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
 _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constant that transformers before 4.31 stored
@@ -98,8 +99,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(f"there is no file {path} to initialise from")
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} cannot be read as safetensors ({error}); give a whole file") from error
+    except (SafetensorError, *UNREADABLE) as error:
+        raise UserError(f"{path} cannot be read as safetensors ({first_line(error)}); give a whole file") from error
 
 
 def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import logging
 import os
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import atomic_file
+from open_clip_zerovl.files import atomic_file, read_arrays
 from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
     Extent,
@@ -150,13 +149,39 @@ def _places(path: str) -> Iterator[Path]:
 
 def _load(file: Path) -> TarIndex | None:
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
+        arrays = read_arrays(file)
+        if missing := {field.name for field in fields(TarIndex)} - arrays.keys():
+            raise ValueError(f"it has no {min(missing)}")
+        index = TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
+        _require_consistent(index)
+        return index
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except ValueError as error:
         logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
         return None
+
+
+def _require_consistent(index: TarIndex) -> None:
+    """ValueError for arrays that are no index, of which a damaged or foreign file may consist."""
+    n = len(index.captions) if index.captions.ndim == 1 else -1
+    shapes = {
+        "image": (n, 2), "text": (n, 2), "captions": (n,), "key_ends": (n,), "torn": (2,), "stamp": (3,),
+        "keys": (index.keys.size,),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        array = getattr(index, name)
+        if array.shape != shape or array.dtype.kind not in ("U" if name == "torn" else "iu"):
+            raise ValueError(f"its {name} has the shape {array.shape} and the type {array.dtype}")
+    size = int(index.stamp[1])
+    for name in ("image", "text"):
+        extents = getattr(index, name)
+        there = extents[extents[:, 0] >= 0]
+        if (there < 0).any() or (there > size).any() or (there.sum(axis=1) > size).any():
+            raise ValueError(f"its {name} lies outside of the tar")
+    ends = np.concatenate([[0], index.key_ends])
+    if (np.diff(ends) < 0).any() or ends[-1] != len(index.keys) or (index.captions < 1).any():
+        raise ValueError("its keys or captions do not add up")
 
 
 def _store(index: TarIndex, path: str) -> None:

@@ -1,0 +1,54 @@
+"""Reads drawn inputs with everything that reads files, and counts what came of it.
+
+    python -m scripts.fuzz [--examples 400] [--seconds 30] [--kinds tar picture] [--out docs/reliability.md]
+
+Inputs are drawn by hypothesis (`inputs`), the same ones at each run unless a `--seed` is given; `readers` are the functions
+that training and `zerovl` call. Each input and reader must come to one of: it works; one sentence (`UserError`); a bad
+sample that is replaced or reported. Anything else, a hang of 10 s or 2 GiB of memory included, ends this program with the
+smallest such input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.fuzz.readers import KINDS
+from scripts.fuzz.run import Tally, fuzz, prepare, table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=400, help="inputs of each kind")
+    parser.add_argument("--seconds", type=float, default=30, help="draw no further input of a kind after so long")
+    parser.add_argument("--seed", type=int, help="draw other inputs than the fixed ones")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--out", type=Path, help="a page in which the section between the marks `fuzz` is replaced")
+    options = parser.parse_args()
+    tally, begin = Tally(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
+        prepare(Path(home))
+        for kind in options.kinds:
+            fuzz(kind, tally, examples=options.examples, seconds=options.seconds, number=options.seed)
+    minutes = (time.monotonic() - begin) / 60
+    lines = [
+        *table(tally),
+        "",
+        f"{sum(tally.values()):,} readings in {minutes:.1f} minutes (`python -m scripts.fuzz --examples {options.examples} "
+        f"--seconds {options.seconds:g}`), none of which ended otherwise.",
+    ]
+    print("\n".join(lines))
+    if options.out is not None:
+        page = options.out.read_text(encoding="utf-8")
+        head, rest = page.split("<!-- fuzz -->\n", 1)
+        _, tail = rest.split("<!-- /fuzz -->", 1)
+        options.out.write_text(
+            f"{head}<!-- fuzz -->\n" + "\n".join(lines) + f"\n<!-- /fuzz -->{tail}", encoding="utf-8"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

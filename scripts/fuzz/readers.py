@@ -1,0 +1,278 @@
+"""What reads each kind of file: the very functions that training and `zerovl` call.
+
+A reader takes the folder that a maker of `inputs` has filled. It returns None where all was read, or BAD_SAMPLE where
+something was replaced or reported as a command is documented to do, and raises what the functions raise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import image_transform
+
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
+from open_clip_zerovl.cli import program
+from open_clip_zerovl.clustering.features import open_picture
+from open_clip_zerovl.data.images import BadImage, crop_of, decode_image
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
+from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.datasets.index import check_report, check_shards, index_shards
+from open_clip_zerovl.datasets.inputs import open_member
+from open_clip_zerovl.datasets.karpathy import read_karpathy
+from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
+from open_clip_zerovl.datasets.vg import largest_phrases
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.probe.sets import open_probe_set
+from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.tar.members import read_samples
+from scripts.fuzz import inputs
+from training import checkpointing, resume
+from training.stock_data import check_stock_data
+
+BAD_SAMPLE = "bad sample"
+Reader = Callable[[Path], "str | None"]
+
+
+@cache
+def _transform() -> Any:
+    return image_transform(16, is_train=True)
+
+
+@cache
+def _tokenizer() -> Any:
+    return open_clip.SimpleTokenizer(context_length=12)
+
+
+def training(where: str, *, captions: str | None = None, from_the_middle: bool = False) -> Reader:
+    """One epoch of a named source, or the second half of it, with bad samples replaced."""
+
+    def read(folder: Path) -> str | None:
+        sources = parse_sources(f"a={folder / where}", captions=captions)
+        preprocessing = Preprocessing(_transform(), _tokenizer())
+        loader = MixtureLoader(Mixture(sources, Batching(2), preprocessing), workers=0, max_bad_share=1.0)
+        loader.set_epoch(0, loader.num_batches // 2 if from_the_middle else 0)
+        for images, texts in loader:
+            assert images.shape == (2, 3, 16, 16) and texts.shape == (2, 12)
+        return BAD_SAMPLE if loader.lost else None
+
+    return read
+
+
+def retrieval(where: str) -> Reader:
+    def read(folder: Path) -> None:
+        found = open_retrieval_set(where.format(folder))
+        for index in range(len(found)):
+            found.read_image(index)
+
+    return read
+
+
+def probe(label: str) -> Reader:
+    def read(folder: Path) -> None:
+        found = open_probe_set(folder / "source" / "1.tar", "train", label=label)
+        for index in range(len(found)):
+            found.image(index)
+
+    return read
+
+
+def clustering(folder: Path) -> str | None:
+    bad = False
+    for sample in read_samples(folder / "source" / "1.tar"):
+        try:
+            open_picture(sample)
+        except BadImage:
+            bad = True
+    return BAD_SAMPLE if bad else None
+
+
+def data_check(folder: Path) -> str | None:
+    result = check_shards(folder / "source", threads=1, decode=True, progress=False)
+    return BAD_SAMPLE if result.faults and check_report(result) else None
+
+
+def data_index(folder: Path) -> None:
+    index_shards(str(folder / "source"), threads=1, progress=False)
+
+
+def command(*arguments: str) -> Reader:
+    """`zerovl` with arguments, {} being the folder: status 0, 1 or 2, and not a traceback."""
+
+    def read(folder: Path) -> str | None:
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            try:
+                status = program.main([argument.format(folder) for argument in arguments])
+            except SystemExit as stop:
+                status = int(stop.code or 0)
+        if status == 2:
+            raise UserError(told.getvalue())
+        assert status in (0, 1), f"status {status}: {told.getvalue()[-500:]}"
+        return BAD_SAMPLE if status else None
+
+    return read
+
+
+def stock(folder: Path) -> None:
+    """What is looked at before open_clip's own pipeline reads a table or shards without a name."""
+    table = folder / "table.csv"
+    data = str(table if table.exists() else folder / "source" / "{0..1}.tar")
+    args = argparse.Namespace(
+        train_data=data, val_data=None, workers=0, dataset_type="auto", imagenet_val=None, imagenet_v2=None,
+        train_data_upsampling_factors=None, dataset_resampled=False, train_num_samples=None, csv_separator="\t",
+        csv_img_key="filepath", csv_caption_key="title",
+    )  # fmt: skip
+    check_stock_data(args, training=True)
+
+
+def resuming(folder: Path) -> None:
+    """`--resume latest`, as training goes about it."""
+    path = folder / "run" / "checkpoints" / "epoch_1.pt"
+    checkpointing.newest_whole(str(path.parent))
+    if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
+        raise UserError(f"the file {damage}")
+    content = resume.load_checkpoint(inputs.model(), argparse.Namespace(model="fuzz-tiny"), str(path), "cpu")
+    if "optimizer" in content:
+        torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
+    position = resume.read_position(content)
+    if position is not None:
+        now = resume.Position(1, 0, 24, 1, 2, "a (100)", micro_batch=24, dga_steps=1, order={"--seed": 0})
+        position.start_step(now)
+        position.read_on(now)
+        position.graphs_for(now)
+
+
+def weights(folder: Path) -> None:
+    path = folder / "run" / "checkpoints" / "epoch_1.pt"
+    read_epoch(path)
+    read_state_dict(path)
+
+
+def starting(folder: Path) -> None:
+    init_from(inputs.model(), folder / "run" / "checkpoints" / "epoch_1.pt")
+
+
+def tower(folder: Path) -> None:
+    load_pretrained_tower(inputs.model(), "image", folder / "run" / "checkpoints" / "epoch_1.pt")
+
+
+def loading(where: str) -> Reader:
+    def read(folder: Path) -> None:
+        load_model(folder / where)
+
+    return read
+
+
+def picture(how: str) -> Reader:
+    """`pil` and `arrays` are training's two paths, with crop and transform; `whole` decodes as evaluation does."""
+
+    def read(folder: Path) -> str | None:
+        data = (folder / "picture").read_bytes()
+        try:
+            if how == "whole":
+                decode_image(data)
+            elif how == "stored":
+                encode_picture(data, Encoding())
+            else:
+                transform, decode = pictures(_transform(), how)
+                with torch.random.fork_rng(devices=[]):
+                    assert transform(decode(data, crop_of(_transform()))).shape == (3, 16, 16)
+        except (BadImage, Failure):
+            return BAD_SAMPLE
+        return None
+
+    return read
+
+
+def member(name: str, parse: Callable[[Path, str], Any]) -> Reader:
+    def read(folder: Path) -> None:
+        with open_member(folder / name, name.removesuffix(".zip")) as stream:
+            stream.read(1)
+        for _ in parse(folder / name, name.removesuffix(".zip")):
+            pass
+
+    return read
+
+
+#: kind of input -> how it is made, and who reads it.
+KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] = {
+    "tar": (
+        inputs.make_tar,
+        {
+            "training": training("source"),
+            "training from the middle": training("source", from_the_middle=True),
+            "training, each caption": training("source", captions="all"),
+            "training, a caption an epoch": training("source", captions="one-per-epoch"),
+            "retrieval": retrieval("{}/set"),
+            "probe, cls": probe("cls"),
+            "probe, json": probe("json:label"),
+            "cluster": clustering,
+            "data check": data_check,
+            "data index": data_index,
+            "zerovl data check": command("data", "check", "{}/source", "--decode"),
+        },
+    ),
+    "sizes.json": (
+        inputs.make_sizes,
+        {
+            "training": training("source"),
+            "without a name": stock,
+            "data check": data_check,
+            "zerovl data index": command("data", "index", "{}/source"),
+        },
+    ),
+    "table": (
+        inputs.make_table,
+        {
+            "training": training("table.csv"),
+            "training, a caption an epoch": training("table.csv", captions="one-per-epoch"),
+            "without a name": stock,
+            "retrieval": retrieval("{0}/table.csv@{0}"),
+        },
+    ),
+    "annotations": (
+        inputs.make_annotations,
+        {
+            "retrieval": retrieval("{0}/karpathy.json@{0}"),
+            "data coco": member("karpathy.json", read_karpathy),
+            "data coco, zipped": member("karpathy.json.zip", read_karpathy),
+            "data vg": member("regions.json", largest_phrases),
+            "data vg, zipped": member("regions.json.zip", largest_phrases),
+        },
+    ),
+    "picture": (inputs.make_picture, {how: picture(how) for how in ("pil", "arrays", "whole", "stored")}),
+    "checkpoint": (
+        inputs.make_checkpoint,
+        {
+            "resume": resuming,
+            "weights": weights,
+            "init-from": starting,
+            "init-image": tower,
+            "evaluation": loading("run/checkpoints/epoch_1.pt"),
+            "zerovl export": command("export", "{}/run/checkpoints/epoch_1.pt", "{}/out"),
+        },
+    ),
+    "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
+    "arrays": (
+        inputs.make_arrays,
+        {
+            "training on clusters": training("clusters"),
+            "training, stored index": training("source", from_the_middle=True),
+            "each caption, stored index": training("source", captions="all"),
+        },
+    ),
+}

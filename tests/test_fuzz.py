@@ -1,0 +1,54 @@
+"""The fuzzer of `scripts/fuzz`: drawn files of every kind, and all that reads them. Works, one sentence, or a bad sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from open_clip_zerovl.errors import UserError
+from scripts.fuzz.readers import KINDS
+from scripts.fuzz.run import Failed, Tally, fuzz, outcome_of, prepare
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    prepare(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.slow  # half a minute a kind, four minutes in all
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_works_or_ends_in_a_sentence_or_a_bad_sample(kind):
+    tally = Tally()
+    fuzz(kind, tally, examples=2000, seconds=28)
+    readings = [
+        sum(tally[kind, name, outcome] for outcome in ("works", "sentence", "bad sample")) for name in KINDS[kind][1]
+    ]
+    assert min(readings) > 20 and sum(tally[kind, name, "works"] for name in KINDS[kind][1]) > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_of_each_kind(kind):
+    fuzz(kind, Tally(), examples=4, seconds=20)
+
+
+def test_what_is_no_sentence_is_a_failure(tmp_path, monkeypatch):
+    def raising(error):
+        def read(folder):
+            raise error
+
+        return read
+
+    assert outcome_of(lambda folder: None, tmp_path) == "works"
+    assert outcome_of(raising(UserError("it is bad")), tmp_path) == "sentence"
+    for error in (ZeroDivisionError("x"), UserError(""), OSError(5, "x"), MemoryError()):
+        with pytest.raises(Failed):
+            outcome_of(raising(error), tmp_path)
+    with pytest.raises(Failed, match="MemoryError"):
+        outcome_of(lambda folder: bytearray(6 << 30) and None, tmp_path)
+    monkeypatch.setattr("scripts.fuzz.run.LIMIT_SECONDS", 1)
+    with pytest.raises(Failed, match="did not end within 1 s"):
+
+        def endless(folder):
+            while True:
+                pass
+
+        outcome_of(endless, tmp_path)
