@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import tarfile
 import threading
@@ -159,3 +160,15 @@ def test_a_compressed_tar_has_no_index(tmp_path):
     with pytest.raises(tarfile.ReadError):
         open_index(str(tmp_path / "0.tar"))
     assert count_tar_samples(tmp_path / "0.tar") == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path):
+    """tarfile would go on to the next header, 8 EiB further, a block of nothing at a time."""
+    member = tarfile.TarInfo("b.png")
+    member.size = (1 << 63) - 1
+    write_tar(tmp_path / "0.tar", [("a.txt", b"x")])
+    content = (tmp_path / "0.tar").read_bytes()[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(ShardError, match="claims 9223372036854775807 bytes"):
+        list(stream_samples(f"file:{tmp_path}/0.tar.gz"))

@@ -55,6 +55,8 @@ _READ_ERRORS = (
     lzma.LZMAError,
 )
 
+_LARGEST_MEMBER_BYTES = 1 << 36  # what claims more is rot
+
 Content = TypeVar("Content")
 Extent = tuple[int, int]  # offset and size in bytes of a member's content in a plain tar
 
@@ -192,6 +194,8 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
+        if member.size > _LARGEST_MEMBER_BYTES:  # past the end of a stream tarfile would read on, a block at a time
+            raise tarfile.ReadError(f"a header at byte {member.offset} claims {member.size} bytes")
         last = member.offset
         if member.isreg() and not member.issparse():
             yield member
