@@ -37,7 +37,8 @@ from scripts.paper.table import (
     find_recipe,
 )
 from support import ROOT
-from support.tars import png, write_source
+from support.reinforced import members_of
+from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
     NATIVE_VISION,
     WORDS,
@@ -342,6 +343,8 @@ def workplace(tmp_path_factory) -> Path:
         write_retrieval_set(folder / name, [2] * 8)
         for part in (folder / name).iterdir():
             part.rename(folder / "data" / name / part.name)
+    reinforced = [m for n in range(40) for m in members_of(n, "whole")]
+    write_tar(folder / "data" / "datacompdr-12m" / "00000.tar", reinforced)
     for split, count in (("train", 6), ("val", 2)):
         for label in range(2):
             members = [(f"{n:03d}.png", png((120 * label, 7 * n, 9), 32)) for n in range(count)]
@@ -383,7 +386,13 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             steps = max(3, len(recipe.sources))  # debiased sampling takes one from each source at least
             values = ["effective-batch=4", f"batch-size={2 if recipe.dga else 4}", "epochs=1"]
             values += [f"train-num-samples={4 * steps}"]
-            values += [f"init-from={base}"] * bool(recipe.needs)
+            if name == "distill-14m":
+                sources = "::".join(f"{source}={data / source}" for source in recipe.sources)
+                seen = ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--auto-augment", "imagenet"]
+                zerovl("teacher", base, "--train-data", sources, "--out", workplace / "teacher", *seen)
+            given_for = {"init-from": base, "teacher": workplace / "teacher"}
+            values += [f"{need}={given_for[need]}" for need in recipe.needs]
+            values += ["teacher=shards:4,3"] * (name == "datacompdr-12m")
             shown = recipes(name, "--dry-run", "--no-slurm", "--gpus", "0", "--data", data, *small(workplace, *values))
             assert shown.returncode == 0 and "missing" not in shown.stderr, shown.stderr
             line = shlex.split(shown.stdout.splitlines()[1])

@@ -16,6 +16,7 @@ from support.dense_loss import DenseLoss
 from support.dga_reference import errors as relative_errors
 from support.hash_teacher import HashEncoder
 from support.programs import COMMON, flat_tensors, launch, state_of
+from support.reinforced import members_of
 from support.tars import noise_jpeg, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.main import main
@@ -124,6 +125,19 @@ def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
     finally:
         shutil.rmtree(folder / "teacher")
         shutil.move(folder / "first", folder / "teacher")
+
+
+def test_shards_that_carry_their_teachers_train(place):
+    """DataCompDR's layout, both kinds of captions, in bf16 and on one rank with workers."""
+    folder, _ = place
+    write_tar(folder / "dr" / "00000.tar", [m for number in range(24) for m in members_of(number, "whole")])
+    words = arguments_of(folder, f"dr={folder}/dr", "reinforced", "--workers", "1", "--precision", "amp_bf16")
+    words[words.index("--teacher") + 1] = "shards:4,3"
+    words += ["--captions", "txt=0.5,syn.json:syn_text=0.5", "--sampling", "random"]
+    words.remove("--debiased-sampling")
+    done = launch("ours", folder / "tiny.json", words, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Train Epoch: 0 .*\(100%\)", done.stderr)
 
 
 @pytest.mark.parametrize(
