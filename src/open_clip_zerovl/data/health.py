@@ -188,11 +188,12 @@ class Ledger:
                 "mend its shards, or allow more with --max-bad-share"
             )
 
-    def close_epoch(self, all_ranks: Iterable[Books] | None = None) -> None:
+    def close_epoch(self, all_ranks: Iterable[Books] | None = None, *, log: bool = True) -> None:
         """Log what the epoch has lost and waited for, and check the losses against `max_bad_share`.
 
         Args:
             all_ranks: the books of every rank; None for this rank alone.
+            log: whether to log them; one rank of those that share them does.
 
         Raises:
             UserError: a source has lost more than `max_bad_share` of its epoch.
@@ -200,12 +201,12 @@ class Ledger:
         whole = Books()
         for books in all_ranks if all_ranks is not None else [self.books]:
             whole.add(books)
-        for name, waited in sorted(whole.waited.items()):
+        for name, waited in sorted(whole.waited.items()) if log else ():
             logging.warning(
                 f"Source {name}: {waited.shards} of the shards opened in this epoch took {_retries(waited.reasons)} and "
                 f"{waited.seconds:.0f} s of its readers."
             )
-        for name, reasons in sorted(whole.lost.items()):
+        for name, reasons in sorted(whole.lost.items()) if log else ():
             total, delivered = sum(reasons.values()), whole.delivered[name]
             logging.warning(
                 f"Source {name}: {total} of {delivered} samples ({total / delivered:.2%}) were replaced ({_listed(reasons)})."

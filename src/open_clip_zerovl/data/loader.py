@@ -165,7 +165,8 @@ class MixtureLoader:
                 f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
             )
         mine = self.ledger.books
-        self.ledger.close_epoch(self.gather(mine) if self.gather is not None else [mine])
+        all_ranks = self.gather(mine) if self.gather is not None else None
+        self.ledger.close_epoch(all_ranks, log=all_ranks is None or self.mixture.rank == 0)
 
     def _items(self) -> Iterator[Any]:
         count = 0

@@ -158,17 +158,18 @@ class Reading:
                 "comes from, or raise the loader's time-out"
             ) from error
         except ShardError as error:
-            self._raise_if_gone(shard, error)
+            self._raise_if_gone(error)
             raise
 
-    def _raise_if_gone(self, shard: int, error: ShardError) -> None:
+    def _raise_if_gone(self, error: ShardError) -> None:
         """End the run where the place that shards come from is gone, and no shard of it could stand in."""
-        failed = len(self.patience.failed)
-        if failed >= min(_GONE_SHARDS, len(self.source.shards)):
-            others = f", nor have {failed - 1} others that were asked after it" if failed > 1 else ""
+        failed = self.patience.failed
+        if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
+            shard, why = next(iter(failed.items()))
+            others = f", nor have {len(failed) - 1} others that were asked for after it" if len(failed) > 1 else ""
             raise UserError(
-                f"source {self.source.name!r} is out of reach: shard {self.source.shards[shard]} has not come{others} "
-                f"({error}); check where it comes from, and go on with --resume latest"
+                f"source {self.source.name!r} is out of reach: shard {shard} has not come ({why}){others}; check where it "
+                "comes from, and go on with --resume latest"
             ) from error
 
     def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:

@@ -82,7 +82,7 @@ class Patience:
         most_seconds: without progress, after which a shard is given up; 0: as many as the retries take.
         command_seconds: without a byte from a command, after which StalledShard is raised; 0 waits forever.
         waits: told of each shard that came, or did not, after at least one retry.
-        failed: shards that have not come since one last did.
+        failed: shards that have not come since one last did, and why, in the order in which they were asked for.
     """
 
     retries: int = 8
@@ -93,7 +93,7 @@ class Patience:
     most_seconds: float = 0
     command_seconds: float = 0
     waits: Callable[[Wait], None] = _ignore
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def within(
@@ -311,10 +311,11 @@ class RemoteStream:
             count = sum(self._reasons.values())
             retries = "1 retry" if count == 1 else f"{count} retries"
             tried = f" after {retries} in {self._lost_seconds:.0f} s" if count else ""
-            if passing:
-                patience.failed.add(self.url)
             at = f" at byte {self.position}" if self.position else ""
-            raise Unreachable(f"{_detail(error, reason)}{at}{tried}", reason, passing) from error
+            sentence = f"{_detail(error, reason)}{at}{tried}"
+            if passing:
+                patience.failed.setdefault(self.url, sentence)
+            raise Unreachable(sentence, reason, passing) from error
         self._in_a_row += 1
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
         time.sleep(wait)
@@ -455,10 +456,9 @@ def _from_server(file_system: Any, url: str, at: int) -> _Transfer:
 def _from_store(file_system: Any, path: str, at: int, patience: Patience) -> _Transfer:
     def opened() -> tuple[Any, dict[str, Any]]:
         file_system.invalidate_cache()
-        about = file_system.info(path)
         file = file_system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead")
         file.seek(at)
-        return file, about
+        return file, getattr(file, "details", None) or file_system.info(path)
 
     limit = 4 * patience.stall_seconds  # stores have time-outs and retries of their own
     file, about = _in_time(opened, limit)
