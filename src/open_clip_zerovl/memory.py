@@ -72,6 +72,11 @@ def available_bytes(device: torch.device) -> int | None:
     return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limits else None
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of an accelerator, whoever fills it; None if unknown."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
 def _meminfo_available() -> int | None:
     path = Path("/proc/meminfo")
     if not path.exists():

@@ -1,6 +1,7 @@
 """Every recipe's step on fake CUDA tensors: nothing on the wrong device, and no wait that is not listed with its reason."""
 
 from functools import partial
+from unittest import mock
 
 import open_clip
 import pytest
@@ -11,12 +12,14 @@ from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe import step as step_module
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
+from open_clip_zerovl.recipe.text_lengths import text_padding
 from open_clip_zerovl.recipe.towers import freeze
-from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
+from support.fake_cuda import GIB, Waits, fake_cuda, to_fake_cuda
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
 
 K, B = 3, 4
@@ -65,6 +68,8 @@ RECIPES = {
     "SigLIP": {"model": "with a bias", "siglip": True},
     "loss in chunks": {"chunk": 3, "retain": 2},
     "gradient checkpointing": {"checkpointing": True},
+    "texts sorted": {"sort_text": True},
+    "texts sorted and mixed": {"sort_text": True, "mix": Mix(False, 0.3)},
 }
 
 
@@ -81,7 +86,8 @@ class Fixed(CoinFlipMixup):
 
 def watched_steps(
     name, folder, *, precision="amp_bf16", retain=1, mix=None, frozen=None, cached=False, siglip=False, chunk=None,
-    checkpointing=False, steps=2, plant=None,
+    checkpointing=False, steps=2, plant=None, total_bytes=141 * GIB, sort_text=False,
+    last=B - 1,
 ):  # fmt: skip
     """The waits of each of some optimizer steps, with micro-batches of uint8 images, the last one smaller."""
     images_module._scale_and_shift.cache_clear()
@@ -99,7 +105,7 @@ def watched_steps(
         freeze(model, [frozen])
     if checkpointing:
         model.set_grad_checkpointing()
-    sizes = [B] * (K - 1) + [B - 1]
+    sizes = [B] * (K - 1) + [last]
     cache = None
     if cached:
         source = Source("s", ("0.tar",), (sum(sizes),))
@@ -113,7 +119,8 @@ def watched_steps(
     if precision == "pure_bf16":
         model.to(torch.bfloat16)
     origins = torch.stack([torch.zeros(sum(sizes), dtype=torch.long), torch.arange(sum(sizes))], dim=1).split(sizes)
-    with fake_cuda():
+    padding = text_padding(model) if sort_text else None
+    with fake_cuda(total_bytes=total_bytes), mock.patch.object(step_module, "text_padding", lambda model: padding):
         to_fake_cuda(model)
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
         step = RecipeStep(
@@ -126,6 +133,7 @@ def watched_steps(
             mixup=mixup,
             cache=cache,
             grad_clip_norm=1.0,
+            sort_text=sort_text,
             retain=retain,
         )
         micro_batches = [
@@ -162,6 +170,15 @@ def test_a_step_waits_nowhere(recipe, names, tmp_path):
     assert unexpected(first, ALLOWED | FIRST_STEP) == {}
     for waits in later:
         assert unexpected(waits, ALLOWED) == {}
+
+
+@pytest.mark.parametrize(("memory", "copies"), [(141 * GIB, 3), (2**18, 3 + 2)])
+def test_inputs_cross_to_the_gpu_once_where_they_may_stay(memory, copies, names, tmp_path):
+    """Each of three micro-batches once; without room the two that are forwarded twice cross twice."""
+    sizes, side, length = [B] * K, 32, 12
+    waits = watched_steps(names["native and BERT"], tmp_path, total_bytes=memory, last=B)[-1]
+    of_inputs = sizes[0] * (3 * side * side + 8 * length)
+    assert copies * of_inputs <= waits.bytes_to_device < (copies + 0.25) * of_inputs  # AdamW has scalars of its own
 
 
 def reading(loss):

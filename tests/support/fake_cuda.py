@@ -60,12 +60,14 @@ class Waits(TorchDispatchMode):
     Attributes:
         found: how often each (kind, source line) waited.
         copies: how often each (kind, source line) copied without waiting.
+        bytes_to_device: copied from the host to the GPU, waiting or not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[tuple[str, str]] = Counter()
         self.copies: Counter[tuple[str, str]] = Counter()
+        self.bytes_to_device = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,10 +83,10 @@ class Waits(TorchDispatchMode):
             return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
         if func is aten._to_copy.default:
             target = torch.device(kwargs.get("device") or args[0].device)
-            self._copy(args[0].device, target, bool(kwargs.get("non_blocking")))
+            self._copy(args[0], target, bool(kwargs.get("non_blocking")))
         elif func is aten.copy_.default:
             waits_not = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            self._copy(args[1].device, args[0].device, waits_not)
+            self._copy(args[1], args[0].device, waits_not)
         elif func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
             self._index(args[0], args[1])
         return func(*args, **kwargs)
@@ -92,9 +94,12 @@ class Waits(TorchDispatchMode):
     def _note(self, kind: str) -> None:
         self.found[kind, calling_line()] += 1
 
-    def _copy(self, source: torch.device, target: torch.device, non_blocking: bool) -> None:
+    def _copy(self, tensor: Tensor, target: torch.device, non_blocking: bool) -> None:
+        source = tensor.device
         if source.type == target.type:
             return
+        if target.type == "cuda":
+            self.bytes_to_device += tensor.nbytes
         kind = f"copy from {source.type} to {target.type}"
         if non_blocking and source.type == "cpu":
             self.copies[kind, calling_line()] += 1
@@ -152,7 +157,7 @@ def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def fake_cuda(*, free_gib: int = 100) -> Iterator[FakeTensorMode]:
+def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[FakeTensorMode]:
     """Within, tensors are fake, `torch.cuda` answers what a step asks, and autograd's engine is the stand-in."""
     allocated = [10 * GIB]
 
@@ -166,7 +171,7 @@ def fake_cuda(*, free_gib: int = 100) -> Iterator[FakeTensorMode]:
         "torch.cuda.memory_allocated": memory_allocated,
         "torch.cuda.max_memory_allocated": lambda device=None: allocated[0] + GIB,
         "torch.cuda.memory_reserved": lambda device=None: allocated[0] + GIB,
-        "torch.cuda.mem_get_info": lambda device=None: (free_gib * GIB, 141 * GIB),
+        "torch.cuda.mem_get_info": lambda device=None: (free_gib * GIB, total_bytes),
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.manual_seed_all": lambda seed: None,

@@ -30,7 +30,7 @@ from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.dga.inputs import checked_order, checked_sizes, num_rows, on_device
+from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room
 from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective
 from open_clip_zerovl.dga.replay import (
     BufferState,
@@ -75,9 +75,14 @@ class StepPlan:
         return range(len(self.sizes) - self.graphs, len(self.sizes))
 
     @property
+    def replayed(self) -> range:
+        """The others, which are forwarded twice."""
+        return range(len(self.sizes) - self.graphs)
+
+    @property
     def backward_order(self) -> list[int]:
         """Retained ones first, which frees their memory for the replays."""
-        return [*self.retained, *range(len(self.sizes) - self.graphs)]
+        return [*self.retained, *self.replayed]
 
     @property
     def synchronises(self) -> int:
@@ -173,6 +178,7 @@ class DecoupledGradientAccumulation:
         self._retention = Retention(retain, self._device, self._world_size, inner.parameters())
         self._check = ReplayCheck(check)
         self._replay_rng = replay_rng
+        self._input_room = input_room(self._device)
         self._towers = FrozenTowers(inner, self._device, splits=not _one_graph_alone(model))
 
     def backward(
@@ -187,10 +193,12 @@ class DecoupledGradientAccumulation:
 
         Args:
             micro_batches: K tuples (images, texts, ...), a row a sample; sizes may differ. Images and texts may wait in
-                (pinned) host memory and are moved to the model's device one micro-batch at a time, in each pass. What
-                follows them goes to `prepare` as it is.
+                (pinned) host memory. They are copied to the model's device one micro-batch at a time: once, if those that are
+                forwarded twice take at most 5 % of its memory together, else in each pass. What follows them goes to `prepare`
+                as it is.
             prepare: `(images, texts, ...) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
-                mixup); deterministic but for torch's random numbers, which the replay repeats.
+                mixup). It must not change what it is given, and be deterministic but for torch's random numbers, which the
+                replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. A model that lets a row's text features depend on that
                 row's image cannot be trained so.
@@ -221,12 +229,13 @@ class DecoupledGradientAccumulation:
         plan = StepPlan(sizes, self._retention.graphs(sizes))
         self._check.start()
         with self._undone_on_failure(), self._towers.reused(restore_rng=self._replay_rng):
-            first = self._first_pass(plan, micro_batches, prepare)
+            inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
+            first = self._first_pass(plan, inputs)
             losses, gradients = self._objective.gradients(_paired(first.features, order) | first.scalars, loss_inputs)
             if order is not None:
                 gradients[TEXTS] = gradients[TEXTS][order]
             rng_after = RngState.capture(self._device)
-            self._second_pass(plan, micro_batches, prepare, first, gradients)
+            self._second_pass(plan, inputs, first, gradients)
             self._objective.add_own_gradients()
             if self._replay_rng:
                 rng_after.restore()
@@ -244,20 +253,20 @@ class DecoupledGradientAccumulation:
         """
         return self._retention.decision()
 
-    def _first_pass(self, plan: StepPlan, micro_batches: Sequence[Sequence[Any]], prepare: Prepare | None) -> FirstPass:
+    def _first_pass(self, plan: StepPlan, inputs: DeviceInputs) -> FirstPass:
         """(1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded."""
         rng_before: list[RngState] = []
         features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
         graphs: dict[int, dict[str, Tensor]] = {}
-        for k, micro_batch in enumerate(micro_batches):
+        for k, size in enumerate(plan.sizes):
             rng_before.append(RngState.capture(self._device))
             self._towers.first_pass(k)
             if k in plan.retained:
-                with self._unsynced(k != plan.synchronises), self._retention.measured(plan.sizes[k]):
-                    outputs = graphs[k] = self._with_graph(micro_batch, prepare)
+                with self._unsynced(k != plan.synchronises), self._retention.measured(size):
+                    outputs = graphs[k] = self._with_graph(k, size, inputs)
             else:
                 with torch.no_grad():
-                    outputs = self._forward(micro_batch, prepare)
+                    outputs = self._forward(k, size, inputs)
             for name in FEATURES:
                 features[name].append(_detached_copy(outputs[name]))
         return FirstPass(
@@ -268,12 +277,7 @@ class DecoupledGradientAccumulation:
         )
 
     def _second_pass(
-        self,
-        plan: StepPlan,
-        micro_batches: Sequence[Sequence[Any]],
-        prepare: Prepare | None,
-        first: FirstPass,
-        gradients: dict[str, Tensor],
+        self, plan: StepPlan, inputs: DeviceInputs, first: FirstPass, gradients: dict[str, Tensor]
     ) -> None:
         """(3) The gradients of (2) into the parameters, one graph at a time.
 
@@ -291,7 +295,7 @@ class DecoupledGradientAccumulation:
                         if self._replay_rng:
                             first.rng_before[k].restore()
                         self._towers.replay(k)
-                        outputs = self._with_graph(micro_batches[k], prepare)
+                        outputs = self._with_graph(k, plan.sizes[k], inputs)
                         for name in FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
                     wanted = {name: rows[name][k] for name in FEATURES}
@@ -301,20 +305,17 @@ class DecoupledGradientAccumulation:
                     _backpropagate(outputs, wanted)
                 del outputs  # this graph's last owner: the next one is built in its memory
 
-    def _with_graph(self, micro_batch: Sequence[Any], prepare: Prepare | None) -> dict[str, Tensor]:
+    def _with_graph(self, k: int, size: int, inputs: DeviceInputs) -> dict[str, Tensor]:
         # Where the caller is in an autocast region, weights that the first pass has cast without graph wait in its cache.
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            return self._forward(micro_batch, prepare)
+            return self._forward(k, size, inputs)
 
-    def _forward(self, micro_batch: Sequence[Any], prepare: Prepare | None) -> dict[str, Tensor]:
-        images, texts, *others = micro_batch
-        inputs = on_device((images, texts), self._device)
-        if prepare is not None:
-            inputs = prepare(*inputs, *others)
+    def _forward(self, k: int, size: int, inputs: DeviceInputs) -> dict[str, Tensor]:
+        prepared = inputs.take(k)
         with self._autocast():
-            outputs = self._model(*inputs)
-        return _checked_outputs(outputs, num_rows(images))
+            outputs = self._model(*prepared)
+        return _checked_outputs(outputs, size)
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
