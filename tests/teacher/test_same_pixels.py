@@ -113,6 +113,18 @@ def test_a_teacher_of_another_size_sees_the_view_resized(place):
         assert torch.equal(stored, as_kept(hashed(seen[None], 2))[0])
 
 
+def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place, tmp_path):
+    folder, data, _ = place
+    whole = f"b={folder}/b::a={folder}/a"
+    store = embed_sources(whole, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
+    seen = set()
+    for images, tokens, origin, embeddings in batches(data, store, workers=2):
+        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
+        assert torch.equal(embeddings[1], as_kept(hashed(tokens.to(torch.uint8), 1)))
+        seen |= set(origin[:, 0].tolist())
+    assert seen == {0, 1, 2}
+
+
 def test_views_change_over_epochs_and_each_is_seen(place):
     """The control of the tests above: views of one picture differ, so that an embedding of another view would not fit."""
     _, data, store = place

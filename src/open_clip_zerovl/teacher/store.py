@@ -82,7 +82,7 @@ def describe_source(source: Source) -> dict[str, Any]:
     return {
         "name": source.name,
         "samples": source.num_samples,
-        "sizes": hashlib.blake2b(json.dumps(source.sizes).encode(), digest_size=16).hexdigest(),
+        "sizes": list(source.sizes) if source.table is None else [source.num_samples],
         "picked": picked,
         "shards": marks,
     }
@@ -125,6 +125,21 @@ def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str 
     ]:
         return f"they are of {found['name']!r} with its shards in another order or of other sizes"
     return None
+
+
+def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None:
+    """(n,) where the samples of a cluster stand in a stored source of all the shards it picks from; None for another source."""
+    if source.picked is None or stored["picked"] is not None or len(stored["sizes"]) != len(stored["shards"]):
+        return None
+    begins = np.concatenate([[0], np.cumsum(stored["sizes"], dtype=np.int64)])
+    place = {tuple(mark): int(begin) for mark, begin in zip(stored["shards"], begins, strict=False)}
+    rows = source.picked.astype(np.int64)
+    for number, shard in enumerate(source.shards):
+        begin = place.get(tuple(_shard_mark(shard)))
+        if begin is None:
+            return None
+        rows[source.starts[number] : source.starts[number + 1]] += begin
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,7 +394,8 @@ class TeacherRows:
 
     Args:
         store: opened.
-        sources: of the run, in its order; each has its embeddings by name. Others in the store are left alone.
+        sources: of the run, in its order; each has its embeddings by name, or is a cluster of a source that has. Others in the
+            store are left alone.
         augmentation: of the run, see `augmentation_of`.
         captions: the run's `--captions`.
 
@@ -405,9 +421,22 @@ class TeacherRows:
         names = [about["name"] for about in manifest.sources]
         self.store, self._names = store, [source.name for source in sources]
         self._sizes = [source.num_samples for source in sources]
-        self._stored = []
+        self._stored: list[int] = []
+        self._rows: list[np.ndarray | None] = []  # of a cluster, its samples' numbers in the stored source
         for source in sources:
             if source.name not in names:
+                whole = next(
+                    (
+                        (index, rows)
+                        for index, about in enumerate(manifest.sources)
+                        if (rows := rows_of_cluster(source, about)) is not None
+                    ),
+                    None,
+                )
+                if whole is not None:
+                    self._stored.append(whole[0])
+                    self._rows.append(whole[1])
+                    continue
                 raise UserError(
                     f"the teachers of {store.folder} have not seen source {source.name!r}, only {', '.join(names)}; embed it "
                     "with `zerovl teacher`, or leave it out"
@@ -420,6 +449,7 @@ class TeacherRows:
                     "teacher`"
                 )
             self._stored.append(index)
+            self._rows.append(None)
         self.widths = tuple(teacher["width"] for teacher in manifest.teachers)
         self.digest = store.digest
 
@@ -448,6 +478,8 @@ class TeacherRows:
         manifest = self.store.manifest
         view = draw % manifest.views
         row = sample.position % self._sizes[sample.source]
+        if (rows := self._rows[sample.source]) is not None:
+            row = int(rows[row])
         picture = view_picture(
             transform, image, seed=manifest.seed, source=self._stored[sample.source], sample=row, view=view
         )
