@@ -1,4 +1,4 @@
-"""How many captions each sample of a source has."""
+"""The number of captions of each sample of a source."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from open_clip_zerovl.tar.remote import local_path
 
 
 def caption_starts(source: Source) -> np.ndarray | None:
-    """(n + 1,) where the captions of each sample begin if all captions are numbered one after the other; None: one each.
+    """(n + 1,) number of each sample's first caption where all captions are numbered through; None where each sample has one.
 
-    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each is a sample of its own.
-    A shard that cannot be read counts one for each sample.
+        samples of 1, 3 and 2 captions  ->  [0, 1, 4, 6]
+
+    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each caption is a sample of
+    its own. In a shard that cannot be read each sample counts one caption.
 
     Raises:
         UserError: remote or compressed shards, whose captions cannot be counted.
@@ -57,7 +59,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
 
 
 def _counts_of_fields(path: str, fields: Sequence[tuple[str, float]]) -> np.ndarray:
-    """(n,) captions of each whole sample of a plain local tar, at least 1."""
+    """(n,) number of captions of each whole sample of a plain local tar, at least 1."""
     wanted, counts = {member_of(field) for field, _ in fields}, []
     with opened(path) as descriptor:
         try:

@@ -3,7 +3,7 @@
     --captions txt=0.5,syn=0.5        000.txt "a dog"      000.json {"syn": ["a brown dog runs", "a dog on grass"]}
     -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown with shares 0.5, 0.25, 0.25
 
-A field that a sample lacks gives its share to the others.
+The share of a field that a sample lacks goes to its other fields, in proportion to theirs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ JSON_EXTENSION = "json"
 
 
 class DrawnCaptions(list[bytes]):
-    """Captions of a sample, one of which is drawn each time.
+    """Captions of a sample, of which one is drawn each time.
 
     Attributes:
-        shares: of the times that each is shown, as many as there are captions; they sum to 1.
+        shares: probability of each caption; they sum to 1.
     """
 
     def __init__(self, captions: Iterable[bytes], shares: Iterable[float]) -> None:
@@ -30,7 +30,7 @@ class DrawnCaptions(list[bytes]):
         self.shares = list(shares)
 
     def at(self, u: float) -> int:
-        """The caption that a number u in [0, 1) draws."""
+        """The number of the caption that u, uniform in [0, 1), draws."""
         for number, share in enumerate(self.shares):
             u -= share
             if u < 0:
@@ -39,7 +39,7 @@ class DrawnCaptions(list[bytes]):
 
 
 def member_of(field: str) -> str:
-    """The member of a sample in which a field stands."""
+    """The member of a sample that holds a field: `syn.json:syn_text` -> `syn.json`."""
     if field == TEXT_EXTENSION:
         return TEXT_EXTENSION
     return field.partition(":")[0] if ":" in field else JSON_EXTENSION
@@ -48,11 +48,11 @@ def member_of(field: str) -> str:
 def captions_of(
     members: Mapping[str, bytes | None], fields: Iterable[tuple[str, float]]
 ) -> DrawnCaptions | Fault | None:
-    """All captions of a sample, field by field; None where no field is there, a Fault where a member is no JSON.
+    """All captions of a sample, field by field; None where it has none of the fields, a Fault where a member is no JSON.
 
     Args:
-        members: by suffix; the content of those that `member_of` names.
-        fields: see `names.caption_fields`.
+        members: suffix -> content, of at least the members that `member_of` names.
+        fields: of `names.caption_fields`.
     """
     found: list[tuple[list[bytes], float]] = []
     for field, share in fields:

@@ -57,7 +57,7 @@ class Report:
         delivered: source -> samples in the batch, replaced ones included.
         losses: one entry for each replaced sample.
         notes: sentences about odd things through which no sample is lost.
-        waits: (source, what one of its shards was waited for).
+        waits: (source, retries of one of its shards).
     """
 
     delivered: dict[int, int] = field(default_factory=dict)
@@ -68,14 +68,14 @@ class Report:
 
 @dataclass
 class Waited:
-    """What the shards of a source were waited for in an epoch: shards, seconds, and retries by reason."""
+    """Retries of a source's shards in an epoch: how many shards had some, their seconds, and reason -> retries."""
 
     shards: int = 0
     seconds: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Waited) -> None:
-        """Count another one in."""
+        """Add another one's numbers."""
         self.shards += other.shards
         self.seconds += other.seconds
         for reason, count in other.reasons.items():
@@ -84,12 +84,12 @@ class Waited:
 
 @dataclass
 class Books:
-    """What a rank, or all of them, have delivered, lost and waited for in an epoch, by source.
+    """What one rank, or all ranks, have delivered, lost and waited for in an epoch.
 
     Attributes:
         delivered: source -> samples, replaced ones included.
         lost: source -> reason -> samples.
-        waited: source -> what its shards were waited for.
+        waited: source -> retries of its shards.
     """
 
     delivered: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Books:
     waited: dict[str, Waited] = field(default_factory=dict)
 
     def add(self, other: Books) -> None:
-        """Count another rank's in."""
+        """Add another rank's numbers."""
         for name, count in other.delivered.items():
             self.delivered[name] = self.delivered.get(name, 0) + count
         for name, reasons in other.lost.items():

@@ -169,7 +169,7 @@ def _scale_and_shift(
 
 
 def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A meta tensor (B, C, H, W) in the type and the memory layout in which images (C, H, W) are collated.
+    """A meta tensor (B, C, H, W) with the type and memory layout of the batch of these images (C, H, W).
 
     Raises:
         ValueError: images of different shapes.
@@ -191,10 +191,13 @@ def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_images(images: Sequence[torch.Tensor], batch: torch.Tensor | None = None) -> torch.Tensor:
-    """Images (C, H, W) as one tensor (B, C, H, W), each copied once, in the memory layout that they come in.
+    """Images (C, H, W) as one tensor (B, C, H, W) in their own memory layout; each is copied once.
 
     Args:
-        batch: what they are copied into, of `batch_layout`; None makes it.
+        batch: the tensor to copy into, as `batch_layout` describes; None makes one.
+
+    Raises:
+        ValueError: images of different shapes.
     """
     if batch is None:
         batch = torch.empty_like(batch_layout(images), device=images[0].device)

@@ -1,13 +1,13 @@
-"""Batches of images in shared memory that is used again: a loader worker lends a block, the training process gives it back.
+"""Batches of images in reused shared memory: a loader worker lends a block, the training process gives it back.
 
-By itself a DataLoader copies each batch into a new segment of shared memory, which the system fills with zeros first and maps
-page by page into both processes. Here a worker writes its images into a block that it keeps:
+A DataLoader copies each batch into a new segment of shared memory, which the system fills with zeros and maps page by page into
+both processes. Here a worker writes its images into a block that it keeps:
 
-    worker 0: block 3 is free  -->  images are written into it  -->  Lent(block 3) travels through the queue
-    training process:  a tensor over block 3's memory; when the last tensor over it is gone: "block 3 is free" to worker 0
+    worker 0            block 3 is free, images are written into it, Lent(block 3) goes through the queue
+    training process    makes a tensor over block 3's memory; when no tensor uses it any more, tells worker 0 that it is free
 
-A worker that finds no free block makes a new one, so that there are as many as batches are under way at once. The word that
-a block is free goes through a pipe: the system orders the memory accesses before and after it on every kind of processor.
+A worker without a free block makes a new one, so that it has as many blocks as batches are in use at once. The message that a
+block is free goes through a pipe, by which the system also orders the memory accesses before and after it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-_WORD = struct.Struct("<IB")  # process and number of a block that is free again; written and read whole (PIPE_BUF)
-_MOST_BLOCKS = 256  # of a worker; more batches than that are handed over as a DataLoader does it
+_WORD = struct.Struct(
+    "<IB"
+)  # message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts
+_MOST_BLOCKS = 256  # of a worker; further batches are sent as a DataLoader sends them
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class Lent:
     """A micro-batch on its way to the training process.
 
     Attributes:
-        process: of the worker.
-        images: over the block's memory.
-        others: what goes with them, small and therefore sent through the queue itself.
-        pinned: images and others copied to memory that a GPU reads from by itself, by the DataLoader's pinning thread.
+        worker, process: number and process of the worker.
+        block: number of the block.
+        images: tensor over the block's memory.
+        others: the batch's other items, which are small and sent through the queue.
+        pinned: images and others in pinned memory, copied by the DataLoader's pinning thread; None without it.
     """
 
     worker: int
@@ -50,16 +53,17 @@ class Lent:
 
     @classmethod
     def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> Lent:
-        """The micro-batch (images, *others), in the worker: a tensor sent as such would take a segment and a descriptor."""
+        """The micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
+        segment of shared memory and a descriptor."""
         sent = _each(torch.Tensor, torch.Tensor.numpy, tuple(others))
         return cls(worker, os.getpid(), block, images, sent)
 
     def received(self) -> tuple[Any, ...]:
-        """`others` as they were."""
+        """`others`, arrays as tensors again."""
         return _each(np.ndarray, torch.from_numpy, self.others)
 
     def pin_memory(self) -> Lent:
-        """What torch's DataLoader calls on items that are no tensors."""
+        """A copy with `pinned`; torch's DataLoader calls this on items that are not tensors."""
         return replace(self, pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())))
 
 
@@ -72,14 +76,17 @@ def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
 
 @dataclass
 class _Blocks:
-    """A worker's blocks; they live in its process alone."""
+    """A worker's blocks, in its own process."""
 
     made: list[torch.Tensor] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
 
 
 class Lending:
-    """Both ends of the blocks of a loader's workers. Made in the training process before its workers, and handed to them."""
+    """The blocks of a loader's workers, and the pipes by which they are given back.
+
+    It is made in the training process before the workers, which get a copy each.
+    """
 
     def __init__(self, workers: int) -> None:
         self._pipes = [Pipe(duplex=False) for _ in range(workers)]
@@ -87,14 +94,17 @@ class Lending:
             for end in ends:
                 os.set_blocking(end.fileno(), False)
         self._blocks = _Blocks()
-        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # keeps what was received mapped
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # keeps received memory mapped
 
-    def __getstate__(self) -> dict[str, Any]:  # to a worker that is spawned
+    def __getstate__(self) -> dict[str, Any]:  # for a spawned worker
         return {**self.__dict__, "_blocks": _Blocks(), "_mapped": {}}
 
     def block(self, worker: int, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """(number, tensor) of a block of shared memory in the shape, type and strides of `like` (a meta tensor does);
-        None where a worker has too many."""
+        """(number, tensor) of a free block of shared memory, in the worker; None where it has _MOST_BLOCKS in use.
+
+        Args:
+            like: has the wanted shape, type and strides; may be a meta tensor.
+        """
         self._collect(worker)
         blocks = self._blocks
         for number in blocks.free:
@@ -109,7 +119,7 @@ class Lending:
         return len(blocks.made) - 1, blocks.made[-1]
 
     def _collect(self, worker: int) -> None:
-        """Note the blocks that the training process has given back."""
+        """Read from the pipe which blocks are free again."""
         descriptor = self._pipes[worker][0].fileno()
         while True:
             try:
@@ -119,7 +129,7 @@ class Lending:
             self._blocks.free += [block for process, block in _WORD.iter_unpack(words) if process == os.getpid()]
 
     def receive(self, lent: Lent) -> tuple[Any, ...]:
-        """(images, *others) in the training process; the block is given back when no tensor uses its memory any more."""
+        """(images, *others), in the training process. The block is given back when no tensor uses its memory any more."""
         give_back = partial(_give_back, self._pipes[lent.worker][1], lent.process, lent.block, os.getpid())
         if lent.pinned is not None:
             give_back()
@@ -127,13 +137,13 @@ class Lending:
         self._mapped[lent.process, lent.block] = lent.images
         array: np.ndarray = lent.images.numpy()
         weakref.finalize(array, give_back).atexit = False
-        return torch.from_numpy(array), *lent.received()  # the tensor's memory keeps `array`
+        return torch.from_numpy(array), *lent.received()  # the tensor keeps `array` alive
 
 
 def _give_back(pipe: Connection, process: int, block: int, holder: int) -> None:
-    """Tell worker process `process` that `block` is free, if this is process `holder` and no fork of it that drops its copy."""
+    """Tell worker process `process` that `block` is free; nothing in a fork of process `holder`, which has a copy only."""
     if os.getpid() != holder:
         return
-    # The pipe object stays open for this: the bare number of a closed descriptor may be another file's by now.
-    with suppress(OSError):  # the pipe is full or closed: the worker makes a new block, or is gone
+    # By the pipe object, not its descriptor's number, which another file may have got since.
+    with suppress(OSError):  # full: the worker makes a new block; closed: it has ended
         os.write(pipe.fileno(), _WORD.pack(process, block))

@@ -108,9 +108,10 @@ class MixtureLoader:
         The batches are those of the whole epoch from that step on, bit for bit. With `start_step = num_batches` there are none.
 
         Args:
-            dealt: how the epoch was dealt when it was begun, if otherwise than this loader deals: of the same ranks and
-                effective batch. Its rest is read by as many processes as `dealt` has readers, and each step shows the
-                samples that it would have shown; they come in micro-batches of this loader's size:
+            dealt: the batching with which the epoch was begun, if it differs from this loader's; it has the same number of
+            ranks
+                and the same effective batch. The rest of the epoch is read by as many processes as `dealt` has readers. Each
+                step has the same samples as with `dealt`, in micro-batches of this loader's size:
 
                     B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
 

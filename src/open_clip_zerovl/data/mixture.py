@@ -128,10 +128,11 @@ class Preprocessing:
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
-        teachers: show the views that these have seen, in place of new augmentations, and yield their embeddings of pictures and
-            captions as a fourth item, a tuple of two tensors (B, D) a teacher. The third item is then yielded, too.
-        shard_teachers: the same, where the shards themselves hold what they have seen. Pictures are then decoded at full size,
-            which stored crops are of.
+        teachers: show the views that these teachers have embedded, in place of new augmentations. Their embeddings are the
+        fourth
+            item, a tuple of two tensors (B, D), of pictures and captions, for each teacher; the third item is yielded, too.
+        shard_teachers: the same for teachers whose embeddings are in the shards. Pictures are then decoded at full size, since
+            stored crops are measured in it.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -178,12 +179,12 @@ class Mixture(IterableDataset):
         sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
-        cache: where remote shards are kept; None: they are read as they come.
+        cache: keeps remote shards on a local disk; None reads them from their server.
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
-        (images (B, C, H, W), texts (B, L), `Report`); in a loader's worker (`Lent`, `Report`); or a `Failure`. `MixtureLoader`
-        hands on images and texts alone.
+        (images (B, C, H, W), texts (B, L), `Report`), with the third and fourth items of `Preprocessing` before the report; in
+        a loader's worker (`Lent`, `Report`); or a `Failure`. `MixtureLoader` yields the batches without the report.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.
@@ -215,15 +216,15 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        whole = preprocessing.shard_teachers is not None  # stored crops are of pictures of their own size
+        whole = preprocessing.shard_teachers is not None  # stored crops are measured in full-size pictures
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
         self.lending: Lending | None = None  # set by a loader with worker processes
-        self.timeout_seconds = 0.0  # of the loader that reads it, which sets it
+        self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
 
     def dealt_as(self, batching: Batching) -> Mixture:
-        """The same mixture, its effective batches divided otherwise."""
+        """The same mixture with another division of its effective batches."""
         other = copy.copy(self)
         other.batching, other.start = batching, SharedNumbers(0, 0)
         other.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
@@ -305,8 +306,7 @@ class Mixture(IterableDataset):
         return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
 
     def _batch(self, shares: Sequence[Share], worker: int) -> tuple[Any, ...]:
-        """The next sample of each share, as (images, texts, origin if asked for, teachers' embeddings likewise, report) or
-        (`Lent`, report)."""
+        """The next sample of each share: (images, texts, origin and embeddings where wanted, report), or (`Lent`, report)."""
         wanted, teachers = self.preprocessing, self.preprocessing.teachers
         images, captions, origins, embeddings, report = [], [], [], [], Report()
         with preserved():

@@ -18,7 +18,7 @@ AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 
 def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
-    """The fields of a sample that its captions come from, with the share of times that each is shown; () for other values.
+    """The fields from which captions are drawn, each with its probability; () for values of another form.
 
         caption_fields("txt=0.5,syn=0.5")  ->  (("txt", 0.5), ("syn", 0.5))
 
@@ -48,7 +48,7 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
 
 
 def is_captions(captions: str) -> bool:
-    """Whether a `--captions` value is one of CAPTIONS or of `caption_fields`. UserError for shares that are none."""
+    """Whether a `--captions` value is one of CAPTIONS, or has the form of `caption_fields`; UserError as there."""
     return captions in CAPTIONS or bool(caption_fields(captions))
 
 

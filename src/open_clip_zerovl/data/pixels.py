@@ -158,6 +158,7 @@ def _step(step: Any) -> Step | None:
 
 
 def _fp32(value: float) -> float:
+    """The value rounded to fp32."""
     return ctypes.c_float(value).value
 
 
@@ -182,10 +183,10 @@ class _RandomResizedCrop:
         return _resized(picture[:, top : top + height, left : left + width], self.size, self.step.interpolation)
 
     def box(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """(top, left, height, width) that `RandomResizedCrop.get_params` draws, from the same numbers in a third of the time.
+        """(top, left, height, width) as `RandomResizedCrop.get_params` draws them, from the same draws, in a third of the time.
 
-        That one makes about ten tensors for each try, and half the tries do not fit a picture of 3 : 2. Here a try is one
-        draw of two numbers, from which torch's `uniform_` would make the same two: u (b - a) + a in fp64, rounded to fp32.
+        torchvision makes about ten tensors for each attempt, and half of the attempts do not fit a picture of 3 : 2. Here an
+        attempt is one draw of two numbers u, scaled as torch's `uniform_(a, b)` does: u (b - a) + a in fp64, rounded to fp32.
         """
         (least, most), (low, high) = self.area, self.log_ratio
         pair = torch.empty(2)
@@ -197,7 +198,7 @@ class _RandomResizedCrop:
             if 0 < across <= width and 0 < down <= height:
                 top = torch.randint(0, height - down + 1, size=(1,)).item()
                 return int(top), int(torch.randint(0, width - across + 1, size=(1,)).item()), down, across
-        # No try fitted: the largest central crop of an allowed ratio, which takes no draws.
+        # No attempt fitted: the largest central crop of an allowed ratio, without draws.
         narrowest, widest = min(self.step.ratio), max(self.step.ratio)
         across, down = width, height
         if width < height * narrowest:

@@ -1,9 +1,8 @@
 """torchvision's AutoAugment on arrays: the same draws and the same pixels as on PIL images.
 
-Torchvision makes the tables of all strengths anew for each picture; here they are made once for a size. Operations that map
-each byte by one rule (invert, posterize, solarize) run on the array. The others stay PIL's: nearest-neighbour rotation and
-shear would otherwise pick other pixels, blends would round otherwise, and PIL's histograms are as fast as torch's. A picture
-becomes a PIL image only for those, and not where the draws leave it alone.
+torchvision makes the tables of all strengths for each picture; here they are made once for each picture size. Operations on
+single bytes (invert, posterize, solarize) run on the array. The others stay PIL's, for which the picture becomes a PIL image:
+torch's nearest-neighbour rotation and shear pick other pixels, its blends round differently, and its histograms are no faster.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ Rows: TypeAlias = torch.Tensor  # (H, W, 3) uint8
 
 
 class ArrayAutoAugment:
-    """`step`, on pictures (3, H, W) uint8."""
+    """AutoAugment on pictures (3, H, W) uint8.
+
+    Args:
+        step: torchvision's AutoAugment.
+    """
 
     def __init__(self, step: AutoAugment) -> None:
         self.step = step
@@ -44,7 +47,7 @@ class ArrayAutoAugment:
         return _rows(shown).permute(2, 0, 1)
 
     def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
-        """(operation, probability, strength, whether the strength has a sign) of every policy, for pictures of a size."""
+        """For each policy its operations: (name, probability, strength, whether the strength has a random sign)."""
         found = self._sizes.get((height, width))
         if found is None:
             space: dict[str, Any] = self.step._augmentation_space(10, (height, width))
@@ -52,7 +55,7 @@ class ArrayAutoAugment:
                 [
                     (
                         name,
-                        float(np.float32(probability)),  # the draws are fp32, and compared in it
+                        float(np.float32(probability)),  # the draws are fp32
                         0.0 if level is None else float(space[name][0][level].item()),
                         space[name][1],
                     )
@@ -81,12 +84,12 @@ def _invert(rows: Rows, _strength: float) -> Rows:
 
 
 def _posterize(rows: Rows, strength: float) -> Rows:
-    """Keeps the `strength` highest bits of each byte."""
+    """Keep the `strength` highest bits of each byte."""
     return rows & (0xFF << (8 - int(strength)) & 0xFF)
 
 
 def _solarize(rows: Rows, strength: float) -> Rows:
-    """Inverts the bytes that are not below a threshold."""
+    """Invert the bytes from `strength` on."""
     flip = torch.ge(rows, strength).to(torch.uint8).neg_()  # 0 or 255
     return flip.bitwise_xor_(rows)
 

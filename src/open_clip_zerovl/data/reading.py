@@ -47,7 +47,7 @@ from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable, loc
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30
-_GONE_SHARDS = 8  # so many remote shards in a row do not come: then their host is down, not they
+_GONE_SHARDS = 8  # when so many remote shards in a row fail, their host is taken to be down
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
 
@@ -60,9 +60,9 @@ class RawSample:
         source: index of its source.
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
-        caption_number: which of the sample's captions `caption` is, from 0.
-        captions: all of them, "" for one that cannot be shown; only where `Reading.every_caption` asks for them.
-        stored: what `ShardTeachers.stored_view` made of its other members.
+        caption_number: number of `caption` among the sample's captions, from 0.
+        captions: all captions, "" for one that cannot be shown; empty without `Reading.every_caption`.
+        stored: the result of `ShardTeachers.stored_view`.
         fault: why it cannot be shown; None for a good sample.
         stands_for: the loss that it replaces; None for a sample at its own place.
     """
@@ -86,17 +86,17 @@ class RawSample:
 
 
 class ShardTeachers(Protocol):
-    """Teachers whose embeddings lie beside each sample in its shard.
+    """Teachers whose embeddings are members of each sample in its shard.
 
     Attributes:
-        members: suffixes of what they are read from.
+        members: suffixes of these members.
     """
 
     @property
     def members(self) -> tuple[str, ...]: ...
 
     def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> Any:
-        """What is kept of a sample's members until it is shown, or a Fault; `draw` modulo the number of views is the view."""
+        """What is needed of a sample's members to show its view number `draw` modulo the number of views, or a Fault."""
         ...
 
 
@@ -120,10 +120,10 @@ class Reading:
         source, index: what is read, and its index in the mixture.
         seed: of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
-        patience: how long its remote shards are waited for.
-        cache: where they are kept; None: they are read as they come.
-        every_caption: hand on all captions of a sample besides the one to show.
-        teachers: whose embeddings the shards themselves hold.
+        patience: how long to wait for its remote shards.
+        cache: keeps remote shards on a local disk; None reads them from their server.
+        every_caption: give samples all their captions, besides the one to show.
+        teachers: those whose embeddings are in the shards.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
     """
@@ -162,7 +162,7 @@ class Reading:
             raise
 
     def _raise_if_gone(self, error: ShardError) -> None:
-        """End the run where the place that shards come from is gone, and no shard of it could stand in."""
+        """UserError where so many remote shards have failed that their host must be down, and no shard can replace another."""
         failed = self.patience.failed
         if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
             shard, why = next(iter(failed.items()))
@@ -210,7 +210,7 @@ class Reading:
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
     def _members(self, shard: int, start: int) -> Generator[_Member, None, None]:
-        """What is read of each sample from number `start` on; ShardError where there are too few."""
+        """(key, captions, image, further members) of each sample from number `start` on; ShardError where there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
         if path is None and self.cache is not None:
@@ -218,6 +218,7 @@ class Reading:
         return self._members_of(path, url, shard, start)
 
     def _cached(self, cache: ShardCache, url: str, shard: int, start: int):
+        """`_members` of a remote shard, through the cache."""
         with contextlib.ExitStack() as stack:
             try:
                 path = stack.enter_context(cache.borrowed(url, self.patience, self.notes))
@@ -268,7 +269,7 @@ class Reading:
         return read()
 
     def _located(self, path: str, shard: int, start: int, size: int):
-        """`_members` of a plain local tar by its headers, for members that its index does not have.
+        """`_members` of a plain local tar by its headers, where members are wanted that the index does not have.
 
         tarfile.ReadError for another tar, before anything is read.
         """
@@ -304,12 +305,12 @@ class Reading:
 
     @property
     def _fields(self) -> tuple[tuple[str, float], ...]:
-        """Of the captions, where `--captions` names fields."""
+        """The fields that `--captions` names; () for none."""
         return caption_fields(self.source.captions)
 
     @property
     def _wanted(self) -> frozenset[str]:
-        """The members of a sample that are read."""
+        """Suffixes of the members that are read of a sample."""
         others = () if self.teachers is None else self.teachers.members
         return WANTED | {member_of(field) for field, _ in self._fields} | frozenset(others)
 
@@ -406,9 +407,9 @@ class Reading:
         )
 
     def _choose(self, texts: list[bytes], position: int) -> int:
-        """Which caption this pass shows: passes take an image's captions in turn, and the seed draws which is the first.
+        """The number of this pass's caption: passes take an image's captions in turn, and the seed draws which is the first.
 
-        Of several fields' captions each pass draws one.
+        Where captions come from several fields, each pass draws one by its probability.
         """
         if isinstance(texts, DrawnCaptions):
             return texts.at(stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64)
@@ -419,7 +420,7 @@ class Reading:
 
 
 def _caption(text: bytes) -> str | Fault:
-    """A caption as it is shown, or why it cannot be."""
+    """A caption as it is shown, or why it cannot be shown."""
     try:
         caption = text.decode("utf-8").strip("\ufeff \t\r\n\f\v")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Views: augmented pictures that a frozen teacher has seen, and that training shows again.
+"""Views: augmented pictures that a frozen teacher has embedded, and that training shows again.
 
 A stored teacher has embedded V augmentations ("views") of each picture. Training draws one of them for each sample and repeats
 its augmentation, so that teacher and student see the same pixels:
@@ -22,29 +22,29 @@ from open_clip_zerovl.randomness import Purpose, reseed, stream_seed
 
 
 class StoredTeachers(Protocol):
-    """What a mixture asks of teachers whose embeddings are stored."""
+    """Teachers with stored embeddings, as a mixture uses them."""
 
     @property
     def digest(self) -> str:
-        """Changes with anything that the embeddings are of."""
+        """A hash of everything on which the embeddings depend."""
         ...
 
     def show(
         self, sample: RawSample, image: Any, transform: Callable[[Any], Tensor], draw: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A view of a sample, and what the teachers made of it and of the sample's caption.
+        """A view of a sample, and the teachers' embeddings of it and of the sample's caption.
 
-        The process's own generators are moved; the caller keeps them.
+        This seeds the process's own generators; the caller restores them (`randomness.preserved`).
 
         Args:
-            image: what the transform takes.
+            image: input of the transform.
             draw: a random number; `draw % V` is the view.
 
         Returns:
             (picture (C, H, W), (image embedding (D,), text embedding (D,)) of each teacher, one after the other).
 
         Raises:
-            UserError: the teachers have not seen the sample.
+            UserError: the teachers have no embedding of the sample.
         """
         ...
 
@@ -52,14 +52,15 @@ class StoredTeachers(Protocol):
 def view_picture(
     transform: Callable[[Any], Tensor], image: Any, *, seed: int, source: int, sample: int, view: int
 ) -> Tensor:
-    """View `view` of a sample: the transform's picture under the view's own random numbers.
+    """View `view` of a sample: the transform's result, drawn from the view's own stream.
 
-    The process's own generators are moved; the caller keeps them (`randomness.preserved`).
+    This seeds the process's own generators; the caller restores them (`randomness.preserved`).
 
     Args:
+        transform: image -> picture (C, H, W).
         seed: of the stored teachers.
-        source: its number among the teachers' sources.
-        sample: its number in the source.
+        source: number of the source among the teachers' sources.
+        sample: number of the sample in the source.
     """
     reseed(stream_seed(seed, Purpose.VIEW_IMAGE, source, sample, view))
     return transform(image)
@@ -69,7 +70,7 @@ def teacher_features(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, 
     """(image features, text features) of each teacher over several micro-batches.
 
     Args:
-        parts: what a `Mixture` yields as its fourth item: of each micro-batch two tensors (B, D) a teacher.
+        parts: the fourth item that a `Mixture` yields, of each micro-batch: two tensors (B, D) for each teacher.
     """
     tensors = [torch.cat(rows) for rows in zip(*parts, strict=True)]
     return list(zip(tensors[::2], tensors[1::2], strict=True))

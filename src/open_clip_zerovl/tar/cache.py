@@ -1,12 +1,13 @@
-"""Remote shards kept whole on a local disk, up to a bound: fetched once by one process of the machine, then read as local ones.
+"""Remote shards kept whole on a local disk, up to a size: one process of the machine fetches a shard, all read it as a local
+one.
 
     DIR/3f9c2a71-00012.tar                    a whole shard
-    DIR/3f9c2a71-00012.tar.part               one that is being fetched, as long as the room that is reserved for it
-    DIR/.about/3f9c2a71-00012.tar.json        bytes, identity, when the server was last asked; its time is that of the last use
+    DIR/3f9c2a71-00012.tar.part               one that is being fetched; its length is the space reserved for it
+    DIR/.about/3f9c2a71-00012.tar.json        bytes, identity, last check with the server; its modification time is the last use
     DIR/.zerovl-index/3f9c2a71-00012.tar.npz  its index (`tar.index`), built when the shard is complete
 
-Processes agree by locks on these files (flock), which end with the process that holds them. A shard is locked for as long as
-somebody reads it, and only what nobody reads makes room for another, least recently used first.
+Processes coordinate by locks on these files (flock), which end with the process that holds them. A shard is locked while it is
+read. Shards that no process reads are removed to make room for others, least recently used first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from open_clip_zerovl.tar.index import open_index
 from open_clip_zerovl.tar.members import ShardError
 from open_clip_zerovl.tar.remote import Patience, RemoteStream, StalledShard, Unreachable, identity_of, is_command
 
-_FETCHES = 3  # of a shard that comes whole and is not what the server announces
+_FETCHES = 3  # attempts at a shard that arrives whole but differs from the server's checksum, or is no tar
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 
@@ -41,9 +42,9 @@ class ShardCache:
 
     Attributes:
         folder: on a local disk; shared by all processes of the machine.
-        limit_bytes: that all files in it may take.
-        since: time from which on a server must have been asked whether a shard has changed; by default the object's making, so
-            that each run asks once a shard.
+        limit_bytes: of all files in it.
+        since: a server is asked whether a shard has changed if it was last asked before this time. By default the time at which
+            this object is made, so that each run asks once a shard.
     """
 
     folder: str
@@ -54,13 +55,14 @@ class ShardCache:
     def borrowed(
         self, url: str, patience: Patience, notes: Callable[[str], None] = lambda _: None
     ) -> Iterator[str | None]:
-        """The path of a whole copy of a shard, which stays until the block ends. None where there is no room for it.
+        """The path of a whole copy of a shard, which is kept until the block ends; None where there is no room for it.
 
         Args:
-            notes: called with a sentence where the cache cannot be used as it should.
+            patience: of the transfer.
+            notes: called with a sentence where the cache cannot be used.
 
         Raises:
-            Unreachable: the shard does not come.
+            Unreachable: the shard cannot be fetched.
             StalledShard: another process has been fetching it for longer than `patience.most_seconds`.
         """
         entry = _Entry(self.folder, url)
@@ -81,7 +83,7 @@ class ShardCache:
             os.close(descriptor)
 
     def _obtain(self, entry: _Entry, patience: Patience, notes: Callable[[str], None]) -> int | None:
-        """A descriptor that holds a shared lock on the whole shard."""
+        """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None where there is no room."""
         os.makedirs(os.path.join(self.folder, ".about"), exist_ok=True)
         begin = time.monotonic()
         while True:
@@ -106,7 +108,7 @@ class ShardCache:
                 continue
             fetched = False
             try:
-                if os.path.exists(entry.path):  # fetched between the two looks
+                if os.path.exists(entry.path):  # fetched by another process since it was looked for
                     continue
                 fetched = self._fetch(entry, descriptor, patience)
                 if not fetched:
@@ -121,7 +123,7 @@ class ShardCache:
                 os.close(descriptor)
 
     def _changed(self, entry: _Entry, about: _About, patience: Patience, notes: Callable[[str], None]) -> bool:
-        """Whether the server has another shard under this URL now; asked once a run."""
+        """Whether the server has another shard under this URL now; it is asked once a run."""
         if about.checked >= self.since or is_command(entry.url):
             return False
         if not patience.failed:
@@ -136,7 +138,7 @@ class ShardCache:
         return False
 
     def _fetch(self, entry: _Entry, descriptor: int, patience: Patience) -> bool:
-        """Fetch the shard through an open, locked `part`, and give it its name; False where there is no room."""
+        """Fetch the shard into its open, locked `part`, then give it its name; False where there is no room."""
         with RemoteStream(entry.url, patience) as stream:
             for attempt in range(1, _FETCHES + 1):
                 stream.open()
@@ -152,14 +154,14 @@ class ShardCache:
             os.fsync(descriptor)
             entry.write(_About(stream.position, stream.identity, time.time()))
         os.rename(entry.part, entry.path)
-        # What cannot be indexed is compressed, or torn before its first sample, which its reader tells.
+        # A shard without an index is compressed, or torn before its first sample; its reader reports that.
         with contextlib.suppress(ShardError, tarfile.ReadError, UserError):
             open_index(entry.path)
         return True
 
     def _receive(self, stream: RemoteStream, descriptor: int) -> bytes | None:
-        """Write the whole stream to a file, from its beginning; its MD5 where the server gives one, None for want of room."""
-        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))  # of the room for what does not tell its length
+        """Write the whole stream to a file; returns its MD5 (of no bytes where the server gives none), None without room."""
+        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))  # reserved at a time where the length is unknown
         room = stream.total if stream.total is not None else step
         if not self._reserve(descriptor, room):
             return None
@@ -178,7 +180,7 @@ class ShardCache:
         return digest.digest()
 
     def _reserve(self, descriptor: int, size: int) -> bool:
-        """Make the file so long, and room for it."""
+        """Make the file `size` bytes long, and room for it; False where there is no room."""
         with open(os.path.join(self.folder, ".lock"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             wanted = size - os.fstat(descriptor).st_size
@@ -191,6 +193,7 @@ class ShardCache:
             return True
 
     def _used(self) -> int:
+        """Bytes of all files."""
         return sum(
             file.stat().st_size
             for name in ("", ".about", INDEX_FOLDER)
@@ -198,7 +201,12 @@ class ShardCache:
         )
 
     def _make_room(self, wanted: int) -> bool:
-        """Remove shards that nobody reads, least recently used first, and what killed processes have left."""
+        """Remove partial files of killed processes, then unread shards, least recently used first, until `wanted` bytes are
+        free.
+
+        Returns:
+            Whether so many bytes could be freed.
+        """
         for file in _files(self.folder):
             if (
                 file.name.endswith(".part")
@@ -217,7 +225,7 @@ class ShardCache:
 
 @dataclass(frozen=True)
 class _About:
-    """What is known of a whole shard: its bytes, what tells it from others of its URL, when the server was last asked."""
+    """What is known of a whole shard: its bytes, its identity (`RemoteStream`), when the server was last asked."""
 
     bytes: int
     identity: str | None
@@ -229,7 +237,7 @@ class _Entry:
 
     def __init__(self, folder: str, url: str, name: str | None = None) -> None:
         if name is None:
-            # No URL is written down: it may hold a token.
+            # A hash and not the URL, which may hold a token.
             last = re.sub(r"[^A-Za-z0-9._-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2])[-60:]
             name = f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{last.removesuffix('.tar')}.tar"
         self.url = url
@@ -240,11 +248,11 @@ class _Entry:
 
     @classmethod
     def of(cls, folder: str, name: str) -> _Entry:
-        """That of a file in the cache."""
+        """The entry of a file in the cache, whose URL is unknown."""
         return cls(folder, "", name)
 
     def about(self, size_bytes: int) -> _About | None:
-        """What is known of the shard; None where it is damaged."""
+        """What is known of the shard; None where that is unreadable, or the shard has another size."""
         try:
             with open(self.about_path, encoding="utf-8") as file:
                 found = json.load(file)
@@ -265,7 +273,7 @@ class _Entry:
 
 
 def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
-    """What is wrong with a shard that has come, None if nothing is."""
+    """What is wrong with a fetched shard; None for nothing."""
     if announced is not None and announced not in (md5.hex(), base64.b64encode(md5).decode()):
         return "another checksum than announced"
     if not tarfile.is_tarfile(path):
@@ -274,7 +282,7 @@ def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
 
 
 def _lock(path: str, kind: int, flags: int = os.O_RDONLY) -> int | None:
-    """A descriptor of the file that holds a lock; None where there is no such file, or LOCK_NB and another has the lock."""
+    """A descriptor of the file that holds a lock; None where there is no file, or with LOCK_NB another process has the lock."""
     while True:
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -296,7 +304,7 @@ def _lock(path: str, kind: int, flags: int = os.O_RDONLY) -> int | None:
 
 
 def _remove(entry: _Entry) -> int:
-    """Remove a shard that nobody reads; the bytes that this gives, 0 where somebody reads it."""
+    """Remove a shard unless a process reads it; returns the bytes that this frees."""
     descriptor = _lock(entry.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if descriptor is None:
         return 0

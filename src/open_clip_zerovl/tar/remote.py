@@ -1,8 +1,8 @@
 """The bytes of a shard wherever it lies: a file, a store that fsspec opens (https:, s3:, gs: ...), or a command (pipe:).
 
-A remote shard whose transfer breaks is asked for again, after a wait that doubles from retry to retry, and goes on at the
-byte where it broke: by a range request, or, where the server knows none and with a command, by reading from the beginning and
-dropping what is known. The bytes that come out are those of the whole shard, none lost and none twice.
+A broken transfer is retried, after a wait that doubles with each retry, and goes on at the byte where it broke. It does so by a
+range request; for a command, or a server without range requests, it reads from the beginning and drops the bytes that it has.
+The result is every byte of the shard, each once.
 
     bytes 0 .. 69,999 come, the connection is lost, "Range: bytes=70000-" brings the rest
 """
@@ -26,23 +26,26 @@ from open_clip_zerovl.errors import UserError
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
 HTTP = ("http", "https")
-_COMMANDS = frozenset(gopen_schemes) - {*HTTP, "gs"}  # pipe: and what webdataset makes a command of (sftp:, ais: ...)
+_COMMANDS = frozenset(gopen_schemes) - {
+    *HTTP,
+    "gs",
+}  # pipe:, and schemes that webdataset opens by a command (sftp: ...)
 _BLOCK_BYTES = 4 << 20  # of one request to a store
-_PROGRESS_BYTES = 1 << 16  # so many new bytes, and the retries are counted anew
+_PROGRESS_BYTES = 1 << 16  # after so many new bytes retries are counted from 0 again
 _SLOWEST_BYTES_PER_SECOND = 1024
-_PASSING_STATUS = (408, 425, 429)  # and 500 to 599; all other answers of a server are final
+_PASSING_STATUS = (408, 425, 429)  # and 500 to 599: a retry may help; all other errors of a server are final
 
 
 class StalledShard(Exception):
-    """A command gave nothing for too long."""
+    """A command delivered no byte for too long."""
 
 
 class Unreachable(OSError):
-    """The bytes of a remote shard do not come, or no longer.
+    """A remote shard cannot be read, or not to its end.
 
     Attributes:
-        reason: in a few words, the same for all of its kind: "server answered 503".
-        passing: whether waiting longer might help; not where the server says that there is no such shard.
+        reason: a few words to count by ("server answered 503").
+        passing: whether a retry might help; False where the server has no such shard.
     """
 
     def __init__(self, message: str, reason: str, passing: bool) -> None:
@@ -53,7 +56,13 @@ class Unreachable(OSError):
 
 @dataclass(frozen=True)
 class Wait:
-    """What one shard was waited for: the seconds that retries took, and how many there were for each reason."""
+    """The retries of one shard.
+
+    Attributes:
+        shard: its URL.
+        seconds: that the retries took.
+        reasons: reason -> number of retries.
+    """
 
     shard: str
     seconds: float
@@ -70,19 +79,20 @@ def _ignore(_: Wait) -> None:
 
 @dataclass
 class Patience:
-    """How long the shards of one source are waited for in one process.
+    """How long one process waits for the shards of one source.
 
-    An outage is waited out once: after a shard that has not come with all its retries, others are asked once each until one
-    comes.
+    Retries are made once in an outage: after a shard has failed with all its retries, the next shards get no retry until one
+    succeeds.
 
     Attributes:
-        retries: of a store, without progress in between; `command_retries` of a command, which may retry by itself.
-        first_wait_seconds, longest_wait_seconds: before the first retry, and the most that doubling makes of it.
-        stall_seconds: without a byte from a server, after which it is asked again.
-        most_seconds: without progress, after which a shard is given up; 0: as many as the retries take.
-        command_seconds: without a byte from a command, after which StalledShard is raised; 0 waits forever.
-        waits: told of each shard that came, or did not, after at least one retry.
-        failed: shards that have not come since one last did, and why, in the order in which they were asked for.
+        retries: of a transfer from a server or store, without progress in between.
+        command_retries: of a command, which may have retries of its own.
+        first_wait_seconds, longest_wait_seconds: wait before the first retry, and the limit of its doubling.
+        stall_seconds: a server that sends no byte for so long is asked again.
+        most_seconds: a shard without progress for so long is given up; 0 for no limit but the retries.
+        command_seconds: a command without a byte for so long raises StalledShard; 0 waits forever.
+        waits: called for each shard that had at least one retry, when it ends or fails.
+        failed: shards that have failed since the last success -> why, in the order in which they were asked for.
     """
 
     retries: int = 8
@@ -99,10 +109,11 @@ class Patience:
     def within(
         cls, timeout_seconds: float, *, watched: bool = True, waits: Callable[[Wait], None] = _ignore
     ) -> Patience:
-        """One that gives up before a loader's time-out (0: none) ends the run.
+        """The patience that gives up before a loader's time-out ends the run.
 
         Args:
-            watched: another process watches the time-out, which for a command is then enough.
+            timeout_seconds: of the loader; 0 for none.
+            watched: another process keeps the time-out, so that a command needs no limit of its own.
         """
         most = 0.8 * timeout_seconds
         stall = max(1.0, min(30, timeout_seconds / 10)) if timeout_seconds else 30
@@ -119,16 +130,16 @@ def local_path(url: str) -> str | None:
 
 
 def check_quotes(url: str) -> None:
-    """UserError for a single quote in a URL: webdataset puts it between single quotes into a shell's command (curl)."""
+    """UserError for a single quote in a URL: webdataset puts URLs between single quotes into a shell command (curl)."""
     if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
         raise UserError(f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27")
 
 
 def check_openable(url: str) -> None:
-    """Make sure that something installed opens URLs of this kind.
+    """Check that an installed package opens URLs of this kind.
 
     Raises:
-        UserError: nothing does, or what `check_quotes` refuses.
+        UserError: no installed package does, or what `check_quotes` refuses.
     """
     check_quotes(url)
     if local_path(url) is None and not is_command(url):
@@ -142,11 +153,11 @@ def is_command(url: str) -> bool:
 
 @contextmanager
 def open_url(url: str, patience: Patience | None = None) -> Iterator[BinaryIO]:
-    """The bytes of a shard, with a `read` that retries.
+    """The bytes of a shard as a file whose `read` retries. Reading may raise these errors too.
 
-    Raises (the reading too):
-        Unreachable: a remote shard does not come, or has changed on the server meanwhile.
-        UserError: nothing installed opens such a URL.
+    Raises:
+        Unreachable: a remote shard cannot be read, or has changed on the server since its first byte.
+        UserError: no installed package opens such a URL.
         StalledShard: see `Patience.command_seconds`.
     """
     path = local_path(url)
@@ -160,15 +171,16 @@ def open_url(url: str, patience: Patience | None = None) -> Iterator[BinaryIO]:
 
 @dataclass
 class _Transfer:
-    """One attempt at the bytes of a shard from some byte on.
+    """One attempt to read a shard, from some byte on.
 
     Attributes:
-        read: (size) -> at least one byte and at most so many; none at the end.
-        end: called at the end; raises where the transfer has not ended well.
-        begins: the byte that comes first.
-        total: bytes of the whole shard, None where nobody tells.
-        identity: tells the shard from one that is written in its place; None where nobody tells.
-        md5: of the whole, in base64 or hexadecimal digits, where the server gives it.
+        read: size -> between one byte and so many; b"" at the end.
+        close: ends the transfer.
+        begins: number of the first byte that it delivers.
+        total: bytes of the whole shard; None if unknown.
+        identity: a text that changes when the shard is replaced by another (ETag, date, size); None if unknown.
+        md5: of the whole shard, in base64 or hexadecimal digits; None if unknown.
+        end: called at the end; raises where the transfer failed.
     """
 
     read: Callable[[int], bytes]
@@ -181,15 +193,15 @@ class _Transfer:
 
 
 class _Broken(Exception):
-    """A transfer that has not ended well, with the reason in a few words."""
+    """A transfer failed; the message is the reason in a few words."""
 
 
 class RemoteStream:
     """The bytes of a remote shard from the first to the last; see the module's text.
 
     Attributes:
-        position: bytes that have been read.
-        total, identity, md5: see `_Transfer`; known after the first byte.
+        position: number of bytes read.
+        total, identity, md5: see `_Transfer`; known once the transfer has begun.
     """
 
     def __init__(self, url: str, patience: Patience) -> None:
@@ -203,8 +215,8 @@ class RemoteStream:
         self._reasons: dict[str, int] = {}  # reason -> retries
         self._in_a_row = 0  # retries since the last progress
         self._kept = 0  # position at the last progress
-        self._since = time.monotonic()  # the time of it
-        self._began, self._began_at = 0.0, 0  # time and position of the transfer's beginning
+        self._since = time.monotonic()  # time of the last progress
+        self._began, self._began_at = 0.0, 0  # time and position at which the transfer began
 
     def __enter__(self) -> RemoteStream:
         return self
@@ -213,21 +225,21 @@ class RemoteStream:
         self.close()
 
     def close(self) -> None:
-        """End the transfer, and tell what was waited for."""
+        """End the transfer, and report its retries to `Patience.waits`."""
         self._hang_up()
         if self._reasons:
             self.patience.waits(Wait(self.url, self._lost_seconds, self._reasons))
             self._reasons, self._lost_seconds = {}, 0.0
 
     def open(self) -> None:
-        """Begin the transfer, so that `total` and `identity` are known."""
+        """Begin the transfer; `total` and `identity` are known afterwards."""
         while self._transfer is None:
             begin = time.monotonic()
             try:
                 self._transfer = self._begin()
             except (UserError, StalledShard):
                 raise
-            except Exception as error:  # fsspec's file systems raise what they like
+            except Exception as error:  # fsspec's file systems raise errors of any type
                 self._broke(error, begin)
 
     def read(self, size: int) -> bytes:
@@ -242,7 +254,7 @@ class RemoteStream:
                 part = transfer.read(missing)
                 if not part:
                     if parts:
-                        break  # what has come first; the next call asks how it ended
+                        break  # return these bytes; the next call checks how the transfer ended
                     if self.total is not None and self.position < self.total:
                         raise _Broken("cut off")
                     transfer.end()
@@ -258,13 +270,14 @@ class RemoteStream:
         return b"".join(parts)
 
     def rewind(self, reason: str) -> None:
-        """Begin again with the first byte, as after a broken transfer: what has come is not the shard."""
+        """Begin again with the first byte, as after a broken transfer, because the bytes so far are wrong."""
         self._hang_up()
         self.position = self._kept = 0
         self.identity = self.md5 = self.total = None
         self._broke(_Broken(reason), time.monotonic())
 
     def _begin(self) -> _Transfer:
+        """A transfer that goes on at `position`."""
         transfer = _transfer(self.url, self.position, self.patience)
         try:
             if self.position and None not in (self.identity, transfer.identity) and transfer.identity != self.identity:
@@ -284,6 +297,7 @@ class RemoteStream:
         return transfer
 
     def _came(self, count: int) -> None:
+        """Count new bytes; a transfer that is too slow counts as broken."""
         self.position += count
         now = time.monotonic()
         if self.position - self._kept >= _PROGRESS_BYTES or self.position == self.total:
@@ -302,7 +316,7 @@ class RemoteStream:
         patience = self.patience
         most = patience.command_retries if is_command(self.url) else patience.retries
         if patience.failed:
-            most = 0  # this outage has been waited for
+            most = 0  # another shard has had its retries in this outage
         wait = min(patience.longest_wait_seconds, patience.first_wait_seconds * 2**self._in_a_row)
         wait = max(wait * random.SystemRandom().uniform(0.5, 1), min(_asked_wait(error), patience.longest_wait_seconds))
         now = time.monotonic()
@@ -328,10 +342,11 @@ class RemoteStream:
 
 
 def identity_of(url: str, patience: Patience) -> str | None:
-    """What tells the shard behind a URL from one written in its place, asked for once; None where nobody tells.
+    """The identity (see `_Transfer`) of the shard behind a URL, asked for without retries; None if unknown.
 
     Raises:
         Unreachable: the server does not answer.
+        UserError: no installed package opens such a URL.
     """
     if is_command(url):
         return None
@@ -339,7 +354,7 @@ def identity_of(url: str, patience: Patience) -> str | None:
         transfer = _transfer(url, 0, patience)
     except UserError:
         raise
-    except Exception as error:  # fsspec's file systems raise what they like
+    except Exception as error:  # fsspec's file systems raise errors of any type
         reason, passing = reason_of(error)
         raise Unreachable(_detail(error, reason), reason, passing) from error
     transfer.close()
@@ -347,7 +362,7 @@ def identity_of(url: str, patience: Patience) -> str | None:
 
 
 def reason_of(error: BaseException) -> tuple[str, bool]:
-    """Why bytes do not come, in a few words, the same for all of a kind; and whether that may pass."""
+    """(reason, passing) of an error, as in `Unreachable`."""
     if isinstance(error, Unreachable):
         return error.reason, error.passing
     if isinstance(error, _Broken):
@@ -355,7 +370,7 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
         causes.append(cause)
-    # fsspec makes "no such file" of whatever a server answers to a question about one; the answer itself is below.
+    # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
     status = next((found for each in causes if isinstance(found := getattr(each, "status", None), int)), None)
     if status is not None and status >= 400:
         return f"server answered {status}", status >= 500 or status in _PASSING_STATUS
@@ -378,22 +393,22 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, or its name."""
+    """The message of an error, or its type's name."""
     return str(error.args[-1] if isinstance(error, OSError) and error.args else error) or type(error).__name__
 
 
 def _detail(error: Exception, reason: str) -> str:
-    """The reason, and what is behind it where the reason is a mere name."""
+    """The reason, with the error's message where the reason is only the error's type."""
     return f"{reason}: {words_of(error)}" if reason == type(error).__name__ else words_or(reason, error)
 
 
 def words_or(reason: str, error: Exception) -> str:
-    """The sentence of an error of ours, else the reason alone: a library's texts name its internals."""
+    """The message of an error of this module; for any other the reason, since a library's message names its internals."""
     return words_of(error) if isinstance(error, (Unreachable, _Broken)) else reason
 
 
 def _asked_wait(error: BaseException) -> float:
-    """Seconds that a busy server asks to wait."""
+    """Seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
     headers = getattr(error, "headers", None)
     asked = headers.get("Retry-After", "") if headers is not None and hasattr(headers, "get") else ""
     return float(asked) if re.fullmatch(r"\d{1,6}", str(asked)) else 0.0
@@ -405,6 +420,7 @@ def _asked_wait(error: BaseException) -> float:
 
 
 def _transfer(url: str, at: int, patience: Patience) -> _Transfer:
+    """A transfer that begins at byte `at`, or before it where the server or command cannot do so."""
     if is_command(url):
         return _from_command(url, patience)
     file_system, path = _filesystem(url, patience)
@@ -414,6 +430,7 @@ def _transfer(url: str, at: int, patience: Patience) -> _Transfer:
 
 
 def _filesystem(url: str, patience: Patience) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. UserError where no installed package opens such URLs."""
     scheme = url.split(":", 1)[0]
     try:
         import fsspec
@@ -424,7 +441,9 @@ def _filesystem(url: str, patience: Patience) -> tuple[Any, str]:
 
             limit = patience.stall_seconds
             timeout = ClientTimeout(total=None, sock_connect=limit, sock_read=limit)
-            options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}  # proxies, as curl takes them
+            options = {
+                "client_kwargs": {"timeout": timeout, "trust_env": True}
+            }  # trust_env: proxies of the environment
         return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
         command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
@@ -436,7 +455,7 @@ def _filesystem(url: str, patience: Patience) -> tuple[Any, str]:
 
 def _from_server(file_system: Any, url: str, at: int) -> _Transfer:
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
-    # block_size 0 is a stream; it does not use the size, but would ask the server for it.
+    # block_size 0 makes a stream. It does not use `size`, but would ask the server for it if it were not given.
     file = file_system.open(url, "rb", block_size=0, size=1, headers=headers)
     given, begins = file.r.headers, 0
     encoded = given.get("Content-Encoding", "identity") != "identity"
@@ -460,26 +479,26 @@ def _from_store(file_system: Any, path: str, at: int, patience: Patience) -> _Tr
         file.seek(at)
         return file, getattr(file, "details", None) or file_system.info(path)
 
-    limit = 4 * patience.stall_seconds  # stores have time-outs and retries of their own
+    limit = 4 * patience.stall_seconds  # longer, since stores have time-outs and retries of their own
     file, about = _in_time(opened, limit)
     total = about.get("size")
     marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
     identity = " ".join(str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None)
-    md5 = about.get("md5Hash")  # S3's ETag is no checksum of what is encrypted or was sent in parts
+    md5 = about.get("md5Hash")  # not S3's ETag, which for encrypted or multipart objects is no MD5
     return _Transfer(
         lambda size: _in_time(lambda: file.read(min(size, _BLOCK_BYTES)), limit), file.close, at, total, identity, md5
     )
 
 
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives, in a thread that may be left behind: not every file system has a time-out."""
+    """The result of a call, made in a thread since not every file system has a time-out; a late thread is left to itself."""
     found: list[Any] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             found.append(call())
-        except BaseException as error:  # handed to the waiting thread
+        except BaseException as error:  # raised in the waiting thread
             failed.append(error)
 
     thread = threading.Thread(target=run, daemon=True, name="remote shard")
@@ -495,7 +514,7 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
 def _from_command(url: str, patience: Patience) -> _Transfer:
     stream = gopen(url)
     assert isinstance(stream, Pipe)
-    # Past Pipe.read: it raises on the command's exit status although all bytes came, or not, as the race falls.
+    # Not Pipe.read: after the last byte it may raise for the command's exit status, depending on a race.
     process, output = stream.proc, stream.stream
 
     def read(size: int) -> bytes:
@@ -507,7 +526,7 @@ def _from_command(url: str, patience: Patience) -> _Transfer:
         try:
             status = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return  # it has closed its output, and does something else
+            return  # it has closed its output and still runs
         if status != 0:
             raise _Broken(f"command ended with status {status}")
 
