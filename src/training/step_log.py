@@ -15,6 +15,8 @@ from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.losses.problem import Report
 
+STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
+JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
 LIMITING_SHARE = 0.1  # of an epoch's time spent waiting for data, from which on it is said
 
 
@@ -41,6 +43,23 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
     return (
         f"{waited / total:.0%} of the time waited for data: {deliver} "
         f"{delivered:,.0f} samples/s, a rank takes {taken:,.0f}; {needed} workers would do, or smaller images"
+    )
+
+
+def stuck_sentence(loss: float, effective_batch: int) -> str | None:
+    """Whether a contrastive loss is that of a model that tells no pair from another, in one sentence; None where it is less.
+
+    Args:
+        loss: mean of an epoch.
+        effective_batch: N; chance is ln N.
+    """
+    chance = math.log(effective_batch)
+    if effective_batch < 2 or not loss >= STUCK_SHARE * chance:
+        return None
+    return (
+        f"the loss, {loss:.4g}, is that of chance, ln {effective_batch:,} = {chance:.4g}: the model does not tell which "
+        "caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and pictures, and "
+        "at the starting weights"
     )
 
 
@@ -88,7 +107,11 @@ class BySource:
 
 
 class StepLog:
-    """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples."""
+    """open_clip's log line, tensorboard and wandb metrics for each logged step, in effective samples.
+
+    Args:
+        judged: whether the loss is the plain contrastive one, whose chance value is known.
+    """
 
     def __init__(
         self,
@@ -99,9 +122,11 @@ class StepLog:
         dga_steps: int,
         tb_writer=None,
         sources: Sequence[str] = (),
+        judged: bool = False,
     ) -> None:
         self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
         self.epoch_samples = epoch_samples
+        self.judged = judged
         self.samples_per_gpu = args.batch_size * dga_steps
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
@@ -164,10 +189,17 @@ class StepLog:
         self.batch_time.reset()
         self.data_time.reset()
         if index + 1 == self.steps:
+            self._stuck(step)
             total, samples = self.end - self.counted_from, self.counted_steps * self.samples_per_gpu
             sentence = loader_sentence(self.waited, total, samples, getattr(self.args, "workers", 0))
             if sentence is not None:
                 logging.info(f"Epoch {self.epoch}: {sentence}.")
+
+    def _stuck(self, step: int) -> None:
+        if self.judged and step >= JUDGED_FROM_STEP:
+            sentence = stuck_sentence(self.losses["loss"].avg, self.samples_per_gpu * self.args.world_size)
+            if sentence is not None:
+                logging.warning(f"Epoch {self.epoch}: {sentence}.")
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         metrics = {"train/" + name: value for name, value in metrics.items()}

@@ -121,7 +121,14 @@ class Trainer:
             data["train"].set_epoch(epoch)
         checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
         log = StepLog(
-            args, epoch, steps, loader.num_samples, self.config.dga_steps, tb_writer, [s.name for s in sources]
+            args,
+            epoch,
+            steps,
+            loader.num_samples,
+            self.config.dga_steps,
+            tb_writer,
+            [source.name for source in sources],
+            judged=isinstance(loss, ContrastiveLoss) and not self._changes_the_loss(),
         )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
@@ -144,6 +151,12 @@ class Trainer:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         if self.config.dga_retain == "auto":
             self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
+
+    def _changes_the_loss(self) -> bool:
+        """Whether the loss of chance is another than ln N."""
+        config, plain = self.config, RecipeConfig()
+        names = ("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
+        return any(getattr(config, name) != getattr(plain, name) for name in names)
 
     def _retained(self) -> dict[str, float]:
         """What `--dga-retain auto` has decided; it is asked for on every rank."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from open_clip import SimpleTokenizer
 from PIL import Image
 from torchvision import transforms
 
@@ -415,6 +416,21 @@ def test_too_much_rot_ends_the_run(tmp_path, caplog):
         loader_of(sources, max_bad_share=2.0)
     with pytest.raises(UserError, match="unknown way 'ignore' to treat bad samples"):
         loader_of(sources, on_bad_sample="ignore")
+
+
+@pytest.mark.parametrize("words, said", [(40, 1), (3, 0)])
+def test_captions_that_fill_the_context_are_told_once(tmp_path, caplog, words, said):
+    shards = write_source(tmp_path / "a", 0, 12, 12, caption="word " * words)
+    mixture = Mixture(
+        parse_sources(f"long={shards}"),
+        Batching(3, workers=2),
+        Preprocessing(transforms.PILToTensor(), SimpleTokenizer(context_length=16)),
+    )
+    loader = MixtureLoader(mixture, workers=2)
+    for _ in range(2):
+        list(loader)
+    told = [message for message in caplog.messages if "fill the text tower's context" in message]
+    assert len(told) == said and all("Source long: 100% of the captions" in message for message in told)
 
 
 def test_the_books_are_judged_over_all_ranks():

@@ -546,7 +546,7 @@ def test_an_earlier_decision_of_auto_holds_while_it_fits(monkeypatch, caplog):
     assert "decided anew" not in caplog.text
     with caplog.at_level(logging.WARNING):
         found, last = decided(adopted, adopted.needed_bytes - 1)
-    assert found[0] == 1 and last.graphs < 3 and "the 3 graphs that were kept" in caplog.text
+    assert found[0] == 1 and last.graphs < 3 and "The graphs of 3 micro-batches that were kept" in caplog.text
     assert "decided anew" in caplog.text
 
 
@@ -572,7 +572,7 @@ def test_retain_auto_fits_the_memory(monkeypatch, caplog):
     torch.manual_seed(SEED)
     with caplog.at_level(logging.INFO):
         step.backward(micro_batches)
-    assert step._retention.graphs([4, 4, 4, 2]) == 3 and "3 graphs" in caplog.text
+    assert step._retention.graphs([4, 4, 4, 2]) == 3 and "the graphs of 3 of a step's 4 micro-batches" in caplog.text
     assert error(gradients(model), wanted) <= EXACT
     assert step._retention.graphs([4, 4]) == 2  # never more than there are
 

@@ -1,4 +1,4 @@
-"""When the loader is the limit, the log says so once an epoch."""
+"""When the loader is the limit, or the loss is that of chance, the log says so once an epoch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from training import step_log
-from training.step_log import StepLog, loader_sentence
+from training.step_log import StepLog, loader_sentence, stuck_sentence
 
 
 def test_the_sentence():
@@ -42,3 +42,28 @@ def test_an_epoch_says_it_once_without_its_first_step(monkeypatch, caplog, wait,
         assert lines[0].startswith(
             "Epoch 4: 75% of the time waited for data: 2 workers deliver 5 samples/s, a rank takes 20; 8 "
         )
+
+
+def test_the_loss_of_chance():
+    assert stuck_sentence(6.93, 1024).startswith(
+        "the loss, 6.93, is that of chance, ln 1,024 = 6.931: the model does not tell"
+    )
+    assert stuck_sentence(7.5, 1024) is not None
+    assert stuck_sentence(6.8, 1024) is None and stuck_sentence(0.0, 1) is None
+    assert stuck_sentence(float("nan"), 1024) is None
+
+
+@pytest.mark.parametrize(
+    "loss, judged, first, said",
+    [(2.99, True, 200, 1), (2.99, True, 0, 0), (2.99, False, 200, 0), (1.5, True, 200, 0)],
+    ids=["stuck", "at the beginning of a run", "another loss", "learning"],
+)
+def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
+    args = argparse.Namespace(
+        batch_size=10, workers=2, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1, wandb=False
+    )
+    log = StepLog(args, epoch=4, steps=3, epoch_samples=60, dga_steps=2, judged=judged)  # N = 20, ln N = 2.996
+    for index in range(3):
+        log.data_ready()
+        log.step_done(index, first + index, {"loss": loss, "logit_scale": 1.0}, 1e-3)
+    assert sum("is that of chance" in message for message in caplog.messages) == said

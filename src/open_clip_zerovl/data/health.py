@@ -15,6 +15,8 @@ from open_clip_zerovl.tar.remote import Wait
 # Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
 
+TOLD_FULL_SHARE = 0.02  # of a source's captions that fill the context, from which on it is said
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -55,12 +57,14 @@ class Report:
 
     Attributes:
         delivered: source -> samples in the batch, replaced ones included.
+        full: source -> samples of them whose caption fills the text tower's context.
         losses: one entry for each replaced sample.
         notes: sentences about odd things through which no sample is lost.
         waits: (source, retries of one of its shards).
     """
 
     delivered: dict[int, int] = field(default_factory=dict)
+    full: dict[int, int] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waits: list[tuple[int, Wait]] = field(default_factory=list)
@@ -88,18 +92,20 @@ class Books:
 
     Attributes:
         delivered: source -> samples, replaced ones included.
+        full: source -> samples whose caption fills the text tower's context.
         lost: source -> reason -> samples.
         waited: source -> retries of its shards.
     """
 
     delivered: dict[str, int] = field(default_factory=dict)
+    full: dict[str, int] = field(default_factory=dict)
     lost: dict[str, dict[str, int]] = field(default_factory=dict)
     waited: dict[str, Waited] = field(default_factory=dict)
 
     def add(self, other: Books) -> None:
         """Add another rank's numbers."""
-        for name, count in other.delivered.items():
-            self.delivered[name] = self.delivered.get(name, 0) + count
+        _count(self.delivered, other.delivered)
+        _count(self.full, other.full)
         for name, reasons in other.lost.items():
             mine = self.lost.setdefault(name, {})
             for reason, count in reasons.items():
@@ -141,9 +147,8 @@ class Ledger:
             UserError: a source has lost too many samples, whatever the rest of the epoch brings.
         """
         lost, delivered = self.books.lost, self.books.delivered
-        for source, count in report.delivered.items():
-            name = self.names[source]
-            delivered[name] = delivered.get(name, 0) + count
+        _count(delivered, {self.names[source]: count for source, count in report.delivered.items()})
+        _count(self.books.full, {self.names[source]: count for source, count in report.full.items()})
         for loss in report.losses:
             name = self.names[loss.source]
             reasons = lost.setdefault(name, {})
@@ -189,7 +194,7 @@ class Ledger:
             )
 
     def close_epoch(self, all_ranks: Iterable[Books] | None = None, *, log: bool = True) -> None:
-        """Log what the epoch has lost and waited for, and check the losses against `max_bad_share`.
+        """Log what the epoch has lost, cut and waited for, and check the losses against `max_bad_share`.
 
         Args:
             all_ranks: the books of every rank; None for this rank alone.
@@ -206,6 +211,14 @@ class Ledger:
                 f"Source {name}: {waited.shards} of the shards opened in this epoch took {_retries(waited.reasons)} and "
                 f"{waited.seconds:.0f} s of its readers."
             )
+        for name, count in sorted(whole.full.items()) if log else ():
+            share = count / whole.delivered[name]
+            if share >= TOLD_FULL_SHARE:
+                self._say(
+                    ("full", name),
+                    f"Source {name}: {share:.0%} of the captions fill the text tower's context; what is longer is cut. "
+                    "--force-context-length or another model reads more of them.",
+                )
         for name, reasons in sorted(whole.lost.items()) if log else ():
             total, delivered = sum(reasons.values()), whole.delivered[name]
             logging.warning(
@@ -213,6 +226,11 @@ class Ledger:
             )
         for name, reasons in sorted(whole.lost.items()):
             self._judge(name, reasons, whole.delivered[name])
+
+
+def _count(sums: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        sums[name] = sums.get(name, 0) + count
 
 
 def _retries(reasons: Mapping[str, int]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -218,6 +219,7 @@ class Mixture(IterableDataset):
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         whole = preprocessing.shard_teachers is not None  # stored crops are measured in full-size pictures
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
+        self.padding = padding_of(preprocessing.tokenizer)
         self.lending: Lending | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
@@ -326,6 +328,7 @@ class Mixture(IterableDataset):
                 if loss is not None:
                     report.losses.append(loss)
         others: list[Any] = [wanted.tokenizer(captions)]
+        report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
         if teachers is not None:
@@ -344,6 +347,23 @@ class Mixture(IterableDataset):
 
     def _decode(self, sample: RawSample) -> Any:
         return self.decode(sample.image, self.crop)
+
+
+def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, int]:
+    """source -> texts (B, L) whose last place is not padding."""
+    if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
+        return {}
+    full: dict[int, int] = {}
+    for row in (texts[:, -1] != padding).nonzero().flatten().tolist():
+        full[sources[row]] = full.get(sources[row], 0) + 1
+    return full
+
+
+def padding_of(tokenizer: Any) -> int | None:
+    """The number with which one of open_clip's tokenizers fills up a text; None of any other tokenizer."""
+    if isinstance(tokenizer, SimpleTokenizer):
+        return 0
+    return getattr(tokenizer.tokenizer, "pad_token_id", None) if isinstance(tokenizer, HFTokenizer) else None
 
 
 def content_numbers(sample: RawSample) -> tuple[int, int]:

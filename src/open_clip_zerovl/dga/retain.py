@@ -131,11 +131,11 @@ class Retention:
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
             self._auto = decision.graphs
-            log.info("retain='auto': %d graphs are kept, as before this run was resumed.", decision.graphs)
+            log.info("The graphs of %d micro-batches a step are kept, as before this run was resumed.", decision.graphs)
             return
         self._adopted = None
         log.warning(
-            "retain='auto': the %d graphs that were kept before this run was resumed need %.0f MiB, and %s MiB are free on "
+            "The graphs of %d micro-batches that were kept before this run was resumed need %.0f MiB, and %s MiB are free on "
             "this rank; their number is decided anew, so that gradients agree with an uninterrupted run to rounding and not "
             "bit for bit.",
             decision.graphs,
@@ -194,13 +194,16 @@ class Retention:
         if free is None:
             count = 1
             log.warning(
-                "retain='auto': free memory of a %s device cannot be measured; 1 graph is kept.", self._device.type
+                "The free memory of a %s device cannot be measured: the graph of one micro-batch a step is kept.",
+                self._device.type,
             )
         else:
             count = 1 + max(0, int((AUTO_SHARE * free - self._transient_bytes) // graph))
             log.info(
-                "retain='auto': %d graphs of %.1f MiB fit in the %.0f MiB that are free on this rank.",
-                count,
+                "This rank has memory to keep the graphs of %d of a step's %d micro-batches (%.1f MiB each, %.0f MiB free); "
+                "the others are forwarded twice.",
+                min(count, most_graphs(len(self._sizes), self._world_size)),
+                len(self._sizes),
                 graph / 2**20,
                 free / 2**20,
             )
