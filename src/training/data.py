@@ -105,10 +105,6 @@ def open_teachers(config: RecipeConfig) -> TeacherStore | InShards | None:
         return None
     if not config.teacher.startswith(PREFIX):
         return TeacherStore.open(config.teacher)
-    if config.pixel_path != "pil":
-        raise UserError(
-            f"--pixel-path {config.pixel_path} does not work with --teacher {PREFIX}...: the stored operations are PIL's"
-        )
     return InShards(parse_widths(config.teacher), config.captions)
 
 
@@ -163,7 +159,7 @@ def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) ->
 
 def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
     assert config.sampling is not None
-    sources, normalizer = inputs.sources, None
+    sources, normalizer, pixel_path = inputs.sources, None, config.pixel_path
     teachers: StoredTeachers | None = None
     in_shards: InShards | None = None
     own_step = uses_own_step(config, args)
@@ -181,6 +177,8 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
     elif inputs.teachers is not None:
         in_shards = teachers = inputs.teachers
         in_shards.check(transform)
+        pixel_path = "pil"
+        logging.info(f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats.")
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -188,7 +186,7 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
             transform,
             tokenizer,
             augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
-            pixel_path=config.pixel_path,
+            pixel_path=pixel_path,
             with_origin=own_step,
             with_content=config.positives != "pair",
             teachers=teachers,

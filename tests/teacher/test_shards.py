@@ -140,8 +140,7 @@ def test_what_does_not_go_with_stored_augmentations_is_refused_by_name():
         parse_widths("shards:")
     with pytest.raises(UserError, match="--captions one-per-epoch does not work with --teacher shards"):
         InShards(WIDTHS, "one-per-epoch")
-    with pytest.raises(UserError, match="--pixel-path arrays does not work with --teacher shards"):
-        open_teachers(RecipeConfig(teacher="shards:4,3", pixel_path="arrays"))
+    assert open_teachers(RecipeConfig(teacher="shards:4,3")).widths == WIDTHS
     transform = with_auto_augment(image_transform_v2(PreprocessCfg(size=SIZE), is_train=True))
     with pytest.raises(UserError, match="repeats the stored augmentation, and this run has its own"):
         InShards(WIDTHS, None).check(split_normalize(transform)[0])
