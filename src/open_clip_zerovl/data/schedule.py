@@ -141,11 +141,8 @@ def source_schedule(
         return Schedule(strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order)
     steps = _apportion(share, total_steps) if epoch_samples is not None else _whole_steps(share, effective_batch)
     _refuse_unseen(share, steps, effective_batch, names)
-    if strategy == "sequential":
-        order = _sequential_order(source_order, steps)
-    else:
-        rng = stream(seed, Purpose.SCHEDULE, epoch)
-        order = rng.permutation(np.repeat(np.arange(len(share), dtype=np.int16), steps))
+    sequential = strategy == "sequential"
+    order = _sequential_order(source_order, steps) if sequential else _shuffled_order(steps, seed, epoch)
     taken = steps * effective_batch
     return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
 
@@ -172,6 +169,12 @@ def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> 
     if sorted(sequence.tolist()) != list(range(len(steps))):
         raise UserError(f"the source order {sequence.tolist()} must name each of the {len(steps)} sources once")
     return np.repeat(sequence, steps[sequence])
+
+
+def _shuffled_order(steps: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """(T,) the source of each step: the steps (S,) of all sources, shuffled."""
+    rng = stream(seed, Purpose.SCHEDULE, epoch)
+    return rng.permutation(np.repeat(np.arange(len(steps), dtype=np.int16), steps))
 
 
 def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:

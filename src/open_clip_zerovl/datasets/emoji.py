@@ -117,28 +117,32 @@ def prepare_emoji(
             print(f"The emoji data in {out} is complete and made with these settings: nothing to do.")
         return manifest["card"]
     _check_ours(out)
-    cache = out / _CACHE
-    cache.mkdir(parents=True, exist_ok=True)
+    (out / _CACHE).mkdir(parents=True, exist_ok=True)
     if force:
-        shutil.rmtree(cache / "pictures", ignore_errors=True)
+        shutil.rmtree(out / _CACHE / "pictures", ignore_errors=True)
+    card = _build(out, settings, fingerprint, progress)
+    if progress:
+        pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in SOURCES)
+        print(f"The emoji data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
+    return card
 
+
+def _build(out: Path, settings: Mapping[str, int], fingerprint: str, progress: bool) -> dict[str, Any]:
+    """Fetch, draw and split the emoji, and write everything to `out`; returns the data card."""
+    cache, px = out / _CACHE, settings["px"]
     tarballs = _fetch_packages(cache / "packages", progress)
     emoji = read_sources(tarballs)
     pictures = {source: _draw(source, emoji[source], px, cache, progress) for source in SOURCES}
     # Pairs whose drawing comes out blank are left out, and counted.
     blank = {source: [c for c, png in pictures[source].items() if is_blank(png)] for source in SOURCES}
     emoji = {source: {c: e for c, e in emoji[source].items() if c not in blank[source]} for source in SOURCES}
-    split = split_concepts(emoji, held_out_per_source=held_out_per_source, seed=seed)
-
+    split = split_concepts(emoji, held_out_per_source=settings["held_out_per_source"], seed=settings["seed"])
     staging = cache / "staging"
     shutil.rmtree(staging, ignore_errors=True)
     counts = _write_all(staging, emoji, pictures, split, settings, tarballs)
     card = data_card(settings, emoji, counts, split, blank)
     write_atomically(staging / "README.md", card.pop("text"))
     _put_in_place(staging, out, {"fingerprint": fingerprint, "card": card})
-    if progress:
-        pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in SOURCES)
-        print(f"The emoji data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
     return card
 
 

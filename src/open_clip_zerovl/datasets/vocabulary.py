@@ -65,10 +65,9 @@ def write_bert(
     if not captions:
         raise UserError("A vocabulary needs captions to be trained on, and there are none.")
     vocabulary = _train_vocabulary(captions, vocab_size)
-    folder = Path(folder)
-    _write_tokenizer(folder, vocabulary, max_positions)
+    _write_tokenizer(Path(folder), vocabulary, max_positions)
     _write_json(
-        folder / "config.json",
+        Path(folder) / "config.json",
         {
             "model_type": "bert",
             "architectures": ["BertModel"],

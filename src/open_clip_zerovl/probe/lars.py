@@ -148,13 +148,12 @@ def train_lars(
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
-    recorded = {**asdict(settings), "micro_batch": tower_settings.micro_batch}
     fingerprint = [
         tower_fingerprint(tower),
         images.fingerprint(),
         transform_fingerprint(transform),
         list(classes),
-        recorded,
+        recorded_settings(settings, tower_settings),
         tower_settings.amp,
         STREAMS_VERSION,
     ]
@@ -189,10 +188,14 @@ def train_lars(
             }
         )
         bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, test {100 * history[-1]['test_accuracy']:.1f} %")
-        state_file.parent.mkdir(parents=True, exist_ok=True)
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
         save_atomically({"fingerprint": json.dumps(fingerprint), **state}, state_file)
     return head.eval(), history
+
+
+def recorded_settings(settings: LarsSettings, tower_settings: TowerSettings) -> dict[str, Any]:
+    """The settings that change a probe's result, as results and state files hold them."""
+    return {**asdict(settings), "micro_batch": tower_settings.micro_batch}
 
 
 def _micro_batches(count: int, batch: int, micro_batch: int, seed: int, epoch: int) -> list[list[int]]:

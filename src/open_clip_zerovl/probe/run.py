@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -25,7 +23,7 @@ from open_clip_zerovl.figures.plot import require_matplotlib
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.probe.charts import confusion_picture
 from open_clip_zerovl.probe.features import TowerSettings, Transform, cached_features, tower_before_projection
-from open_clip_zerovl.probe.lars import LarsSettings, train_lars
+from open_clip_zerovl.probe.lars import LarsSettings, recorded_settings, train_lars
 from open_clip_zerovl.probe.logistic import fit_logistic
 from open_clip_zerovl.probe.scores import classification_metrics, head_scores, most_confused
 from open_clip_zerovl.probe.sets import ProbeSet, class_list, open_probe_set
@@ -94,23 +92,17 @@ def run_linear_probe(
             evaluate=evaluate,
         )
         scores = head_scores(head, test_features)
-        recorded = {**asdict(settings), "micro_batch": tower_settings.micro_batch}
-        details = {"settings": recorded, "history": history}
-    metrics, counts = classification_metrics(scores, test_targets)
-    names = [train_set.names.get(label, label) for label in classes]
-    result = {
+        details = {"settings": recorded_settings(settings, tower_settings), "history": history}
+    facts = {
         "model": str(encoder.model),
         "way": way,
         "train": {"path": train_set.path, "images": len(train_set)},
         "test": {"path": test_set.path, "images": len(test_set)},
         "classes": len(classes),
         "feature_width": test_features.shape[1],
-        **metrics,
-        "most_confused": most_confused(counts, names),
-        **details,
     }
-    _write(out, result, metrics, counts, names)
-    return result
+    names = [train_set.names.get(label, label) for label in classes]
+    return _write(out, facts, details, names, scores, test_targets)
 
 
 def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
@@ -131,9 +123,16 @@ def _paper_augmentation(visual: nn.Module) -> Transform:
 
 
 def _write(
-    out: Path, result: dict[str, Any], metrics: dict[str, float], counts: np.ndarray, names: Sequence[str]
-) -> None:
-    """The picture, the JSON, and the row that is printed."""
+    out: Path,
+    facts: dict[str, Any],
+    details: dict[str, Any],
+    names: Sequence[str],
+    scores: Tensor,
+    targets: Tensor,
+) -> dict[str, Any]:
+    """Write the picture and the JSON of the scores (N, C), and print the row; returns what the JSON holds."""
+    metrics, counts = classification_metrics(scores, targets)
+    result = {**facts, **metrics, "most_confused": most_confused(counts, names), **details}
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
     title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
@@ -141,3 +140,4 @@ def _write(
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
     print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
+    return result
