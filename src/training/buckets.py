@@ -1,8 +1,8 @@
-"""DistributedDataParallel's gradient buckets, laid out before the first gradient counts.
+"""DistributedDataParallel's gradient buckets get their final layout before the first step.
 
-DDP lays them out anew after a process's first synchronised backward pass, in the order in which gradients came. From three
-ranks on, the place of a gradient in its bucket decides in which order the ranks' parts are summed. A run that resumes at
-step s would take its step s with the first layout and a run never interrupted with the second: the last bits would differ.
+After a process's first synchronised backward pass DDP rearranges its buckets by the order in which gradients came. With three
+ranks or more, the place of a gradient in its bucket decides in which order the ranks' parts are summed. A run that resumes at
+step s would take that step with the first layout, a run that was never interrupted with the second: the last bits would differ.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def settle_buckets(
     prepare: Prepare,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Make DDP's final layout by a backward pass of zeros, which all ranks take together; anything else is left alone.
+    """Make DDP's final layout by a backward pass of zeros, which all ranks take together. Without DDP nothing is done.
 
     Gradients are None afterwards and norm statistics as before; random numbers are drawn, so seed after it.
 
     Args:
-        model: in DDP, perhaps compiled (whose graphs give gradients in an order of their own); called as
-            `model(images, texts)`, returns open_clip's output dict.
-        micro_batch: some samples, images, texts and what `prepare` takes besides, in host memory.
-        prepare: makes them what the model takes, on its device.
+        model: in DDP, perhaps compiled (then gradients come in another order); called as `model(images, texts)`, returns
+            open_clip's output dict.
+        micro_batch: some samples: images, texts and further parts for `prepare`, in host memory.
+        prepare: makes the model's inputs of them, on its device.
     """
     inner, ddp, _ = unwrapped(model)
     if ddp is None:

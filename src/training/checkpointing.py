@@ -1,8 +1,8 @@
-"""Step checkpoints: written whole, pruned, and found again.
+"""Step checkpoints: writing, deleting old ones, finding the newest.
 
 A checkpoint of step i of epoch e is an open_clip checkpoint (`epoch`, `state_dict`, `optimizer`, `scaler`) with one more
-entry, `zerovl`: the `resume.Position` at which it was taken. No generator's state has to be in it: what a step draws
-derives from (seed, step, rank), see `randomness`, and the data from (seed, epoch, source, position).
+entry, `zerovl`: the `resume.Position` at which it was taken. It holds no generator's state: a step's random numbers follow from
+(seed, step, rank), see `randomness`, the data's from (seed, epoch, source, position).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LATEST = "epoch_latest.pt"  # what open_clip writes and resumes from with --save
 def newest_whole(folder: str, remote: bool = False) -> str | None:
     """The `get_latest_checkpoint` seam: the checkpoint that is furthest in training and not damaged.
 
-    open_clip sorts names, so that a leftover tmp.pt wins, and every step of an early epoch over later epochs; and it takes a
-    damaged file as it comes. On a remote store (`--remote-sync`) names are compared likewise, and nothing is read.
+    open_clip takes the last name in sorting order: a leftover tmp.pt comes after all epochs, and so does any step checkpoint.
+    It does not notice a damaged file. On a remote store (`--remote-sync`) progress is read from names only.
     """
     if remote:
         listed = {name: progress for name in _remote_names(folder) if (progress := _progress(name)) is not None}
@@ -45,7 +45,7 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
 
 
 def _progress(name: str) -> tuple[int, int] | None:
-    """(epochs done, steps of the next epoch done) by a checkpoint's name, None for other files."""
+    """(epochs done, steps of the next epoch done) from a checkpoint's name: `step_0003_00000120.pt` is (3, 120). Else None."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -59,7 +59,7 @@ def _remote_names(folder: str) -> list[str]:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as torch's checkpoints do since 1.6; whether it is whole, `damage_of` says."""
+    """Whether a file begins as torch's checkpoints do since 1.6; `damage_of` says whether it is whole."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -69,8 +69,8 @@ def is_archive(path: Path) -> bool:
 def damage_of(path: Path, *, checksums: bool = True) -> str | None:
     """What is wrong with a checkpoint file, as a verb phrase; None for a whole one.
 
-    torch writes zip archives: their directory is last, and holds a checksum of each tensor, which torch itself does not
-    compare when it loads.
+    torch writes zip archives. Their directory comes last and holds a checksum of each tensor, which torch does not compare when
+    it loads.
 
     Args:
         checksums: read all of the file and compare them (about a second a gigabyte).
@@ -86,10 +86,10 @@ def damage_of(path: Path, *, checksums: bool = True) -> str | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes have left half-written; no other process may be writing there."""
+    """Delete half-written files of killed processes; no other process may be writing there."""
     for path in folder.glob("*") if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
-            logging.warning(f"Removing {path}, which a process that was killed left half-written.")
+            logging.warning(f"Removing {path}, which a killed process left half-written.")
             path.unlink(missing_ok=True)
 
 
@@ -99,7 +99,7 @@ class StepCheckpoints:
     With `--save-most-recent` the checkpoint is open_clip's epoch_latest.pt, from which that flag resumes.
 
     Args:
-        every: optimizer steps between two checkpoints, counted over the whole run; None = only when asked (preemption).
+        every: optimizer steps between two checkpoints, counted over the whole run; None: only when the run is stopped.
     """
 
     def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
@@ -115,7 +115,7 @@ class StepCheckpoints:
         return self.every is not None and steps_done % self.every == 0
 
     def write(self, model, optimizer, scaler, position: Position) -> None:
-        """Write the checkpoint on the first rank; the others go on."""
+        """Write the checkpoint on the first rank; on others nothing is done."""
         if not self.args.save_logs:
             return
         folder = Path(self.args.checkpoint_path)
@@ -137,10 +137,10 @@ class StepCheckpoints:
         self._prune(folder, (position.epoch, position.step))
 
     def _prune(self, folder: Path, now: tuple[int, int]) -> None:
-        """Delete older step checkpoints, and those beyond the one just written.
+        """Delete older step checkpoints, and those with a higher step than the one just written.
 
-        Beyond lies what training will write again: files that were damaged when it resumed, or that count smaller steps,
-        because the run has resumed from them with a larger effective batch. Left there they would be resumed from again.
+        A higher step comes from before the resume: the file was damaged, or it counts smaller steps because the run has
+        resumed with a larger effective batch. It would be taken for the newest on the next resume.
         """
         whole = 0
         for path in sorted(folder.glob("step_*.pt"), reverse=True):
@@ -148,7 +148,7 @@ class StepCheckpoints:
             if progress is None:
                 continue
             if progress > now:
-                logging.info(f"Deleting {path.name}, which lies beyond the step just saved.")
+                logging.info(f"Deleting {path.name}, whose step is higher than the one just saved.")
                 path.unlink()
             elif whole == self.keep:
                 path.unlink()

@@ -1,7 +1,7 @@
-"""What `--copy-codebase` keeps of the code that a run was trained with.
+"""`--copy-codebase`: a copy of the code with which a run is trained.
 
-open_clip copies the folder three levels above its own main: from a checkout that is the checkout, from an installed package
-the whole environment (gigabytes), and none of this package.
+open_clip copies the folder three levels above its own main. For a checkout that is the checkout; for an installed package it is
+the whole environment (gigabytes), without this package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def copy_codebase(run_folder: str | os.PathLike[str]) -> Path:
     """
     code = Path(run_folder) / "code"
     if code.exists():
-        logging.info(f"The code in {code} is that of the run's first process; it is kept.")
+        logging.info(f"{code} has the code of the run's first start; it is kept.")
         return code
     for name in PACKAGES:
         spec = find_spec(name)

@@ -1,18 +1,19 @@
-"""What a run was asked for: our flags (`RecipeConfig`), open_clip's namespace, and what follows from both."""
+"""The settings of a run: our flags (`RecipeConfig`) and open_clip's namespace, in one record."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
 
-from open_clip_zerovl.recipe.flags import AllFlags, OpenClipFlags, RecipeConfig, flags_of, values_of
+from open_clip_zerovl.recipe.declare import flags_of
+from open_clip_zerovl.recipe.flags import AllFlags, OpenClipFlags, RecipeConfig, values_of
 
 __all__ = ["RecipeConfig", "all_flags", "uses_own_step"]
 
 
 def all_flags(config: RecipeConfig, args: argparse.Namespace) -> AllFlags:
     """Our flags and those of open_clip's that `recipe.flags` declares, in one record."""
-    # Another release of open_clip may have dropped a flag: it is then as if not given.
+    # Another release of open_clip may lack a flag, which then counts as not given.
     stock = {each.name: getattr(args, each.name, each.default) for each in flags_of(OpenClipFlags)}
     return AllFlags(**values_of(stock), **asdict(config))
 

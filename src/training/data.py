@@ -1,4 +1,4 @@
-"""The `get_data` seam: the mixture in place of open_clip's shard pipeline, and retrieval sets beside its evaluation data."""
+"""The `get_data` seam: the mixture instead of open_clip's shard pipeline, and retrieval sets besides its evaluation data."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentati
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
 
-# open_clip's main calls evaluate() only when the data holds one of its own keys; this one it does not read by itself.
+# open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
 PLACEHOLDER_KEY = "val"
 
 
 @dataclass
 class TrainData:
-    """What open_clip's main and loops expect of `data["train"]`.
+    """`data["train"]` in the form that open_clip's main and loops expect.
 
     Attributes:
-        normalize: what is left to do to the loader's images on the device, where they travel as bytes.
+        normalize: for the loader's images on the device, if the loader gives bytes.
     """
 
     dataloader: Any
@@ -61,7 +61,7 @@ class RetrievalData:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the command line points at, opened and checked before open_clip's main makes a run folder."""
+    """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
     teachers: TeacherStore | InShards | None = None
@@ -69,10 +69,10 @@ class Inputs:
 
 
 def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
-    """Open sources and retrieval sets, and make sure that what open_clip reads is there and the mixture has a step.
+    """Open sources and retrieval sets, and make sure that open_clip's own data exists and that an epoch has a step.
 
     Raises:
-        UserError: anything unusable about them.
+        UserError: data that cannot be used.
     """
     check_stock_data(args, training=config.sampling is None)
     check_augmentation(args.aug_cfg)
@@ -87,9 +87,7 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             timeout_seconds=config.loader_timeout,
         )
         if config.sampling == "debiased" and len(sources) == 1:
-            logging.warning(
-                f"Debiased sampling has one source, {sources[0].name}: each batch is from it anyway; name several."
-            )
+            logging.warning(f"Debiased sampling has one source only, {sources[0].name}; name several sources.")
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
@@ -119,7 +117,7 @@ def get_data(
     """open_clip's data with our training data and retrieval sets.
 
     Args:
-        stock: opens what open_clip itself opens for these arguments.
+        stock: open_clip's own function for these arguments.
 
     Raises:
         UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
@@ -149,7 +147,7 @@ def get_data(
 
 
 def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) -> None:
-    """Say it where the learning rate never gets to `--lr`."""
+    """Warn if the learning rate never reaches `--lr`."""
     if config.warmup_share is None and not args.skip_scheduler and args.warmup > steps and is_master(args):
         logging.warning(
             f"--warmup {args.warmup} is longer than the run's {steps} steps: the learning rate ends at "
@@ -226,10 +224,10 @@ def frozen_cache(
     transform,
     tokenizer,
 ) -> FrozenCache:
-    """The cache of the frozen tower's features, attached to the model; invalid once anything they depend on changes.
+    """The cache of the frozen tower's features, attached to the model.
 
     Raises:
-        UserError: images that are augmented at random and whose tower's features are to be cached.
+        UserError: the image tower is to be cached and its images are augmented at random.
     """
     (tower,) = config.freeze
     assert config.cache_frozen is not None
@@ -254,7 +252,7 @@ def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:
 
 
 def _table_format(args: argparse.Namespace) -> CsvFormat:
-    """How tables are written, where a flag says other than open_clip's default: else their headers tell."""
+    """Columns and separator of tables where a flag differs from open_clip's default; None for those that the header tells."""
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
         value if (value := getattr(args, name)) != default else None for name, default in stock.items()
@@ -263,7 +261,7 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
 
 
 def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
-    """Log what an epoch takes from each source."""
+    """Log how many samples an epoch takes from each source."""
     logging.info(
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
         f"from {len(sources)} sources:"

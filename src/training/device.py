@@ -1,4 +1,4 @@
-"""The device that a run asks for, and what follows from the one that it gets."""
+"""The device of a run, and the precision that it allows."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def check_device(args: argparse.Namespace) -> None:
     try:
         torch.device(args.device)
     except RuntimeError as error:
-        raise UserError(f"--device {args.device} is none that torch knows; give cpu, cuda or cuda:NUMBER") from error
+        raise UserError(f"torch knows no --device {args.device}; give cpu, cuda or cuda:NUMBER") from error
 
 
 def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
-    """Say where a run trains that asks for a GPU and finds none, and take fp32 on a CPU in place of fp16 by autocast.
+    """Warn if a run asks for a GPU and trains on the CPU, and take fp32 instead of `amp` there.
 
     Args:
         args: `precision` is changed.
-        recipe: whether flags of ours were given; without any, the run is open_clip's own and keeps its precision.
+        recipe: whether any of our flags was given; if not, the run is open_clip's own and keeps its precision.
     """
     kind = args.device.partition(":")[0]
     if kind != "cpu":
         available, known = is_device_available(kind)
         if available or not known:
             return
-        logging.warning(f"There is no {kind} device here: this run trains on the CPU. --device cpu says so.")
+        logging.warning(f"There is no {kind} device here: this run trains on the CPU, as with --device cpu.")
     precision = precision_on("cpu", args.precision)
     if precision == args.precision:
         return
     if recipe:
         logging.warning(
-            f"--precision {args.precision} multiplies several times slower than fp32 on a CPU: fp32 is taken."
+            f"--precision {args.precision} is several times slower than fp32 on a CPU: fp32 is taken instead."
         )
         args.precision = precision
     else:

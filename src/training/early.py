@@ -1,5 +1,4 @@
-"""What `python -m training.main` answers before torch is loaded, which takes seconds: help, and all that a command line alone
-can get wrong."""
+"""Help and errors of the command line, which `python -m training.main` prints before torch is loaded (which takes seconds)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _RANK_VARIABLES = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  
 
 
 def answer(argv: Sequence[str]) -> int | None:
-    """Print the help or the first thing that is wrong, and return the exit status; None where training may start."""
+    """Print the help or the first error, and return the exit status; None if training may start."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
     try:
         check_run(*parse(argv), rank=int(rank or 0))
@@ -27,12 +26,12 @@ def answer(argv: Sequence[str]) -> int | None:
 
 
 def check_run(args: argparse.Namespace, config: RecipeConfig, *, rank: int) -> None:
-    """Check where a run is to be kept, and that it has something to do.
+    """Check the run's folder and name, and that there is data.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: the first error.
     """
-    if rank == 0:  # which makes the run folder: another rank could not tell an old one from this run's
+    if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
         require_new_name(args, resumes_latest=args.resume == "latest")
     if os.path.exists(args.logs) and not os.path.isdir(args.logs):
         raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
@@ -47,7 +46,7 @@ def check_run(args: argparse.Namespace, config: RecipeConfig, *, rank: int) -> N
 def require_new_name(args: argparse.Namespace, *, resumes_latest: bool) -> None:
     """
     Raises:
-        UserError: there is a log of a run of this name, and it is not to go on.
+        UserError: a run of this name has a log, and is not to be resumed.
     """
     if args.name is None or resumes_latest:
         return

@@ -1,8 +1,8 @@
-"""The one way in which a training process ends, whatever made it end.
+"""The end of a training process, the same for every cause.
 
-An ordinary exit of Python waits: for loader workers, for threads, for collectives that another rank will never enter. A
-process that waits so keeps the other ranks, the launcher and the GPUs. Here its children are ended first, then what is
-registered for the exit runs (logs, wandb, tensorboard), then the process ends, all within `LIMIT_SECONDS`.
+An ordinary exit of Python waits for loader workers, threads, and collectives that another rank may never enter. Meanwhile the
+other ranks and the launcher wait, and the GPUs are held. Here the process ends its children first, then runs exit handlers
+(logs, wandb, tensorboard), then ends, all within `LIMIT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LOST_RANK = re.compile(
 def run(program: Callable[[], int]) -> NoReturn:
     """Call a program and end this process with the status that it returns.
 
-    Whatever it raises is shown: as one sentence where `sentence_of` knows one, else as a traceback; the status is then 1.
-    Ctrl-C gives 130. Under torchrun, the process is also ended when torchrun is.
+    An exception is shown as one sentence if `sentence_of` has one, else as a traceback; the status is then 1. Ctrl-C gives
+    130. Under torchrun the process ends when torchrun does.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun that is killed leaves its ranks training, while a restart writes into the same folder.
+        # Ranks of a killed torchrun would go on training while a restart writes into the same folder.
         end_with_parent(signal.SIGKILL)
     try:
         status = program()
@@ -64,13 +64,13 @@ def run(program: Callable[[], int]) -> NoReturn:
 
 
 def _say(words: str) -> None:
-    """Print on standard error, which may lie on the disk that is full: there is then nobody to tell."""
+    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
     with contextlib.suppress(OSError, ValueError):
         print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What to say about an error that needs no traceback: memory of the GPU, a disk, a lost rank. None for others."""
+    """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for others."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return (
@@ -87,7 +87,7 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # ending is what they ask for
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # they ask for an end, which has begun
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()
@@ -99,7 +99,7 @@ def end(status: int) -> NoReturn:
 
 def end_children() -> None:
     """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises about each loader worker that dies
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each loader worker that dies
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
@@ -116,6 +116,6 @@ def _exit(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # its reader is gone, or it is closed: there is nobody to tell
+        except (OSError, ValueError):  # its reader is gone, or it is closed
             continue
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The `evaluate` seam: open_clip's own evaluation, and retrieval on `--retrieval-data` logged the same way."""
+"""The `evaluate` seam: open_clip's own evaluation, then retrieval on `--retrieval-data`, logged in the same way."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def evaluate(
     tb_writer=None,
     tokenizer=None,
 ) -> dict[str, Any]:
-    """open_clip's metrics of this epoch plus `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
+    """open_clip's metrics of this epoch, and `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
 
     Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
 
     Args:
-        stock: open_clip's own evaluation of its part of the data.
+        stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
     stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData)}
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def _log(metrics: dict[str, Any], epoch: int, args: argparse.Namespace, data: dict, tb_writer) -> None:
-    """Write metrics where open_clip writes its own: results.jsonl, tensorboard and wandb under val/."""
+    """Write metrics to the places of open_clip's own: results.jsonl, tensorboard and wandb under val/."""
     log_data = {"val/" + name: value for name, value in metrics.items()}
     if args.save_logs:
         if tb_writer is not None:

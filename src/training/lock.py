@@ -1,4 +1,4 @@
-"""One process at a time writes into a run's folder."""
+"""A lock on a run's folder, so that one process at a time writes into it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from open_clip_zerovl.errors import UserError
 
 LOCK = ".lock"
-WAIT_SECONDS = 15.0  # for a run that is just ending, when a launcher starts it again
+WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
 
 
 class RunLock:
-    """A lock on a run's folder; the system gives it back when the process that holds it ends, however it ends.
+    """A lock on a run's folder. The system releases it when the process ends, in whatever way.
 
-    Loader workers, which are forks, do not hold it.
+    Loader workers, which are forks of the process, do not hold it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -27,10 +27,10 @@ class RunLock:
         self._file: int | None = None
 
     def acquire(self, wait_seconds: float = WAIT_SECONDS) -> None:
-        """Take the lock; on a file system that knows none, say so and go on without.
+        """Take the lock. On a file system without locks this is logged, and the run goes on without.
 
         Raises:
-            UserError: another process has it and keeps it, or the folder cannot be written.
+            UserError: another process holds it for longer than `wait_seconds`, or the folder cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     logging.warning(
-                        f"{self.path} cannot be locked ({error.strerror}); make sure that this run is alone."
+                        f"{self.path} cannot be locked ({error.strerror}); make sure that no other process trains this run."
                     )
                     break
                 holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown"
@@ -64,7 +64,7 @@ class RunLock:
         self._file = file
 
     def release(self) -> None:
-        """Give the lock back before the process ends."""
+        """Release the lock before the process ends."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,4 +1,4 @@
-"""The model as the recipe's flags ask for it, before DDP and compile, and its optimizer."""
+"""The model with the recipe's methods, before DDP and compile, and its optimizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from training.config import RecipeConfig
 def create_model(
     config: RecipeConfig, args: argparse.Namespace, model_name: str, pretrained: str | None, **options: Any
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
-    """open_clip's model and transforms, then: starting weights, checks, frozen towers, temperature, mixup, augmentation.
+    """open_clip's model and transforms; then starting weights, checks, frozen towers, temperature, mixup, augmentation.
 
     Raises:
-        UserError: weights that do not fit, a tower that cannot do what a flag asks.
+        UserError: weights that do not fit, a tower that does not support a flag.
     """
     model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
     own_text = (
@@ -36,8 +36,7 @@ def create_model(
     )  # open_clip's transformer, not Hugging Face's
     if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
         raise UserError(
-            "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms like "
-            "other weights"
+            "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it always locks LayerNorms"
         )
     if config.init_from is not None:
         logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")

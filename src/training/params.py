@@ -19,7 +19,8 @@ import open_clip_train.params as host_params
 
 from open_clip_zerovl.data.names import is_named
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.flags import SECTIONS, add_flags, values_of
+from open_clip_zerovl.recipe.declare import add_flags
+from open_clip_zerovl.recipe.flags import SECTIONS, values_of
 from training.config import RecipeConfig
 from training.refusals import check
 

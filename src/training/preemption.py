@@ -1,4 +1,4 @@
-"""Stopping in time: a run that is asked to end saves a step checkpoint, and tells its launcher to start it again."""
+"""Stopping a run: it saves a step checkpoint and leaves a marker for its launcher to start it again."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Stopped(Exception):
 
 
 class Preemption:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all do.
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all stop.
 
-    A scheduler signals each process at its own time. Were one rank to stop alone, the others would wait for it in their next
-    collective until the job is killed without a checkpoint.
+    A scheduler does not signal all processes at the same time. If one rank stopped alone, the others would wait for it in their
+    next collective until the job is killed without a checkpoint.
 
-    Ctrl-C ends the run at once where nothing is trained yet (`training` is False), and when it is pressed a second time.
+    Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -66,8 +66,8 @@ class Preemption:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        # A scheduler also signals loader workers, which are forks of this process. Their batches are needed until the
-        # checkpoint is written; this process ends them.
+        # A scheduler may also signal loader workers, which are forks of this process. They must go on until the checkpoint is
+        # written; this process ends them.
         if os.getpid() != self._process:
             return
         if number != signal.SIGINT:
@@ -81,7 +81,7 @@ class Preemption:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, words.encode())
 
     def agreed(self, distributed: bool) -> int:
-        """0, or who asked any of the ranks to stop; every rank calls this after the same step and hears the same."""
+        """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
         if not distributed:
             return self.asked
         if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
@@ -92,8 +92,8 @@ class Preemption:
         return int(flag.item())
 
     def wait_for_all(self) -> None:
-        """Wait until every rank that `agreed` is here: torchrun kills the others 30 s after the first of its ranks ends, and
-        only the first rank has a checkpoint to write."""
+        """Wait for all ranks before ending: torchrun kills the others 30 s after one rank has ended, and the first rank may
+        still be writing the checkpoint."""
         if self._group is not None:
             torch.distributed.barrier(group=self._group)
 
@@ -101,11 +101,11 @@ class Preemption:
 def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
     """A gloo group of all ranks. Every rank calls this at about the same time.
 
-    A rank connects to the others by addresses that it waits for in a store, where it hears of no signal and of no rank that
-    has ended: with torch's own time-out, the half hour that a collective may take, it would wait so long for a lost one.
+    To connect, a rank waits in a store for the other ranks' addresses; meanwhile it notices neither a signal nor the end of a
+    rank. With torch's own time-out, that of a collective, it would wait half an hour for a lost rank.
 
     Raises:
-        RuntimeError: a rank has not come within `seconds`.
+        RuntimeError: a rank has not arrived within `seconds`.
     """
     group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     set_timeout = (

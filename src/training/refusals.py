@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.flags import AllFlags, contradicted, out_of_range
+from open_clip_zerovl.recipe.declare import out_of_range
+from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from training.config import RecipeConfig, all_flags
 
 

@@ -1,6 +1,6 @@
-"""Resuming: where a checkpoint was taken, and the `pt_load` seam, which fits a checkpoint to this run or refuses it.
+"""Resuming: the position at which a checkpoint was taken, and the `pt_load` seam, which loads a checkpoint or refuses it.
 
-Both happen before open_clip's main touches the optimizer.
+Both happen before open_clip's main loads the optimizer's state.
 """
 
 from __future__ import annotations
@@ -202,15 +202,15 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def entry_of(position: Position) -> dict[str, Any]:
-    """What a checkpoint says about where it was taken; `read_position` reads it."""
+    """The checkpoint's entry for a position; `read_position` reads it."""
     return {"format": FORMAT, **asdict(position)}
 
 
 def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
     """Load a training or bare checkpoint for `--resume` and check that it belongs to this model.
 
-    Names come back bare, so that a single-process checkpoint resumes under DDP and the other way round (open_clip 3.3 fails
-    on the `module.` prefix). Only tensors and plain containers are loaded; a file that wants to run code is refused.
+    Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
+    (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
 
     Raises:
         UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.

@@ -20,10 +20,11 @@ def cosine_lr(
 ) -> Callable[[int], float]:
     """A function that sets and returns the learning rate of a step.
 
-    `warmup_share` of `steps` takes the place of `warmup_length` where it is given.
+    The rate rises linearly over `warmup_length` steps to `base_lr`, then falls along half a cosine to `lr_min` at `steps`. With
+    `lr_min=0` this is open_clip's own schedule.
 
-    Linear over `warmup_length` steps up to `base_lr`, then half a cosine that reaches `lr_min` at `steps`. With
-    `lr_min=0` it is open_clip's own schedule.
+    Args:
+        warmup_share: if given, the warm-up takes this share of `steps` instead of `warmup_length`.
     """
 
     if warmup_share is not None:

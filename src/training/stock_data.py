@@ -1,4 +1,4 @@
-"""What open_clip's own data pipeline would fail on late, without a word or in a traceback, found before its main starts."""
+"""Checks of open_clip's own data before its main starts; its pipeline would fail late, silently or with a traceback."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tell
 
 
 def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
-    """Make sure that what open_clip's own pipeline will read is there and has the form that it expects.
+    """Make sure that the data of open_clip's own pipeline exists and has the form that it expects.
 
     Args:
         args: open_clip's arguments.
-        training: whether `--train-data` is its business, and not that of our mixture.
+        training: whether open_clip's pipeline, and not our mixture, reads `--train-data`.
 
     Raises:
-        UserError: a missing table, column, first image, shard or folder; a number of samples or of shards that cannot do.
+        UserError: a missing table, column, first image, shard or folder; an unknown number of samples; too few shards.
     """
     if (training and args.train_data) or args.val_data:
         guard_decoders(args.workers)
@@ -50,26 +50,26 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
 
 
 def _check_numpy(flag: str) -> None:
-    """open_clip 3.3's zero-shot evaluation makes floats of one-element arrays, which numpy refuses from 2.4 on."""
+    """UserError for numpy 2.4 and later, which refuse to make floats of one-element arrays as open_clip's evaluation does."""
     if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         raise UserError(
-            f"{flag} needs numpy below 2.4, which open_clip 3.3's zero-shot evaluation was written for, but this is numpy "
-            f"{np.__version__}; install another, or leave {flag} out"
+            f"{flag} needs numpy below 2.4 for open_clip 3.3's zero-shot evaluation, but this is numpy {np.__version__}; "
+            f"install another, or leave {flag} out"
         )
 
 
 def guard_decoders(workers: int) -> None:
-    """Keep webdataset from running what a shard holds: members that it would unpickle stay bytes, with one warning.
+    """Keep webdataset from running code in a shard: members that it would unpickle stay bytes, with one warning.
 
-    open_clip's pipeline hands every member to webdataset's decoder, and uses the picture and the caption only. So nothing that
-    it trains on changes.
+    open_clip's pipeline hands every member to webdataset's decoder, but uses the picture and the caption only, so training does
+    not change.
     """
     for extension in UNPICKLED:
         autodecode.decoders[extension] = partial(_left_unread, extension)
     if workers > 0 and (method := multiprocessing.get_start_method()) != "fork":
         logging.warning(
-            f"Loader processes are started by {method!r} and decode members .{', .'.join(UNPICKLED)} of shards by running what "
-            "they say; name the source (--train-data NAME=SHARDS), which reads pictures and captions only."
+            f"Loader processes are started by {method!r} and unpickle members .{', .'.join(UNPICKLED)} of shards, which can "
+            "run code; name the source (--train-data NAME=SHARDS), then pictures and captions only are read."
         )
 
 
@@ -80,14 +80,14 @@ def _left_unread(extension: str, data: bytes) -> bytes:
     if extension not in _warned:
         _warned.add(extension)
         logging.warning(
-            f"A shard has .{extension} members, which webdataset would unpickle, and so run what they say. They are left "
+            f"A shard has .{extension} members, which webdataset would unpickle, so that they could run code. They are left "
             "unread; to read pictures and captions only, name the source: --train-data NAME=SHARDS."
         )
     return data
 
 
 def check_augmentation(settings: dict) -> None:
-    """Make sure that open_clip can make a training transform of `--aug-cfg`.
+    """Make sure that open_clip can make a training transform with `--aug-cfg`.
 
     Raises:
         UserError: an unknown setting, or a value of the wrong kind.
@@ -104,7 +104,7 @@ def check_augmentation(settings: dict) -> None:
 
 
 def _check_data(flag: str, path: str, args: argparse.Namespace) -> list[str]:
-    """The shards that `path` stands for; none if it is a table."""
+    """The shards that `path` names; none if it is a table."""
     ending = path.rsplit(".", 1)[-1]
     if args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES):
         _check_table(flag, path, args)

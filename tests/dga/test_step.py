@@ -177,7 +177,9 @@ def test_what_follows_the_two_inputs_is_for_prepare():
     _, found = accumulated(model, ContrastiveLoss(), with_weights, prepare=prepare, retain=0)
     assert error(found, wanted) <= EXACT
     assert [id(weight) for weight in seen] == [id(weight) for weight in weights * 2]
-    with pytest.raises(UserError, match="Micro-batch 0 must be a pair .* has 3 parts; what follows .* `prepare`"):
+    with pytest.raises(
+        UserError, match="Micro-batch 0 must be a pair .* has 3 parts; parts after the first two .* `prepare`"
+    ):
         accumulated(model, ContrastiveLoss(), with_weights)
 
 

@@ -246,7 +246,7 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
 
 
 def test_freezing_everything_or_something_unknown_is_refused():
-    with pytest.raises(UserError, match="nothing left to learn"):
+    with pytest.raises(UserError, match="nothing left to train"):
         freeze(native(), ["image", "text"])
     with pytest.raises(UserError, match="no tower 'vision'"):
         freeze(native(), ["vision"])

@@ -12,7 +12,8 @@ from open_clip_zerovl.cli.plan import _parser as plan_parser
 from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
-from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted, flags_of
+from open_clip_zerovl.recipe.declare import flags_of
+from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
 from support import ROOT
 from training.config import all_flags
 from training.params import build_parser, open_clip_parser, parse
@@ -110,7 +111,7 @@ def without_json(values: dict) -> dict:
         ("--token-drop 0.5 --force-patch-dropout 0.5", "--force-patch-dropout 0.5 does not work with --token-drop: they are"),
         ("--freeze image --freeze text", "--freeze image does not work with --freeze text: nothing but"),
         ("--freeze image --lock-image", "--lock-image does not work with --freeze image: give one"),
-        ("--mixup-alpha 0.3", "no --coin-flip-mixup does not work with --mixup-alpha: it is mixup's parameter"),
+        ("--mixup-alpha 0.3", "no --coin-flip-mixup does not work with --mixup-alpha: it is a parameter of mixup"),
         ("--source-order a", "--sampling random does not work with --source-order: the order is that of"),
         ("--save-every-steps 5 --save-most-recent", "--save-most-recent does not work with --save-every-steps"),
         ("--sampling random --debiased-sampling", "--debiased-sampling and --sampling random contradict each other"),

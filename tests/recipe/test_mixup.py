@@ -184,7 +184,7 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
         ({"alpha": 0.2, "seed": 0, "draws": 1}, "alpha 0.2"),
         ({"alpha": 0.1, "seed": 9, "draws": 1}, "seed 9"),
         ({"alpha": 0.1, "seed": 0}, "lacks draws"),
-        ({"alpha": 0.1, "seed": 0, "draws": -1}, "before its first"),
+        ({"alpha": 0.1, "seed": 0, "draws": -1}, "give 0 or more"),
     ],
 )
 def test_a_state_of_another_run_is_refused(state, message):

@@ -58,7 +58,7 @@ def device_args(device: str, precision: str) -> Namespace:
 
 def test_a_device_that_torch_does_not_know_is_refused():
     check_device(device_args("cuda:1", "amp"))
-    with pytest.raises(UserError, match="--device foo is none that torch knows; give cpu"):
+    with pytest.raises(UserError, match="torch knows no --device foo; give cpu"):
         check_device(device_args("foo", "amp"))
 
 
@@ -93,7 +93,7 @@ def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, caplog):
         caplog.clear()
         args, config = parse(["--train-data", train_data, "--debiased-sampling", "--batch-size", "4"])
         training_data.open_inputs(config, args)
-        return "Debiased sampling has one source, a: each batch is from it anyway" in caplog.text
+        return "Debiased sampling has one source only, a; name several" in caplog.text
 
     assert told(sources)
     assert not told(f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")

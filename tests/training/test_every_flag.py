@@ -117,7 +117,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--torchcompile": [("", WORKS), ("--torchscript", "--torchscript does not work with --torchcompile")],
     "--trace": [("", "--trace does not work with the recipe's flags")],
     "--accum-freq": [("2", "--accum-freq 2 does not work with"), ("0", "--accum-freq 0 is out of range")],
-    "--device": [("cpu", WORKS), ("cuda", WORKS), ("foo", "--device foo is none that torch knows")],
+    "--device": [("cpu", WORKS), ("cuda", WORKS), ("foo", "torch knows no --device foo")],
     "--dist-url": [("env://", WORKS)],
     "--dist-backend": [("gloo", WORKS)],
     "--report-to": [

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, add_flags, flags_of, values_of
+from open_clip_zerovl.recipe.declare import add_flags, flags_of
+from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Decoupled gradient accumulation (section 4.1, A.2): the gradient of a large batch, a micro-batch at a time."""
+"""Decoupled gradient accumulation (section 4.1, A.2): the gradient of a large batch, computed micro-batch by micro-batch."""
 
 from open_clip_zerovl.late import handed_on
 

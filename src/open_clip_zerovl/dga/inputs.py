@@ -1,7 +1,7 @@
-"""Micro-batches: what they may hold, how many samples that is, and how it comes to the model's device.
+"""Micro-batches: their allowed contents, their number of samples, and the copy to the model's device.
 
-A micro-batch is a tuple of two inputs (images, texts) and of whatever `prepare` takes besides. An input is a tensor, a
-dict or a tuple of tensors, in which row j of every tensor belongs to sample j:
+A micro-batch is a tuple of two inputs (images, texts) and further parts for `prepare`. An input is a tensor, a dict or a tuple
+of tensors, in which row j of every tensor belongs to sample j:
 
     (images, texts)                                                (B, C, H, W), (B, L)
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
@@ -27,15 +27,15 @@ def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> 
     """The number of samples of each micro-batch.
 
     Args:
-        prepared: whether a `prepare` takes what follows the first two inputs.
+        prepared: whether there is a `prepare`, which takes the parts after the first two.
 
     Raises:
-        UserError: an empty sequence or none, a micro-batch of other than two inputs (and what `prepare` takes), an input
-            that is no tensor, dict or tuple of tensors, or inputs with other numbers of rows.
+        UserError: no sequence or an empty one, a micro-batch without two inputs or with parts that no `prepare` takes, an
+            input that is not a tensor, dict or tuple of tensors, or inputs with different numbers of rows.
     """
     if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
         raise UserError(
-            "micro_batches must be a non-empty sequence of (images, texts), kept for the second pass, but is "
+            "micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is "
             + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
         )
     return [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
@@ -49,8 +49,8 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
         )
     if len(micro_batch) > 2 and not prepared:
         raise UserError(
-            f"Micro-batch {k} must be a pair of inputs (images, texts), but has {len(micro_batch)} parts; what follows the "
-            "first two is for `prepare`, and none is given."
+            f"Micro-batch {k} must be a pair of inputs (images, texts), but has {len(micro_batch)} parts; parts after the "
+            "first two are for `prepare`, and none is given."
         )
     sizes = []
     for part in micro_batch[:2]:
@@ -90,15 +90,15 @@ def checked_order(order: Tensor, rows: int) -> Tensor:
 
 
 class DeviceInputs:
-    """A step's inputs on the model's device: copied there once, if what is needed a second time may stay.
+    """A step's inputs on the model's device. Those of replayed micro-batches stay there between the passes if they are small.
 
-    Images as bytes are small: 16,384 of 224 x 224 take 2.5 GB, 1.7 % of an H200's memory. One rule for all: inputs stay if
-    those of all replayed micro-batches together take no more than `room_bytes`; else each is copied again for its replay.
+    They stay if together they take at most `room_bytes`; else each is copied again for its replay. Images as bytes are small:
+    16,384 of 224 x 224 take 2.5 GB, 1.7 % of an H200's memory.
 
     Args:
         micro_batches: the step's.
-        prepare: makes the model's inputs of what is on the device, in each pass.
-        replayed: indices of those that are forwarded twice.
+        prepare: makes the model's inputs from those on the device, in each pass.
+        replayed: indices of the micro-batches that are forwarded twice.
         room_bytes: see `input_room`.
     """
 
@@ -117,7 +117,7 @@ class DeviceInputs:
         self._kept: dict[int, Any] = {}
 
     def take(self, k: int) -> Sequence[Any]:
-        """What the model is called with for micro-batch k, in the first pass or the replay."""
+        """The model's inputs for micro-batch k, in the first pass or the replay."""
         images, texts, *others = self._micro_batches[k]
         inputs = self._kept.pop(k) if k in self._kept else on_device((images, texts), self._device)
         if k in self._to_keep:
@@ -127,12 +127,12 @@ class DeviceInputs:
 
 
 def input_room(device: torch.device) -> float:
-    """Bytes of a device's memory that inputs may take from one pass to the next."""
+    """Bytes of a device's memory that inputs may take between the passes."""
     return INPUT_SHARE * (total_bytes(device) or 0)
 
 
 def on_device(part: Any, device: torch.device) -> Any:
-    """The same input with its tensors on `device`; containers are copied, for the caller's stay where they are."""
+    """The same input with its tensors on `device`. Containers are copied, so that the caller's input does not change."""
     if isinstance(part, Tensor):
         return part.to(device, non_blocking=True)
     if isinstance(part, MutableMapping):

@@ -1,4 +1,4 @@
-"""Phase (2) of a step: the loss on the features of all micro-batches, and its gradient by them and by what it learns itself.
+"""Phase (2) of a step: the loss on the features of all micro-batches, and its gradients.
 
 Shapes: `b` rows of this rank (all its micro-batches), `W` ranks, `D` embedding width.
 """
@@ -28,12 +28,12 @@ SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 
 class Objective:
-    """A loss, called with features as plain tensors in fp32 or fp64, outside of autocast, with IEEE fp32 products.
+    """A loss that is called with features as plain tensors in fp32 or fp64, outside of autocast, with IEEE fp32 products.
 
     Args:
         loss: see `DecoupledGradientAccumulation`.
         device: of the features.
-        ddp: the model's wrapper, over whose ranks gradients are averaged; None for one process.
+        ddp: the model's DDP wrapper, which averages gradients over its ranks; None for one process.
         scaler: multiplies the gradients.
 
     Raises:
@@ -63,10 +63,10 @@ class Objective:
             values: the features (b, D), and the scalars that the model returned.
 
         Raises:
-            UserError: a loss that cannot be called so, returns something else, or learns what it does not hold.
+            UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
         """
         if self._world_size > 1 and isinstance(self._loss, ClipLoss | SigLipLoss):
-            # open_clip's gathers take equal sizes for granted, and its averages over ranks would not weigh rows alike.
+            # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
             sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
             if min(sizes) != max(sizes):
                 raise UserError(
@@ -95,9 +95,9 @@ class Objective:
         return {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}, gradients
 
     def add_own_gradients(self) -> None:
-        """Add to `.grad` of the loss' own parameters what `gradients` found, averaged over ranks as DDP averages.
+        """Add the gradients that `gradients` found for the loss' own parameters to `.grad`, averaged over ranks as in DDP.
 
-        To be called by all ranks together, after the last backward pass of the towers.
+        All ranks call it together, after the last backward pass of the towers.
         """
         for parameter, gradient in self._own_gradients:
             if self._world_size > 1:
@@ -143,7 +143,7 @@ class Objective:
         return losses
 
     def _check_leaves(self, total: Any, known: Sequence[Tensor]) -> None:
-        """Refuse a loss whose graph reaches something trainable that is neither its input nor a parameter of its own."""
+        """Refuse a loss whose graph contains a trainable tensor that is neither its input nor its own parameter."""
         seen = {id(tensor) for tensor in known}
         todo, visited = [total.grad_fn], set()
         while todo:
@@ -161,14 +161,17 @@ class Objective:
 
 
 def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
-    """What the features' gradient of `loss` must be multiplied by for DDP's mean over ranks to be right, or a refusal.
+    """The factor on the features' gradient of `loss` with which DDP's mean over ranks is right.
 
-    With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d of each rank's own rows.
-    - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks what is
-      W times the same loss, or (local_loss) W losses whose mean it is. SigLipLoss sums over ranks in all its dist_impl.
-    - ClipLoss() gives d: each rank has the whole loss, and its own rows' part of the gradient. The scale's is whole on
-      every rank, whose mean is right as it is.
-    - ClipLoss(local_loss=True) lacks what other ranks' losses say of own rows (A.1); no factor brings that back.
+    With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d for each rank's own rows.
+    - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks W equal
+      losses, or (local_loss) the W losses whose mean the whole loss is. SigLipLoss sums over ranks in every dist_impl.
+    - ClipLoss() gives d: each rank computes the whole loss and gets the gradient of its own rows only. The scale's gradient
+      is complete on every rank, so that its mean needs no factor.
+    - ClipLoss(local_loss=True) lacks the gradient through other ranks' losses (A.1); no factor corrects that.
+
+    Raises:
+        UserError: a loss that no factor corrects, or that was made for other ranks.
     """
     if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
         return 1
@@ -200,7 +203,7 @@ def _name(loss: Callable[..., Any]) -> str:
 
 
 def _misfit(loss: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """Why `loss` cannot be called with these keyword arguments; None where it can, or does not tell."""
+    """Why `loss` cannot be called with these keyword arguments; None if it can, or if its signature is not known."""
     call: Any = loss
     if isinstance(call, functools.partial) and isinstance(call.func, nn.Module):
         call = functools.partial(call.func.forward, *call.args, **call.keywords)

@@ -1,6 +1,6 @@
-"""What makes a second forward pass the same as the first: buffers put back, frozen towers reused, features compared.
+"""Making the second forward pass equal to the first: restoring buffers, reusing frozen towers' outputs, comparing features.
 
-Shapes: `B` micro-batch per rank, `K` micro-batches, `D` embedding width; a micro-batch is known by its index k in 0..K-1.
+Shapes: `B` micro-batch per rank, `K` micro-batches, `D` embedding width; a micro-batch has an index k in 0..K-1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from open_clip_zerovl.randomness import RngState
 log = logging.getLogger(__name__)
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
-# precision that took part. The same kernel gives exactly 0, other kernels with grad on than off give some roundings, and
-# other masks 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
+# precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
+# give 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
 REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -49,15 +49,15 @@ class BufferState:
         with torch.no_grad():
             for module, name, buffer, value, version in self._kept:
                 module._buffers[name] = buffer
-                # Constants are not written to, for a graph may hold them. Norms' statistics are always: compiled code
-                # may change them without raising the version.
+                # Unchanged buffers are not written to, because a graph may hold them. Norms' statistics always are: compiled
+                # code may change them without raising the version.
                 if buffer._version != version or isinstance(module, _NormBase):
                     buffer.copy_(value)
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Undo what the forward passes inside do to buffers."""
+    """Within the block forward passes may change buffers; at its end they are as before."""
     before = BufferState(model)
     try:
         yield
@@ -72,21 +72,20 @@ def _encoder(model: nn.Module, tower: str) -> str:
 
 
 class FrozenTowers:
-    """Lets a tower in which nothing learns run once per micro-batch: the replay gets its first output again.
+    """Runs a tower in which nothing is trained once per micro-batch: the replay gets its first output again.
 
     The model is still called as a whole (DDP needs that), with `encode_image` or `encode_text` of the open_clip model
-    inside replaced for the length of a step. Parameters tell which towers may be frozen, and the output whether one is:
-    where an adapter or a weight shared with the other tower learns inside, the output of a pass with graph requires
-    gradient, and the tower runs twice. The random state after the tower is kept too, because the other tower may draw
-    next. A model that is not open_clip's, or is compiled with fullgraph=True, runs its frozen tower twice: the gradients are
-    the same, the saving is lost, and the log says so.
+    replaced during a step. Parameters show which towers may be frozen, the output shows whether one is: if an adapter or a
+    weight shared with the other tower is trained inside, the output of a pass with graph requires gradient, and the tower
+    runs twice. The random state after the tower is kept too, because the other tower may draw next. A model that is not
+    open_clip's, or is compiled with fullgraph=True, runs its frozen tower twice, with the same gradients; the log says so.
 
-    In a compiled model the replacement itself stays outside of the graphs and the tower's code within, a graph of its own.
-    It is one object for all steps: another in each step would compile anew.
+    In a compiled model the replacement itself stays outside of the graphs; the tower's code is a graph of its own. There is one
+    replacement for all steps, because a new one in each step would be compiled again.
 
     Args:
-        model: inside of all wrappers.
-        splits: whether a compiled model may be split into several graphs; True for one that is not compiled.
+        model: without wrappers.
+        splits: whether a compiled model may be split into several graphs; True if the model is not compiled.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, splits: bool) -> None:
@@ -96,7 +95,7 @@ class FrozenTowers:
         self._replaying = False
         self._restore_rng = True
         self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
-        self._learning: set[str] = set()  # encode methods whose output was seen to require gradient
+        self._learning: set[str] = set()  # encode methods whose output required gradient
         self._once: dict[str, Callable[..., Tensor]] = {}  # their replacements
         scripted = isinstance(model, torch.jit.ScriptModule)  # whose class has no forward to look at
         self._reusable = (
@@ -107,7 +106,7 @@ class FrozenTowers:
         self._told = False
 
     def frozen(self) -> list[str]:
-        """Names of the encode methods whose tower has no trainable parameter now ([] where the model is not known)."""
+        """Names of the encode methods whose tower has no trainable parameter now ([] for a model of another class)."""
         visual = getattr(self._model, "visual", None)
         if not isinstance(visual, nn.Module):
             return []
@@ -123,7 +122,7 @@ class FrozenTowers:
 
     @contextmanager
     def reused(self, restore_rng: bool = True) -> Iterator[FrozenTowers]:
-        """Within, a forward announced by `first_pass` records and one announced by `replay` reuses."""
+        """Within the block a forward pass after `first_pass` records outputs, and one after `replay` reuses them."""
         self._restore_rng = restore_rng
         names = [name for name in self.frozen() if name not in self._learning]
         if names and not self._reusable:
@@ -158,7 +157,7 @@ class FrozenTowers:
         self._index, self._replaying = index, True
 
     def _encoded_once(self, name: str, own: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-        """What replaces the method `name`, or the function `own` that somebody has put in its place."""
+        """The replacement of the method `name`, or of the function `own` that the caller has set in its place."""
         method = getattr(type(self._model), name)
 
         def encode(*args: Any, **kwargs: Any) -> Tensor:
@@ -185,9 +184,9 @@ class FrozenTowers:
 
 
 class ReplayCheck:
-    """Compares replayed with cached features; the verdict is read once, and is the same on every rank.
+    """Compares replayed with cached features; the result is read once a step, and is the same on every rank.
 
-    Differences stay on the device until `verdict`, so that comparing costs no synchronisation per micro-batch.
+    Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
     """
 
     def __init__(self, mode: str) -> None:
@@ -203,7 +202,7 @@ class ReplayCheck:
         self._seen = []
 
     def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
-        """Note the difference of `name` (B, D) of micro-batch `index`; equal NaN count as equal."""
+        """Record the difference of `name` (B, D) of micro-batch `index`; two NaN count as equal."""
         if not self.active:
             return
         replayed, cached = replayed.detach().to(cached.dtype), cached.detach()
@@ -244,14 +243,14 @@ class ReplayCheck:
         self._passed_once = self._passed_once or bool(any_seen)
 
     def _numbers(self) -> list[tuple[float, float]]:
-        """(relative, largest absolute) difference of each comparison, brought to the host at once."""
+        """(relative, largest absolute) difference of each comparison, in one copy to the host."""
         if not self._seen:
             return []
         return [(relative, largest) for relative, largest in torch.stack([pair for _, _, pair in self._seen]).tolist()]
 
 
 def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> float:
-    """The `REPLAY_TOLERANCE` of the coarsest of the parameters' precisions, autocast's and that of fp32 products."""
+    """The `REPLAY_TOLERANCE` of the coarsest precision among those of parameters, autocast and fp32 products."""
     precisions = {p.dtype for p in model.parameters() if p.dtype in REPLAY_TOLERANCE}
     with autocast():
         if torch.is_autocast_enabled(device.type):

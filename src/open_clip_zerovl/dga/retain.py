@@ -1,7 +1,7 @@
-"""How many of the K graphs of a step's first pass are kept (section 4.1: what is kept is not forwarded twice).
+"""How many of the K graphs of a step's first pass are kept (section 4.1); those micro-batches are not forwarded twice.
 
-Shapes: `K` micro-batches, `R` of them retained, `W` ranks. A step costs 1 + (K-R)/(3K) of plain training, a forward
-being a third of it, and holds R graphs at once.
+Shapes: `K` micro-batches, `R` of them retained, `W` ranks. If a forward pass is a third of plain training, a step costs
+1 + (K-R)/(3K) of it; R graphs are in memory at once.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from open_clip_zerovl.memory import LiveBytes, available_bytes
 
 log = logging.getLogger(__name__)
 
-# Share of the free memory that "auto" fills: the rest is for fragmentation and for steps with longer texts.
+# Share of the free memory that "auto" fills; the rest is for fragmentation and for steps with longer texts.
 AUTO_SHARE = 0.9
 
 
 def most_graphs(k: int, world_size: int) -> int:
-    """The largest R: over several ranks one of several micro-batches is replayed, as DDP synchronises there."""
+    """The largest R. Over several ranks one of several micro-batches must be replayed, because DDP synchronises there."""
     return k - 1 if world_size > 1 and k > 1 else k
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What "auto" has decided, so that a later process of the same run can keep as many graphs.
+    """The decision of "auto", for a later process of the same run to keep as many graphs.
 
-    R decides the order in which gradients are added up: with another R they agree to rounding, and not bit for bit.
+    R changes the order in which gradients are added: with another R they agree to rounding, and not bit for bit.
 
     Attributes:
         graphs: R.
         graph_bytes: memory of one graph.
-        other_bytes: what a step needs at its peak beside what lives from step to step, one graph included.
+        other_bytes: further memory of a step at its peak, with one graph and without what stays between steps.
     """
 
     graphs: int
@@ -52,16 +52,16 @@ class Decision:
 
 
 class Retention:
-    """Decides R for each step: the number asked for, or, for "auto", what measured free memory allows.
+    """Decides R for each step: the given number, or, for "auto", as many as fit into the free memory.
 
     "auto" keeps one graph in the first step and measures it: on CUDA by the allocator, elsewhere by counting the bytes
-    of tensors that a forward pass leaves alive. The first step after an optimizer step, when the optimizer has its state,
-    fixes R from the memory free then; over ranks the smallest count holds for all.
+    of tensors that a forward pass leaves alive. It decides R in the first step after an optimizer step, because the optimizer's
+    state is then allocated, from the memory that is free then. Over ranks all take the smallest number.
 
     Args:
         retain: R, or "auto".
-        parameters: what the optimizer writes to, which shows that it has stepped (a GradScaler leaves steps out); where
-            none are given, the second step decides.
+        parameters: those that the optimizer updates; a change shows that it has stepped (a GradScaler skips steps). Without
+            them the second step decides.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Retention:
         self._adopted: Decision | None = None
         self._sizes: list[int] = []  # of the last step
         self._parameters = list(parameters)
-        self._versions: dict[int, int] = {}  # of each parameter that has got a gradient, as the first step left it
+        self._versions: dict[int, int] = {}  # of each parameter with a gradient, after the first step
 
     def graphs(self, sizes: list[int]) -> int:
-        """R for a step with micro-batches of these sizes (over ranks: a collective in each step until "auto" decides)."""
+        """R for a step with micro-batches of these sizes. Over ranks it is a collective until "auto" has decided."""
         most = most_graphs(len(sizes), self._world_size)
         if isinstance(self._retain, int):
             if self._retain > most:
-                reason = " (over several ranks one is replayed, so that DDP has a place to synchronise)"
+                reason = " (over several ranks one must be replayed, where DDP synchronises)"
                 raise UserError(
                     f"retain={self._retain} graphs were asked for, but a step of {len(sizes)} micro-batches over "
                     f"{self._world_size} rank(s) can keep at most {most}{reason if most < len(sizes) else ''}."
@@ -101,17 +101,14 @@ class Retention:
         return min(most, 1 if self._auto is None else self._auto)
 
     def adopt(self, decision: Decision) -> None:
-        """Before the first step: keep as many graphs as another process of this run has decided, if they still fit.
-
-        Over ranks, all adopt the same or none does.
-        """
+        """Before the first step: keep as many graphs as an earlier process of this run, if they still fit on all ranks."""
         if self._retain == "auto":
             self._adopted = decision
 
     def decision(self) -> Decision | None:
-        """What "auto" has decided, at the latest now if it can: None before an optimizer step, and for a given R.
+        """The decision of "auto", made now if it can be; None before an optimizer step, and for a given R.
 
-        For a time between two steps, with no gradients alive. Over ranks a collective until "auto" has decided.
+        Call it between two steps, without gradients in memory. Over ranks it is a collective until "auto" has decided.
         """
         if self._retain != "auto" or not self._sizes:
             return None
@@ -126,7 +123,7 @@ class Retention:
             self._auto = self._decide(max(self._sizes))
 
     def _try_adopted(self, decision: Decision) -> None:
-        """Take an earlier decision over where all ranks have the memory for it, else forget it."""
+        """Take an earlier decision over if all ranks have the memory for it, else drop it."""
         free = available_bytes(self._device)
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
@@ -153,7 +150,7 @@ class Retention:
 
     @contextmanager
     def measured(self, size: int) -> Iterator[None]:
-        """Around the forward of a retained micro-batch of `size` samples: measures its graph if "auto" still needs to."""
+        """Around the forward pass of a retained micro-batch of `size` samples: measures its graph once, for "auto"."""
         if self._retain != "auto" or self._bytes_per_sample or self._auto is not None:
             yield
         elif self._device.type == "cuda":
@@ -166,19 +163,19 @@ class Retention:
             self._bytes_per_sample = max(1, live.bytes()) / size
 
     def step_done(self, sizes: list[int]) -> None:
-        """After the backward passes of a step: what such a step needs beside what lives from step to step."""
+        """After the backward passes of a step: records the step's peak memory, without what stays between steps."""
         if self._retain != "auto" or self._auto is not None:
             return
         if not self._versions:
-            # A scale alone says nothing: training clamps it in steps that are left out, too.
+            # Scalars do not count: training clamps logit_scale also after skipped steps.
             self._versions = {
                 i: p._version for i, p in enumerate(self._parameters) if p.grad is not None and p.numel() > 1
             }
         if self._device.type == "cuda":
-            # The peak so far, perhaps of earlier work: too much at worst, which keeps a graph less.
+            # The peak so far may be of earlier work, and too large; then fewer graphs are kept.
             self._transient_bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated_before
         else:
-            self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and its gradients on the way
+            self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and gradients within it
 
     def _optimizer_has_stepped(self) -> bool:
         return all(self._parameters[i]._version != version for i, version in self._versions.items())
@@ -188,7 +185,7 @@ class Retention:
         return self._smallest(self._fitting(size) if self._optimizer_has_stepped() else 0) or None
 
     def _fitting(self, size: int) -> int:
-        """R from the free memory: one graph is in the transient part already, more fill AUTO_SHARE of what is left."""
+        """R from the free memory: one graph is part of the measured peak; others may fill AUTO_SHARE of the rest."""
         free = available_bytes(self._device)
         graph = self._bytes_per_sample * size
         if free is None:

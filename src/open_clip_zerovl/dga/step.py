@@ -1,18 +1,18 @@
-"""Decoupled gradient accumulation (section 4.1, eq. 5 and 7; A.2): the gradient of a large batch, a micro-batch at a time.
+"""Decoupled gradient accumulation (section 4.1, eq. 5 and 7; A.2): the gradient of a large batch, one micro-batch at a time.
 
 Shapes: `B` micro-batch per rank (sizes may differ), `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `D`
 embedding width, `R` graphs retained, b = B*K rows of this rank.
 
 The gradient of a contrastive loss splits at the features: d loss / d parameters is the sum over micro-batches of
-(d features / d parameters)^T (d loss / d features), and the second factor needs the features' values only. So
+(d features / d parameters)^T (d loss / d features), and the second factor depends on the features' values only. So
 
-    (1) forward each micro-batch without graph; keep features and the random state it started from.
+    (1) forward each micro-batch without graph; keep its features and the random state from which it started.
         The last R micro-batches are forwarded with graph instead, and their graphs retained.
     (2) the loss on all features, gathered over ranks, gives d loss / d features, d loss / d logit_scale (and logit_bias).
-    (3) backward the retained graphs; forward each other micro-batch again, with graph and the same random masks, and
-        backward the cached gradients. DDP synchronises once, in the last backward.
+    (3) backpropagate the retained graphs; forward each other micro-batch again, with graph and the same random masks, and
+        backpropagate its features' gradient. DDP synchronises once, in the last backward pass.
 
-R graphs are alive at the end of (1) and in (2), and one at a time in (3): what grows with K are the features alone.
+R graphs are in memory at the end of (1) and in (2), one more at a time in (3). Only the features' memory grows with K.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 log = logging.getLogger(__name__)
 
 TEXTS = FEATURES[1]
-Prepare = Callable[
-    ..., tuple[Any, Any]
-]  # (images, texts, what else a micro-batch holds) -> what the model is called with
+Prepare = Callable[..., tuple[Any, Any]]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which of a step's K micro-batches keep the graph of the first pass, and in which order all are backpropagated.
+    """Which of a step's K micro-batches keep their graph of the first pass, and in which order all are backpropagated.
 
     K = 5, R = 2:  forwarded 0 1 2 3 4, with graph 3 4; backpropagated 3 4 0 1 2, synchronised in 2
     K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
@@ -92,13 +90,13 @@ class StepPlan:
 
 @dataclass
 class FirstPass:
-    """What phase (1) leaves.
+    """The results of phase (1).
 
     Attributes:
         features: (b, D) of each modality, without graph, in fp32 at least.
-        scalars: logit_scale, and logit_bias where the model has one, without graph.
-        graphs: outputs of each retained micro-batch, by its index; phase (3) takes them out.
-        rng_before: the random state that each micro-batch was forwarded from.
+        scalars: logit_scale, and logit_bias if the model has one, without graph.
+        graphs: index of each retained micro-batch -> its outputs; phase (3) removes them one by one.
+        rng_before: the random state before each micro-batch's forward pass.
     """
 
     features: dict[str, Tensor]
@@ -108,31 +106,31 @@ class FirstPass:
 
 
 class DecoupledGradientAccumulation:
-    """One optimizer step's gradient over K micro-batches, exactly that of one graph over all of them.
+    """The gradient of one optimizer step over K micro-batches, exactly that of one graph over all of them.
 
-    Exact means: for any K, W, sizes, dropout, token drop and targets, each parameter's `.grad`, logit_scale's and
-    logit_bias' included, equals the gradient of the mean loss over the effective batch under the same random masks, up to
-    the rounding of sums taken in another order. Batch norm in training mode sees its micro-batch (and, synchronised, its
-    ranks'), which no accumulation can change.
+    Exact means: for any K, W, sizes, dropout, token drop and targets, the `.grad` of each parameter, logit_scale and logit_bias
+    included, equals the gradient of the mean loss over the effective batch under the same random masks, up to the rounding of
+    sums in another order. Batch norm in training mode normalises within its micro-batch (synchronised: that of all ranks), as
+    in any accumulation.
 
     Args:
-        model: called as `model(images, texts)`, or with any two inputs (texts and texts, say); returns open_clip's output
+        model: called as `model(images, texts)`, or with any two inputs (such as texts and texts); returns open_clip's output
             dict, or a pair of features. Plain, in DistributedDataParallel, compiled, or compiled DDP.
-        loss: open_clip's loss signature: `loss(image_features=, text_features=, [logit_scale=, [logit_bias=,]]
-            **loss_inputs, output_dict=True)`, the scalars as the model returns them; gives one number or a dict of such.
-            Over ranks, one whose gradients DDP's mean makes right: `ContrastiveLoss`, `ClipLoss(gather_with_grad=True)`,
-            `SigLipLoss`. `ClipLoss()` with neither flag has its 1/W mended here; `ClipLoss(local_loss=True)` alone is
-            refused. A loss of another class is taken at its word. Parameters of a loss that is a module get their
-            gradient, too: the mean over ranks, as DDP gives the model's.
-        autocast: makes the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is taken on
-            fp32 features (fp64 stays fp64) outside of it.
-        scaler: a GradScaler: gradients come out multiplied by its scale, as from `scaler.scale(loss).backward()`.
+        loss: called with open_clip's signature, `loss(image_features=, text_features=, [logit_scale=, [logit_bias=,]]
+            **loss_inputs, output_dict=True)`, with the scalars that the model returns; gives one number or a dict of numbers.
+            Over ranks DDP's mean of its gradients must be right, as for `ContrastiveLoss`, `ClipLoss(gather_with_grad=True)`
+            and `SigLipLoss`. The factor 1/W of `ClipLoss()` is corrected here; `ClipLoss(local_loss=True)` alone is refused;
+            other classes are not checked. Parameters of a loss that is a module get their gradient, too: the mean over
+            ranks, as DDP gives the model's.
+        autocast: a factory of the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is
+            computed outside of it, on fp32 features (fp64 stays fp64).
+        scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for as many as fit.
-        check: compare replayed with cached features "first" (the first step that replays), "always" or "never".
-        replay_rng: False draws new random masks in the replay: the paper's Table 6 ablation, a wrong gradient.
+        check: compare replayed with cached features "first" (in the first step that replays), "always" or "never".
+        replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
     Raises:
-        UserError: what cannot be exact, before any pass: CoCa, distillation, a loss made for other ranks.
+        UserError: a model or loss with which the gradient cannot be exact: CoCa, distillation, a loss made for other ranks.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class DecoupledGradientAccumulation:
             )
         if self._ddp is not None and self._ddp.static_graph:
             raise UserError(
-                "DistributedDataParallel(static_graph=True) (open_clip's --ddp-static-graph) counts on one backward pass per "
+                "DistributedDataParallel(static_graph=True) (open_clip's --ddp-static-graph) expects one backward pass per "
                 "step, but decoupled gradient accumulation takes one per micro-batch; leave it out."
             )
         parameter = next(inner.parameters(), None)
@@ -189,35 +187,35 @@ class DecoupledGradientAccumulation:
         text_order: Tensor | None = None,
         **loss_inputs: Any,
     ) -> dict[str, Tensor]:
-        """Add the effective batch's gradient to every parameter's `.grad`; the optimizer step is the caller's.
+        """Add the effective batch's gradient to every parameter's `.grad`; the caller steps the optimizer.
 
         Args:
-            micro_batches: K tuples (images, texts, ...), a row a sample; sizes may differ. Images and texts may wait in
+            micro_batches: K tuples (images, texts, ...), one row a sample; sizes may differ. Images and texts may be in
                 (pinned) host memory. They are copied to the model's device one micro-batch at a time: once, if those that are
-                forwarded twice take at most 5 % of its memory together, else in each pass. What follows them goes to `prepare`
-                as it is.
+                forwarded twice take at most 5 % of its memory together, else in each pass. Further parts are handed to
+                `prepare` as they are.
             prepare: `(images, texts, ...) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
                 mixup). It must not change what it is given, and be deterministic but for torch's random numbers, which the
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
-                image text_order[j]. None: text j belongs to image j. A model that lets a row's text features depend on that
-                row's image cannot be trained so.
-            loss_inputs: further arguments of the loss, over this rank's b = sum of sizes rows, images in order
-                (for `ContrastiveLoss`: `mixup_lambda`, and `partner=reversed_partner(sizes)`).
+                image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
+                that row's image.
+            loss_inputs: further arguments of the loss, for this rank's b rows, images in order (for `ContrastiveLoss`:
+                `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
         Returns:
             Detached scalars: the loss' entries, "loss" (their sum), and "logit_scale" if the model returns it.
 
         Raises:
-            UserError: before any communication, for what cannot be done; over ranks let it end the process, since the
-                other ranks would wait in the next collective.
+            UserError: inputs that cannot be used, before any communication; over ranks let it end the process, since the other
+                ranks wait in the next collective.
             ReplayError: the self-check failed; raised by all ranks together.
 
-        After an error of any kind the random state and the model's buffers are as before, and `.grad` is not to be used.
+        After any error the random state and the model's buffers are as before, and `.grad` must not be used.
         """
         if torch.is_inference_mode_enabled():
             raise UserError(
-                "backward was called under torch.inference_mode(), where nothing records a graph; call it outside "
+                "backward was called under torch.inference_mode(), where no graph is recorded; call it outside "
                 "(torch.no_grad() does no harm)."
             )
         sizes = checked_sizes(micro_batches, prepared=prepare is not None)
@@ -243,18 +241,18 @@ class DecoupledGradientAccumulation:
         return losses | {name: value for name, value in first.scalars.items() if name == "logit_scale"}
 
     def adopt(self, decision: Decision) -> None:
-        """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run did."""
+        """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run."""
         self._retention.adopt(decision)
 
     def decision(self) -> Decision | None:
-        """How many graphs retain="auto" keeps, for `adopt`; None while it has not decided and where R was given.
+        """How many graphs retain="auto" keeps, for `adopt`; None before it has decided, and for a given R.
 
         Call it between two steps after `zero_grad`, on every rank.
         """
         return self._retention.decision()
 
     def _first_pass(self, plan: StepPlan, inputs: DeviceInputs) -> FirstPass:
-        """(1) Features of every micro-batch. Retained ones come last: no graph is alive while others are forwarded."""
+        """(1) Features of every micro-batch. Retained ones come last, so that no graph is in memory during the others."""
         rng_before: list[RngState] = []
         features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
         graphs: dict[int, dict[str, Tensor]] = {}
@@ -279,10 +277,10 @@ class DecoupledGradientAccumulation:
     def _second_pass(
         self, plan: StepPlan, inputs: DeviceInputs, first: FirstPass, gradients: dict[str, Tensor]
     ) -> None:
-        """(3) The gradients of (2) into the parameters, one graph at a time.
+        """(3) Backpropagate the gradients of (2) into the parameters, one graph at a time.
 
-        The scalars' gradient enters once, with the graph that synchronises: left out of it, DDP would take their
-        parameters for unused and let the ranks drift apart.
+        The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
+        parameters as unused, and the ranks would drift apart.
         """
         rows = {name: gradients[name].split(plan.sizes) for name in FEATURES}
         cached = {name: first.features[name].split(plan.sizes) for name in FEATURES}
@@ -303,10 +301,10 @@ class DecoupledGradientAccumulation:
                         self._check.verdict(self._tolerance(), self._device, self._world_size)
                         wanted |= {name: gradients[name] for name in first.scalars}
                     _backpropagate(outputs, wanted)
-                del outputs  # this graph's last owner: the next one is built in its memory
+                del outputs  # frees this graph before the next one is built
 
     def _with_graph(self, k: int, size: int, inputs: DeviceInputs) -> dict[str, Tensor]:
-        # Where the caller is in an autocast region, weights that the first pass has cast without graph wait in its cache.
+        # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             return self._forward(k, size, inputs)
@@ -327,7 +325,7 @@ class DecoupledGradientAccumulation:
             buffers.restore()
             rng.restore()
             if self._ddp is not None and hasattr(self._ddp.reducer, "_reset_state"):
-                self._ddp.reducer._reset_state()  # it may still wait for the backward pass that synchronises
+                self._ddp.reducer._reset_state()  # the reducer may still expect the backward pass that synchronises
             raise
 
     def _unsynced(self, apply: bool) -> AbstractContextManager[Any]:
@@ -351,7 +349,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
 
 
 def _one_graph_alone(model: nn.Module) -> bool:
-    """Whether the model was compiled with fullgraph=True, under which torch refuses what splits it into several graphs."""
+    """Whether the model was compiled with fullgraph=True, with which torch refuses to split it into several graphs."""
     while isinstance(model, nn.Module):
         if getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False):
             return True
@@ -360,7 +358,7 @@ def _one_graph_alone(model: nn.Module) -> bool:
 
 
 def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
-    """The model's output dict, refused by name where a part of it could get no gradient; a pair is taken for features."""
+    """The model's output dict; a pair becomes one. UserError for an output that would get no gradient."""
     if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
         outputs = dict(zip(FEATURES, outputs, strict=True))
     elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
@@ -394,12 +392,12 @@ def _paired(features: dict[str, Tensor], order: Tensor | None) -> dict[str, Tens
 
 
 def _detached_copy(output: Tensor) -> Tensor:
-    """A copy in fp32 at least; a copy always, for compiled models may write the next output over this one."""
+    """A copy in fp32 or fp64. Always a copy, because a compiled model may overwrite its output in the next call."""
     return output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
 
 
 def _backpropagate(outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    """One backward pass from all outputs that depend on a trainable parameter (all at once, or DDP misses some)."""
+    """One backward pass from all outputs that depend on a trainable parameter; in several passes DDP would miss some."""
     roots = {name: gradient for name, gradient in gradients.items() if outputs[name].requires_grad}
     if roots:
         torch.autograd.backward(

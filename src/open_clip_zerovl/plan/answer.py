@@ -10,7 +10,8 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.plan.data import Missing, SourceCheck
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.recipe.flags import AllFlags, flags_of
+from open_clip_zerovl.recipe.declare import flags_of
+from open_clip_zerovl.recipe.flags import AllFlags
 
 
 @dataclass(frozen=True)

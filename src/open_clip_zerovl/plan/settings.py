@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.flags import AllFlags, at_least, contradicted, flag, flags_of, out_of_range, redeclared
+from open_clip_zerovl.recipe.declare import at_least, flag, flags_of, out_of_range, redeclared
+from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 
 
 @dataclass(frozen=True, kw_only=True)

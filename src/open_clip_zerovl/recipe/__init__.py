@@ -1,4 +1,4 @@
-"""The recipe on a model (sections 2.2, 3.2, 4.2, 4.3, A.9): mixup, token drop, frozen towers, the optimizer."""
+"""The recipe on a model (sections 2.2, 3.2, 4.2, A.9): its flags, mixup, token drop, frozen towers, optimizer, step."""
 
 from open_clip_zerovl.late import handed_on
 

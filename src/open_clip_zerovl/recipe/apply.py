@@ -1,4 +1,4 @@
-"""The paper's methods put on a built model, in the order that training and `zerovl plan` share."""
+"""The paper's methods applied to a built model, in one order for training and `zerovl plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from open_clip_zerovl.recipe.towers import freeze
 
 
 class Methods(Protocol):
-    """What is asked for, named as the flags are."""
+    """The methods asked for, with the names of their flags."""
 
     @property
     def token_drop(self) -> float | None: ...
@@ -38,17 +38,19 @@ class Methods(Protocol):
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: Methods, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Check token drop, freeze towers, hold the temperature, attach mixup, check that texts can be cut; before DDP and compile.
+    """Check token drop, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
+
+    Call it before DDP and compile.
 
     Args:
         transform: of training images.
         seed: of mixup's draws.
 
     Returns:
-        The transform with AutoAugment if asked for, and the mixup if there is one.
+        The transform (with AutoAugment if asked for), and the mixup if asked for.
 
     Raises:
-        UserError: a tower that cannot do what is asked.
+        UserError: a tower that does not support a method.
     """
     if methods.token_drop is not None:
         check_token_drop(model, methods.token_drop)

@@ -1,26 +1,18 @@
 """The flags of training, each declared once: default, type, choices, range, help, and what it contradicts.
 
-A flag is a field of a dataclass here. From it follow the parsers of `python -m training.main` and `zerovl plan`, the fields of
-`RecipeConfig` and `PlanSettings`, and the checks of both. Nothing here needs torch, so that a help text or a refusal is
+From the declarations follow the parsers of `python -m training.main` and `zerovl plan`, the fields of `RecipeConfig` and
+`PlanSettings`, and the checks of both; `declare` says how. Nothing here imports torch, so that a help text or a refusal is
 printed at once.
 
-    dga_steps: int = flag(1, "K micro-batches make one effective batch", metavar="K", range=at_least(1))
-    # --dga-steps K, an int, 1 where it is not given, refused below 1
-
-`RecipeConfig` are ours, by section. `OpenClipFlags` are those of open_clip's own flags that a plan depends on or that have a
-range; `open_clip_train.params` declares them, and a test compares the two.
+`RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a plan depends on or that have
+a range; `open_clip_train.params` declares them, and a test compares the two.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.data.names import (
@@ -36,172 +28,25 @@ from open_clip_zerovl.data.names import (
 )
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses.names import POSITIVES
+from open_clip_zerovl.recipe.declare import (
+    BETA,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Contradiction,
+    Range,
+    Switch,
+    Values,
+    at_least,
+    flag,
+    flags_of,
+    key_value,
+    retain,
+)
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a declaration consists of
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that a flag may have.
-
-    Attributes:
-        wanted: in words; `{name}` stands for another flag's value.
-        holds: (value, all flags' values) -> whether the value is in the range.
-    """
-
-    wanted: str
-    holds: Callable[[Any, AllFlags], bool]
-
-
-def at_least(low: float, unit: str = "") -> Range:
-    """`low` or more; `unit` belongs to the words alone."""
-    return Range(f"at least {low}{unit and ' ' + unit}", lambda value, _: value >= low)
-
-
-SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
-NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
-BETA = Range("0 to less than 1", lambda value, _: 0 <= value < 1)
-POSITIVE = Range("a positive number", lambda value, _: value > 0)
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """Something that a flag does not work with.
-
-    Attributes:
-        other: how it is called in the sentence; `{name}` stands for a flag's value.
-        when: whether it is the case.
-        advice: what to do.
-        flag: how the flag itself is called, where its name alone would not say enough.
-    """
-
-    other: str
-    when: Callable[[AllFlags], bool]
-    advice: str
-    flag: str | None = None
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A switch that stands for one value of a flag: `--debiased-sampling` for `--sampling debiased`."""
-
-    option: str
-    value: str
-    help: str
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag, as declared by a field.
-
-    Attributes:
-        name: of the field; `option` is its form on a command line.
-        kind: makes the value of a word; bool is a switch.
-        several: the flag may be given several times; its value is a sorted tuple without repetition.
-        nargs: argparse's.
-        planned: whether `zerovl plan` takes it; False, or a reason in words, where it is passed over.
-    """
-
-    name: str
-    default: Any
-    help: str
-    kind: Callable[[str], Any]
-    choices: tuple[str, ...] | None
-    metavar: str | None
-    several: bool
-    nargs: str | None
-    range: Range | None
-    contradicts: tuple[Contradiction, ...]
-    planned: bool | str
-    switch: Switch | None
-
-    @property
-    def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-
-def flag(
-    default: Any,
-    help: str = "",
-    *,
-    kind: Callable[[str], Any] | None = None,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    nargs: str | None = None,
-    range: Range | None = None,
-    contradicts: tuple[Contradiction, ...] = (),
-    planned: bool | str = True,
-    switch: Switch | None = None,
-) -> Any:
-    """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given, `dict` an empty dict."""
-    declared = {
-        "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
-        "contradicts": contradicts, "planned": planned, "switch": switch,
-    }  # fmt: skip
-    if default is dict:
-        return field(default_factory=dict, metadata={"flag": declared})
-    return field(default=default, metadata={"flag": declared})
-
-
-def redeclared(section: type, name: str, default: Any) -> Any:
-    """The flag `name` of a section, as a field of a subclass that has another default for it."""
-    return field(default=default, metadata=section.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
-
-
-@cache
-def flags_of(section: type) -> tuple[Flag, ...]:
-    """The flags that a dataclass declares or inherits, in order."""
-    hints = typing.get_type_hints(section)
-    found = []
-    for each in fields(section):
-        if (declared := each.metadata.get("flag")) is None:
-            continue
-        kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
-        several = typing.get_origin(kinds[0]) is tuple and declared["nargs"] is None
-        inner = typing.get_args(kinds[0])[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
-        default = {} if each.default is dataclasses.MISSING else each.default
-        found.append(Flag(each.name, default, several=several, **{**declared, "kind": declared["kind"] or inner}))
-    return tuple(found)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Values that are more than a number or a word
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def retain(text: str) -> int | str:
-    """The value of `--dga-retain`: a number of graphs, or "auto"."""
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of micro-batches nor auto")
-    return text if text == "auto" else int(text)
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """A word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)); what is no Python value is a string."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
-
-
-def _are_sides(value: int | Sequence[int]) -> bool:
-    sides = (value,) if isinstance(value, int) else value
-    return len(sides) in (1, 2) and min(sides) >= 1
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
@@ -238,7 +83,7 @@ class SourceFlags:
             Contradiction(
                 "--sampling {strategy}",
                 lambda given: given.sampling != "debiased",
-                "it is a way of --debiased-sampling",
+                "it belongs to --debiased-sampling",
                 flag="--debiased-draw iid",
             ),
         ),
@@ -265,20 +110,20 @@ class SourceFlags:
     )
     on_bad_sample: str = flag(
         "replace",
-        "replace a sample that cannot be used by a neighbour of its source and count it, or fail (default %(default)s)",
+        "what to do with a sample that cannot be used: replace it by another of its source, or fail (default %(default)s)",
         choices=POLICIES,
         contradicts=(_STOCK_DATA,),
     )
     pixel_path: str = flag(
         PIXEL_PATH,
-        "decode and resize pictures by PIL, or on arrays by libjpeg-turbo and torch: the same pictures to rounding, faster "
+        "decode and resize pictures with PIL, or as arrays with libjpeg-turbo and torch: faster, equal up to rounding "
         "(default %(default)s)",
         choices=PIXEL_PATHS,
         contradicts=(_STOCK_DATA,),
     )
     max_bad_share: float = flag(
         0.10,
-        "stop when a source has lost more of its samples (default %(default)s)",
+        "stop when a source has lost a larger share of its samples (default %(default)s)",
         metavar="SHARE",
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
         contradicts=(_STOCK_DATA,),
@@ -305,7 +150,7 @@ class SourceFlags:
     )
     loader_timeout: float = flag(
         600.0,
-        "stop when no batch comes for so long, and name what is being read; 0 waits forever (default %(default)s)",
+        "stop when no batch comes for this time, and name what is being read; 0 waits forever (default %(default)s)",
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
         contradicts=(_STOCK_DATA,),
@@ -359,7 +204,7 @@ class DgaFlags:
     )
     ablate: tuple[str, ...] = flag(
         (),
-        "for the paper's ablations only, wrong on purpose: gather without gradient (Table 4), other dropout masks in the "
+        "for the paper's ablations only, with wrong gradients: gather without gradient (Table 4), other dropout masks in the "
         "second pass (Table 6)",
         choices=ABLATIONS,
         planned=False,
@@ -401,8 +246,8 @@ class LossFlags:
     )
     positives: str = flag(
         "pair",
-        "samples of the effective batch with the same caption, the same image, or either (both), share the target evenly "
-        "(default %(default)s: each pair for itself)",
+        "which samples of the effective batch share the target evenly: those with the same caption, the same image, or either "
+        "(both) (default %(default)s: none)",
         choices=POSITIVES,
         contradicts=(
             _STOCK_DATA,
@@ -471,7 +316,7 @@ class AugmentationFlags:
         range=POSITIVE,
         contradicts=(
             Contradiction(
-                "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is mixup's parameter; give both"
+                "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is a parameter of mixup; give both"
             ),
         ),
     )
@@ -505,7 +350,7 @@ class AugmentationFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerFlags:
-    """Starting weights and auxiliary encoders (section 4.3)"""
+    """Starting weights and auxiliary encoders (section 4.2)"""
 
     text_model: str | None = flag(
         None,
@@ -513,13 +358,13 @@ class TowerFlags:
         metavar="DIR",
     )
     init_from: str | None = flag(
-        None, "start from a checkpoint's towers, each where all its shapes fit", metavar="CKPT"
+        None, "start from those towers of a checkpoint whose names and shapes all fit", metavar="CKPT"
     )
     init_image: str | None = flag(None, "start the image tower from raw timm weights", metavar="FILE")
     init_text: str | None = flag(None, "start the text tower from raw HF weights", metavar="FILE|DIR")
     freeze: tuple[str, ...] = flag(
         (),
-        "do not train this tower and its projection (auxiliary encoder)",
+        "keep this tower and its projection constant (auxiliary encoder)",
         choices=TOWERS,
         contradicts=(
             *(
@@ -543,7 +388,7 @@ class TowerFlags:
         None,
         "keep the frozen tower's features of each sample in DIR and reuse them",
         metavar="DIR",
-        planned="the plan is for an epoch that fills the cache",
+        planned="planned as an epoch that fills the cache",
         contradicts=(
             Contradiction(
                 "anything but one frozen tower on named sources",
@@ -631,7 +476,7 @@ class CheckpointFlags:
 
     save_every_steps: int | None = flag(
         None,
-        "write a checkpoint every so many optimizer steps; --resume latest goes on from the newest, exactly",
+        "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
         contradicts=(
@@ -685,16 +530,16 @@ class RecipeConfig(
     DgaFlags,
     SourceFlags,
 ):
-    """All flags of ours. Their defaults mean: open_clip as it is."""
+    """All our flags. With their defaults a run is open_clip's own."""
 
     @property
     def active(self) -> bool:
-        """Whether any of our flags was given; if not, the run is open_clip's own."""
+        """Whether any of our flags was given."""
         return any(getattr(self, each.name) != each.default for each in flags_of(RecipeConfig))
 
     @property
     def step_flags(self) -> bool:
-        """Whether a flag asks for our optimizer step (DGA and ContrastiveLoss) by itself."""
+        """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
         return self.coin_flip_mixup or any(getattr(self, each.name) != each.default for each in of_step)
 
@@ -706,7 +551,7 @@ class RecipeConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class OpenClipFlags:
-    """Training flags that matter, as python -m training.main takes them"""
+    """Flags of python -m training.main on which a plan depends"""
 
     model: str = flag("RN50", metavar="NAME")
     train_data: str | None = flag(None, metavar="TEXT")
@@ -810,104 +655,54 @@ class OpenClipFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AllFlags(OpenClipFlags, RecipeConfig):
-    """The values of all flags that are declared here: what a range or a contradiction is judged by."""
+    """The values of all flags that are declared here, from which ranges and contradictions are checked."""
 
     @property
     def strategy(self) -> str:
-        """How sources make batches; open_clip's own pipeline counts as random."""
+        """How sources make batches: --sampling, or random for open_clip's own pipeline."""
         return self.sampling or "random"
 
     @property
     def mixture(self) -> bool:
-        """Whether training reads our mixture of sources, and not open_clip's own pipeline."""
+        """Whether training reads our mixture of sources instead of open_clip's own pipeline."""
         return self.sampling is not None or is_named(self.train_data)
 
     @property
     def trains(self) -> bool:
-        """Whether the flags must say what is trained on; `zerovl plan` may go without."""
+        """Whether training data must be given; not for `zerovl plan`."""
         return True
 
     @property
     def own_step(self) -> bool:
-        """Whether the run takes our optimizer step: with a step flag, or with our sampling where the model allows it.
+        """Whether the run takes our optimizer step: with a step flag, or with a mixture.
 
-        A mixture alone also takes it, because over several ranks open_clip's default gather gives 1/W of the gradient; CoCa
-        and distillation, whose losses the step does not know, then keep open_clip's.
+        A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
+        --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
         """
         foreign_loss = "coca" in self.model.lower() or self.distill_model is not None
         return self.step_flags or (self.mixture and not foreign_loss)
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
-    """One sentence for each flag of ours that was given and contradicts something.
+    """One sentence for each of our flags that was given and contradicts something.
 
     Args:
-        names: of the flags to look at; None: all of them.
+        names: of the flags to check; None: all.
     """
     for each in flags_of(RecipeConfig):
         if getattr(given, each.name) == each.default or (names is not None and each.name not in names):
             continue
         for one in each.contradicts:
             if one.when(given):
-                other = one.other.format_map(_Values(given))
+                other = one.other.format_map(Values(given))
                 yield f"{other} does not work with {one.flag or each.option}: {one.advice}"
 
 
-def out_of_range(given: AllFlags) -> Iterator[str]:
-    """One sentence for each value that is out of its flag's range."""
-    section: Any = type(given)
-    for each in flags_of(section):
-        value = getattr(given, each.name)
-        if value is not None and each.range is not None and not each.range.holds(value, given):
-            yield f"{each.option} {value} is out of range; give {each.range.wanted.format_map(_Values(given))}"
-
-
-class _Values(dict):
-    """Values of flags by name, for `str.format_map`."""
-
-    def __init__(self, given: AllFlags) -> None:
-        super().__init__()
-        self._given = given
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(self._given, name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In a parser
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type], *, plan: bool = False) -> None:
-    """Add the flags of some sections, each as a group of its own.
-
-    Args:
-        plan: leave out those that `zerovl plan` passes over, and let a flag that is not given leave no value.
-    """
-    for section in sections:
-        group = parser.add_argument_group((section.__doc__ or "").strip())
-        for each in flags_of(section):
-            if plan and each.planned is not True:
-                continue
-            if each.switch is not None:
-                group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
-            help_text = each.help.replace("%(default)s", str(each.default))
-            options: dict[str, Any] = {"help": help_text or None, "default": None if plan else each.default}
-            if each.kind is bool:
-                group.add_argument(each.option, action="store_true", **{**options, "default": False})
-                continue
-            if each.several:
-                options |= {"action": "append", "default": None if plan else []}
-            group.add_argument(
-                each.option, type=each.kind, choices=each.choices, metavar=each.metavar, nargs=each.nargs, **options
-            )
-
-
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
-    """What a parser of `add_flags` found, as the fields have it; what was not given (None) stays as it is.
+    """The values that a parser of `add_flags` found, in the form of the fields; a flag that was not given stays None.
 
     Raises:
-        UserError: a switch beside another value of the flag that it stands for.
+        UserError: a switch together with another value of its flag.
     """
     values = dict(parsed if isinstance(parsed, Mapping) else vars(parsed))
     for each in (*flags_of(RecipeConfig), *flags_of(OpenClipFlags)):
@@ -929,3 +724,8 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
         elif each.nargs is not None and not isinstance(value, int):
             values[each.name] = value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
     return values
+
+
+def _are_sides(value: int | Sequence[int]) -> bool:
+    sides = (value,) if isinstance(value, int) else value
+    return len(sides) in (1, 2) and min(sides) >= 1

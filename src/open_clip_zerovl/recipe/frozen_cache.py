@@ -1,20 +1,20 @@
-"""Embeddings of a frozen tower kept on disk (section 4.3): after its first epoch the tower need not run any more.
+"""Features of a frozen tower kept on disk (section 4.2), so that the tower runs in the first epoch only.
 
 Shapes: `B` micro-batch per rank, `L` tokens, `D` width of the tower's output, `S` sources.
 
-A frozen tower gives a sample the same features in every epoch, as long as its input is not augmented. They are kept
-before L2 normalisation, where mixup still applies, in one file per source: a row of D numbers for each of its samples. A
-sample is known by (source, position), as `Preprocessing(with_origin=True)` has them yielded.
+A frozen tower gives a sample the same features in every epoch if its input is not augmented. They are kept before L2
+normalisation, where mixup still applies, in one file per source: a row of D numbers for each sample. A sample is identified by
+(source, position), which `Preprocessing(with_origin=True)` adds to each micro-batch.
 
     cache = FrozenCache(folder, sources, tower="text", width=512, fingerprint=fingerprint(...))
     cache.attach(model)                                          # after `towers.freeze`
     dga.backward(micro_batches, prepare=cache.prepare)           # each (images, texts, origin (B, 2))
     cache.flush()                                                # now and then, and at the end
 
-What is returned is what was computed, in `dtype`, whether it comes from the tower or from the disk.
+The features returned are those that were computed, in `dtype`, whether they come from the tower or from the disk.
 
-A cache is of a model and its input (`fingerprint`, in cache.json) and of data (size and modification time of each local
-shard, in shards.json). Where either differs it is made anew. Of a table the file itself is looked at, not its images.
+A cache belongs to a model and its input (`fingerprint`, in cache.json) and to data (size and modification time of each local
+shard, in shards.json). If either differs it is made anew. For a table the file itself is compared, not its images.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class FrozenCache:
     """The cache of one tower's outputs; one per process, any number of processes (of one machine) on one folder.
 
     Args:
-        folder: made if absent. What lies there under another fingerprint is thrown away, with a line in the log.
+        folder: made if absent. A cache with another fingerprint in it is deleted, with a line in the log.
         sources: of the mixture, in its order.
         tower: "image" or "text".
         width: D.
         fingerprint: of all that the features depend on; see `fingerprint`.
-        dtype: of the files: float32, or float16 for half the space and a relative error of 5e-4.
+        dtype: of the files: float32, or float16 with half the size and a relative error of 5e-4.
 
     Raises:
-        UserError: an unknown tower or dtype, a folder that cannot be written or has too little space, or texts of which
-            each epoch shows another.
+        UserError: an unknown tower or dtype, a folder that cannot be written or has too little space, or texts that change
+            with the epoch.
     """
 
     def __init__(
@@ -133,14 +133,17 @@ class FrozenCache:
             for kind, length in (("features", size * row_bytes), ("filled", size)):
                 self._file(index, kind).unlink(missing_ok=True)  # a run that still maps the old file keeps it
                 with open(self._file(index, kind), "wb") as content:
-                    if length:  # all of it now: a disk that fills up later would end the process by a signal
+                    if length:  # allocate all of it now: a full disk would later end the process by a signal
                         os.posix_fallocate(content.fileno(), 0, length)
         write_atomically(self.folder / SHARDS_FILE, json.dumps(shards) + "\n")
-        # The description comes last: files without one are not believed.
+        # The description comes last: files without one are ignored.
         write_atomically(file, json.dumps(description, indent=2) + "\n")
 
     def _other_data(self, shards: list[list[list[Any]]], made_ns: int) -> str | None:
-        """Which data the features are of, if not of `shards`. A cache of before shards.json is older than changed data."""
+        """A few words if the features are of other data than `shards`, else None.
+
+        A cache made before shards.json existed is compared by time: no shard may have been written after it.
+        """
         found = _read_json(self.folder / SHARDS_FILE)
         if found is None:
             newer = [mark[0] for marks in shards for mark in marks if len(mark) > 1 and mark[2] > made_ns]
@@ -160,14 +163,14 @@ class FrozenCache:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def get(self, origin: Tensor) -> Tensor | None:
-        """The features (B, D) of samples (B, 2), on the CPU, or None unless all of them are there."""
+        """The features (B, D) of samples (B, 2), on the CPU, or None unless all are stored."""
         rows = self._rows(origin)
         if not all(self._filled[source][row] for source, row in rows):
             return None
         return torch.from_numpy(np.stack([self._features[source][row] for source, row in rows]))
 
     def put(self, origin: Tensor, features: Tensor) -> None:
-        """Keep the features (B, D) of samples (B, 2); rows that are there already stay.
+        """Store the features (B, D) of samples (B, 2); rows that are stored already stay.
 
         Raises:
             UserError: features of another width.
@@ -184,7 +187,7 @@ class FrozenCache:
                 self._filled[source][row] = True
 
     def flush(self) -> None:
-        """Write through to the disk, features before the marks that vouch for them, and see what other processes wrote."""
+        """Write to the disk, features before the marks that declare them valid, and read other processes' marks."""
         for features, filled, file in zip(self._features, self._filled, self._filled_files, strict=True):
             features.flush()
             np.logical_or(filled, file, out=filled)
@@ -192,16 +195,16 @@ class FrozenCache:
             file.flush()
 
     def _rows(self, origin: Tensor) -> list[tuple[int, int]]:
-        """(source, row) of each sample: positions count on through the epochs, rows start over."""
+        """(source, row) of each sample: the row is the position modulo the source's samples, since positions go on counting."""
         return [(source, position % self._sizes[source]) for source, position, *_ in origin.tolist()]
 
     # --- in a model --------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module) -> None:
-        """Let the tower of `model` look its outputs up whenever `prepare` has announced which samples come.
+        """Replace the forward pass of `model`'s tower by a look-up of the samples that `prepare` has announced.
 
-        Without announcement (in evaluation) the tower runs as ever. Forward hooks on it, mixup's too, apply to what was
-        looked up. Under torch.compile the look-up stays outside of the graph.
+        Without an announcement (in evaluation) the tower runs. Forward hooks on the tower, such as mixup's, also apply to
+        features that were looked up. Under torch.compile the look-up stays outside of the graph.
 
         Raises:
             UserError: a tower that is not a module, is not frozen with its projection, or is in training mode (dropout).
@@ -222,7 +225,7 @@ class FrozenCache:
         module.forward = torch.compiler.disable(self._look_up)
 
     def prepare(self, images: Tensor, texts: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-        """Announce the samples to the next forward pass; images and texts pass through.
+        """Announce the samples to the next forward pass; images and texts are returned unchanged.
 
         Args:
             origin: (B, 2 or more) int64 on the CPU, in the first two columns the source and position of each sample.
@@ -236,7 +239,7 @@ class FrozenCache:
         return images, texts
 
     def forget(self) -> None:
-        """Take back an announcement that no forward pass answered; called after each step.
+        """Drop an announcement that no forward pass has used; called after each step.
 
         The replay of decoupled gradient accumulation prepares its inputs but does not run a frozen tower again.
         """
@@ -255,12 +258,12 @@ class FrozenCache:
                 features = self._forward(inputs)
             self.put(origin, features)
         if inputs.device.type == "cuda" and features.device.type == "cpu":
-            features = features.pin_memory()  # from other memory a copy waits
+            features = features.pin_memory()  # a copy from other memory makes the host wait
         return features.to(inputs.device, self._dtype, non_blocking=True).to(torch.float32)
 
 
 def _read_json(file: Path) -> Any:
-    """What a file of the cache says; None where it is absent or cut short."""
+    """The content of a JSON file; None if it is absent or incomplete."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -268,12 +271,12 @@ def _read_json(file: Path) -> Any:
 
 
 def _shard_marks(source: Source) -> list[list[Any]]:
-    """The last part of each shard's path, and of local ones the size in bytes and modification time in nanoseconds."""
+    """For each shard the last part of its path and, if it is local, size in bytes and modification time in nanoseconds."""
     marks: list[list[Any]] = []
     for shard in dict.fromkeys(source.shards):
         path = local_path(shard)
         mark: list[Any] = [os.path.basename(shard)]
-        if path is not None and os.path.exists(path):  # a lost one has been reported
+        if path is not None and os.path.exists(path):  # a missing one was reported already
             status = os.stat(path)
             mark += [status.st_size, status.st_mtime_ns]
         marks.append(mark)
@@ -299,10 +302,10 @@ def fingerprint(
     Args:
         model: with its weights loaded.
         tower: "image" or "text".
-        sources: their names, shards and sizes, in order.
-        inputs: what makes the tower's input: the tokenizer of a text tower, the transform of an image tower.
+        sources: names, shards and sizes are taken, in order.
+        inputs: the tokenizer of a text tower, the transform of an image tower.
         precision: of the forward passes (open_clip's `--precision`).
-        pixel_path: of an image tower's pictures: the paths agree to two grey levels, not bit for bit.
+        pixel_path: for an image tower: the paths agree to two grey levels, not bit for bit.
     """
     digest = hashlib.blake2b(digest_size=16)
     wanted = {f"{tower} tower", f"{tower} projection"}
@@ -320,7 +323,7 @@ def fingerprint(
 
 
 def _picked(source: Source) -> str | None:
-    """Which samples of its shards a cluster takes: another clustering may take as many of each."""
+    """A digest of the samples that a cluster takes from its shards: another clustering may take the same number of each."""
     return None if source.picked is None else hashlib.blake2b(source.picked.tobytes()).hexdigest()
 
 
@@ -344,10 +347,10 @@ def _described(inputs: Any) -> list[Any]:
 
 
 def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: int = 8) -> None:
-    """Make sure that an image transform draws nothing: the features of an augmented image must not be cached.
+    """UserError if an image transform is random, since features of augmented images must not be cached.
 
-    Raises:
-        UserError: one of `draws` seeds gives another tensor.
+    Args:
+        draws: seeds that are tried.
     """
     pixels = np.random.default_rng(0).integers(0, 256, size=(300, 400, 3), dtype=np.uint8)
     results = []

@@ -1,7 +1,7 @@
-"""What in other libraries' towers makes the host wait for the GPU in every forward pass, replaced by what does not.
+"""Replacements for code in other libraries' towers that makes the host wait for the GPU in every forward pass.
 
-A wait inside a step leaves the GPU without work while the host prepares the next kernels: with K micro-batches forwarded
-twice that is up to 2K times a step. Both replacements compute what they replace computed.
+After a wait the GPU has no work until the host has launched the next kernels: with K micro-batches forwarded twice that is up
+to 2K times a step. Both replacements compute the same as the original code.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 
 
 def without_host_waits(model: nn.Module) -> None:
-    """Replace, once, what waits in `model`: to be called before its first forward pass and before it is compiled.
+    """Replace code that waits in `model`. Call it before the first forward pass and before the model is compiled.
 
-    - BERT of Hugging Face: its mask code reads whether a batch has padding, to leave the mask out where it has none. It
-      gets the mask in the form that the attention takes, which it does not look at.
-    - open_clip's patch dropout: draws on the CPU and indexes with CPU tensors. It draws on the images' device instead: on a
+    - Hugging Face's BERT reads whether a batch has padding, to leave the mask out if there is none. It is given the mask in the
+      form that the attention takes, which it does not read.
+    - open_clip's patch dropout draws on the CPU and indexes with CPU tensors. The replacement draws on the images' device: on a
       GPU other masks than open_clip's, on a CPU the same.
     """
     for module in model.modules():
-        if _looks_at_masks(module) and _prepared_mask not in module._forward_pre_hooks.values():
+        if _reads_masks(module) and _prepared_mask not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_prepared_mask, with_kwargs=True)
         elif type(module) is open_clip.transformer.PatchDropout:
             module.__class__ = DevicePatchDropout
 
 
-def _looks_at_masks(module: nn.Module) -> bool:
-    """Whether this is a bidirectional BERT whose attention is torch's, which takes a mask of booleans."""
+def _reads_masks(module: nn.Module) -> bool:
+    """Whether this is a bidirectional BERT with torch's attention, which takes a boolean mask."""
     config = getattr(module, "config", None)
     return (
         type(module).__name__ == "BertModel"
@@ -39,7 +39,7 @@ def _looks_at_masks(module: nn.Module) -> bool:
 
 
 def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token may see which."""
+    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which."""
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
@@ -51,7 +51,7 @@ class DevicePatchDropout(open_clip.transformer.PatchDropout):
     """open_clip's patch dropout, drawn and applied on the device of the tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keep a random share of the patch tokens (B, T, D), and the class token."""
+        """Keep the class token and a random share of the patch tokens; x is (B, T, D)."""
         if not self.training or self.prob == 0.0:
             return x
         first = x[:, :1]

@@ -7,13 +7,13 @@ One coin gamma ~ U[0, 1) and one lambda ~ Beta(alpha, alpha) per effective batch
     gamma > 0.5     I~_j = lambda I_j + (1 - lambda) I_p(j)     pixels, before the image tower
     gamma <= 0.5    t~_j = lambda t_j + (1 - lambda) t_p(j)     text features, after the projection, before L2 normalisation
 
-with p the reversal within a rank's micro-batch, as in the released code (the paper's N-j, but for its indexing: any
-fixed pairing will do, and this one needs no communication). Each row then has two positives, lambda of its own pair and
-1 - lambda of its partner's; `losses.ContrastiveLoss` takes both (A.3; it halves the paper's sum of the two directions,
-as CLIP does).
+with p the reversal within a rank's micro-batch, as in the released code. (The paper pairs j with N-j over the whole batch; any
+fixed pairing has the same effect, and this one needs no communication.) Each row then has two positives, its own pair with
+weight lambda and its partner's with 1 - lambda; `losses.ContrastiveLoss` takes both (A.3; it halves the paper's sum of the two
+directions, as CLIP does).
 
-The texts are mixed in a forward hook on the model's text tower, so that DDP, torch.compile and decoupled gradient
-accumulation all see one model with one forward pass. Both mixings are deterministic, hence the same in both passes.
+The texts are mixed in a forward hook on the model's text tower, so that for DDP, torch.compile and decoupled gradient
+accumulation there is one model with one forward pass. Both mixings are deterministic, hence the same in both passes.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from open_clip_zerovl.randomness import Purpose, stream
 
 @dataclass(frozen=True)
 class Mix:
-    """What one effective batch has drawn.
+    """The coin and lambda of one effective batch.
 
     Attributes:
         mixes_images: the coin: images are mixed if True, else texts.
-        weight: lambda, in 0..1: how much of itself each mixed row keeps.
+        weight: lambda, in 0..1: the weight of the row itself in its mixture.
     """
 
     mixes_images: bool
     weight: float
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the images (B, C, H, W) of a micro-batch, if the coin says so; texts (B, L) pass through.
+        """Mix the images (B, C, H, W) of a micro-batch if `mixes_images`; texts (B, L) are returned unchanged.
 
-        To be called with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (its `prepare`).
+        Call it with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (as its `prepare`).
 
         Raises:
-            UserError: images that are to be mixed and are not floating-point numbers.
+            UserError: images that are not floating-point numbers.
         """
         if self.mixes_images:
             images = mix_rows(images, self.weight)
         return images, texts
 
     def loss_inputs(self, sizes: Sequence[int], text_order: Tensor | None = None) -> dict[str, Any]:
-        """What `ContrastiveLoss` needs to know: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
+        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
 
         Args:
             sizes: of this rank's micro-batches, in order.
@@ -71,7 +71,7 @@ class Mix:
 
 
 def mix_rows(rows: Tensor, weight: float | Tensor) -> Tensor:
-    """weight * rows + (1 - weight) * rows in reverse order, for rows (B, ...); in fp32 at least, back in rows' dtype.
+    """weight * rows + (1 - weight) * rows in reverse order, for rows (B, ...); computed in fp32 or fp64, in the rows' dtype.
 
     Args:
         weight: lambda, a number or a tensor of shape ().
@@ -97,8 +97,8 @@ class CoinFlipMixup:
             dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))
 
     The n-th draw is a pure function of (seed, n). So ranks agree without communication, the process's own generators are
-    neither read nor moved, and a resumed run repeats coins and lambdas bit for bit: load the state that was saved with
-    the checkpoint, or `seek` the optimizer step.
+    not used, and a resumed run repeats coins and lambdas bit for bit: load the state that was saved with the checkpoint, or
+    `seek` the optimizer step.
 
     Args:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
@@ -120,13 +120,13 @@ class CoinFlipMixup:
         self._handle: Any = None
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the text tower of `model`; until `step` says so the hook does nothing, evaluation included.
+        """Put the hook on the text tower of `model`. Outside of `step` and `applied` it does nothing.
 
-        Call it before torch.compile's first forward pass: a compiled graph does not notice a hook that comes later.
+        Call it before torch.compile's first forward pass: a compiled graph ignores a hook that is added later.
 
         Raises:
-            UserError: a model whose text features cannot be reached: open_clip's plain CLIP class (which has no text
-                module), towers that return tokens besides (CoCa); or a second model.
+            UserError: a model whose text features cannot be mixed: open_clip's plain CLIP class (which has no text module),
+                towers that also return tokens (CoCa); or a second model.
         """
         model = _inner(model)
         tower = getattr(model, "text", None)
@@ -137,8 +137,8 @@ class CoinFlipMixup:
             )
         if getattr(tower, "output_tokens", False):
             raise UserError(
-                f"coin-flip mixup does not know how to mix the tokens that the text tower of {type(model).__name__} "
-                "returns besides its features (CoCa's captioning needs them); use a model without them."
+                f"coin-flip mixup cannot mix the tokens that the text tower of {type(model).__name__} returns besides its "
+                "features (CoCa's captioning needs them); use a model without them."
             )
         if self._text is not None:
             if self._text.tower is tower:
@@ -148,7 +148,7 @@ class CoinFlipMixup:
         self._handle = tower.register_forward_hook(self._text)
 
     def detach(self) -> None:
-        """Take the hook off again."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
         self._text, self._handle = None, None
@@ -162,7 +162,7 @@ class CoinFlipMixup:
 
     @contextmanager
     def step(self) -> Iterator[Mix]:
-        """Draw, and mix the attached model's texts within the block if the coin says so.
+        """Draw a mix; within the block the attached model's texts are mixed if the coin falls on texts.
 
         Raises:
             UserError: no model is attached.
@@ -172,7 +172,7 @@ class CoinFlipMixup:
 
     @contextmanager
     def applied(self, mix: Mix) -> Iterator[Mix]:
-        """Within the block every forward pass of the attached model mixes its texts as `mix` says.
+        """Within the block every forward pass of the attached model mixes its texts if `mix` is for texts.
 
         Raises:
             UserError: no model is attached.
@@ -186,13 +186,13 @@ class CoinFlipMixup:
             self._text.weight = None
 
     def seek(self, draws: int) -> None:
-        """Go on as after `draws` draws: a run that resumes at optimizer step n needs nothing but `seek(n)`."""
+        """Go on as after `draws` draws; a run that resumes at optimizer step n calls `seek(n)`."""
         if draws < 0:
-            raise UserError(f"mixup cannot go back to before its first draw, to {draws}.")
+            raise UserError(f"mixup cannot go on after {draws} draws; give 0 or more.")
         self._draws = int(draws)
 
     def state_dict(self) -> dict[str, int | float]:
-        """What to save with a checkpoint; plain numbers."""
+        """The state to save with a checkpoint; plain numbers."""
         return {"alpha": self.alpha, "seed": self.seed, "draws": self._draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,31 +207,31 @@ class CoinFlipMixup:
         for name, own in (("alpha", self.alpha), ("seed", self.seed)):
             if state[name] != own:
                 raise UserError(
-                    f"the run to be resumed drew its mixup with {name} {state[name]}, this one with {own}; give the same, or "
-                    "start a new run from its weights."
+                    f"the resumed run drew its mixup with {name} {state[name]}, this one with {own}; give the same, or start "
+                    "a new run from its weights."
                 )
         self.seek(state["draws"])
 
 
 class _TextMixing:
-    """The forward hook. It holds lambda as a tensor: a number would be a constant of each compiled graph."""
+    """The forward hook. It holds lambda as a tensor: a compiled graph would hold a number as a constant."""
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower
-        self.weight: Tensor | None = None  # None: leave the texts alone
+        self.weight: Tensor | None = None  # None: texts are not mixed
 
     def on_device(self, weight: float) -> Tensor:
         parameter = next(self.tower.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.full((), weight, dtype=dtype, device=device)  # a kernel, where a copy would wait
+        return torch.full((), weight, dtype=dtype, device=device)  # a kernel; a copy would make the host wait
 
     def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
         if self.weight is None:
             return None
         if not isinstance(features, Tensor) or features.ndim != 2:
             raise UserError(
-                "coin-flip mixup wants text features (B, D) from the text tower, but got "
+                "coin-flip mixup needs text features (B, D) from the text tower, but got "
                 + (f"{tuple(features.shape)}." if isinstance(features, Tensor) else f"a {type(features).__name__}.")
             )
         return mix_rows(features, self.weight)

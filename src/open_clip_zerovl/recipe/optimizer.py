@@ -1,7 +1,7 @@
-"""The optimizer's step (sections 2.2 and A.9): what it may touch and decay, clipping, the temperature's bounds.
+"""The optimizer (sections 2.2 and A.9): parameter groups, clipping, the temperature's bounds.
 
-open_clip exempts from weight decay what has fewer than two axes or a name of a norm, a bias or the logit scale. It thus
-decays class tokens and position and word embeddings, which are lookup tables rather than weights of a product.
+open_clip exempts parameters from weight decay that have fewer than two axes, or the name of a norm, a bias or the logit scale.
+So it decays class tokens and position and word embeddings, which are lookup tables and not matrices of a product.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from open_clip_zerovl.errors import UserError
 
-MAX_LOGIT_SCALE = math.log(100)  # open_clip keeps the temperature at 1/100 at least; the released code, at 0.001
+MAX_LOGIT_SCALE = math.log(100)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(
@@ -36,8 +36,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, exempt_embeddings
     Args:
         model: plain, or in DistributedDataParallel.
         weight_decay: of the second group; the paper's is 1e-3.
-        exempt_embeddings: also spare EMBEDDING_PARAMETERS and whatever an `nn.Embedding` holds. False gives open_clip's
-            groups, parameter by parameter in its order, so that its optimizer states load.
+        exempt_embeddings: also exempt EMBEDDING_PARAMETERS and the weights of every `nn.Embedding`. False gives open_clip's
+            groups, with the same parameters in the same order, so that its optimizer states load.
 
     Raises:
         UserError: a negative weight decay, or nothing to train.
@@ -59,16 +59,16 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, exempt_embeddings
 
 
 def constant_temperature(model: nn.Module) -> None:
-    """Hold the temperature at its present value (the released code's 0.02): `logit_scale` gets no gradient.
+    """Make the temperature constant at its present value (0.02 in the released code): `logit_scale` gets no gradient.
 
-    To be called before DistributedDataParallel and the optimizer are made.
+    Call it before DistributedDataParallel and the optimizer are made.
 
     Raises:
         UserError: a model without `logit_scale`.
     """
     logit_scale = getattr(model, "logit_scale", None)
     if not isinstance(logit_scale, nn.Parameter):
-        raise UserError(f"{type(model).__name__} has no logit_scale, so its temperature cannot be held.")
+        raise UserError(f"{type(model).__name__} has no logit_scale, so its temperature cannot be made constant.")
     logit_scale.requires_grad_(False)
 
 
@@ -79,11 +79,11 @@ def optimizer_step(
     scaler: torch.amp.GradScaler | None = None,
     grad_clip_norm: float | None = None,
 ) -> None:
-    """Use the gradients once they are whole: clip them, step, keep the temperature in its bounds.
+    """Clip the gradients, step, and clamp the temperature to its bounds.
 
     Args:
         model: plain, compiled or in DistributedDataParallel.
-        scaler: that multiplied the gradients, if one did; a step with infinite ones is left out, and its scale lowered.
+        scaler: the GradScaler that multiplied the gradients, if any; it skips a step with infinite ones and lowers its scale.
         grad_clip_norm: largest norm of all gradients together.
     """
     if grad_clip_norm is not None:

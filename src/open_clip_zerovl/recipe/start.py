@@ -1,4 +1,4 @@
-"""Weights that a run starts from (section 4.3): those of another run, group by group, with a report of what was loaded."""
+"""Starting weights from another run (section 4.2), group by group, with a report of what was loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constan
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What became of one group: `tensors` of the model, and why it was left as it was (None: it was loaded)."""
+    """Result for one group: number of `tensors` in the model, and why it was not loaded (None: it was)."""
 
     group: str
     tensors: int
@@ -31,7 +31,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class InitReport:
-    """What `init_from` did, a line per group; `str()` makes a table of it."""
+    """Result of `init_from`, by group; `str()` makes a table of it."""
 
     path: str
     groups: tuple[GroupReport, ...]
@@ -50,19 +50,19 @@ class InitReport:
 
 
 def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitReport:
-    """Load into `model` each group of a checkpoint that fits wholly: the same tensor names and shapes.
+    """Load into `model` each group of a checkpoint of which all tensor names and shapes match.
 
-    A projection is loaded only together with its tower: it says nothing about another tower's features.
+    A projection is loaded only together with its tower, because it does not fit another tower's features.
 
     Args:
         model: an open_clip model, changed in place.
         checkpoint: a training checkpoint, a folder that `zerovl export` wrote, or a `.safetensors` file.
 
     Returns:
-        What was loaded, and what was left and why.
+        Which groups were loaded, and why others were not.
 
     Raises:
-        UserError: no such file, or one of which no tower fits (the table says why).
+        UserError: no such file, or no tower of it fits (the sentence says why).
     """
     weights = _read_weights(Path(checkpoint))
     if isinstance(getattr(model, "text", None), nn.Module):
@@ -112,7 +112,7 @@ def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _misfit(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
-    """Why `theirs` does not fit in the place of `own`, or None."""
+    """Why `theirs` cannot replace `own`, or None."""
     if not theirs:
         return "the checkpoint has none"
     for kind, names in (("lacks", own.keys() - theirs.keys()), ("also has", theirs.keys() - own.keys())):

@@ -2,8 +2,8 @@
 
     B  micro-batch per rank    K  micro-batches of a step    W  ranks    N = B*K*W  effective batch
 
-A step is: zero_grad, a mix drawn (section 3.2), DGA's gradient over K micro-batches (section 4.1), clipping, the optimizer,
-the temperature's bounds. Seeds, learning rates and logs are the caller's.
+A step does: zero_grad, drawing a mix (section 3.2), DGA's gradient over K micro-batches (section 4.1), clipping, the optimizer,
+clamping the temperature. The caller sets seeds and learning rates, and logs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat
 
 
 def precision_on(device_type: str, precision: str) -> str:
-    """The precision to train in: fp32 on a CPU in place of amp, whose fp16 products take several times as long there."""
+    """The precision to train in: fp32 instead of amp on a CPU, where fp16 products take several times as long."""
     return "fp32" if device_type == "cpu" and precision == "amp" else precision
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the context of a forward pass for open_clip's `--precision`, as its training program does."""
+    """A factory of the forward pass' context for open_clip's `--precision`, as in its training program."""
     if precision not in AUTOCAST_DTYPES:
         return nullcontext
     return partial(torch.autocast, device.type, dtype=AUTOCAST_DTYPES[precision])
@@ -57,16 +57,15 @@ def prepare(
     mix: Mix | None = None,
     cache: FrozenCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Make of a micro-batch, already on the device, what the model takes.
+    """The model's inputs from a micro-batch that is on the device.
 
-    In this order: the cache is told which samples come, images become normalised fp32, images are mixed, images take the
-    dtype of the model's input. Mixing before the cast keeps lambda's sum in fp32 where the input is fp16 or bf16.
+    In this order: the cache is told which samples come, images are normalised to fp32, images are mixed, images are cast to the
+    dtype of the model's input. So the mixture is computed in fp32 also where the input is fp16 or bf16.
 
     Args:
-        images: (B, C, H, W), uint8 where `normalize` is given, else normalised floats.
+        images: (B, C, H, W), uint8 if `normalize` is given, else normalised floats.
         texts: (B, L) tokens.
-        origin: (B, 2 or 4) on the CPU, as `Mixture` yields it; its first two columns, source and position, where `cache` is
-            given.
+        origin: (B, 2 or 4) on the CPU, as `Mixture` yields it; `cache` uses its first two columns, source and position.
         precision: open_clip's `--precision`; bf16, pure_bf16, fp16 and pure_fp16 cast the images.
     """
     if cache is not None:
@@ -98,11 +97,11 @@ class RecipeStep:
 
     Args:
         model: plain, compiled or in DistributedDataParallel, on its device and in training mode.
-        loss: see `DecoupledGradientAccumulation`; likewise `retain`, `check` and `replay_rng`.
+        loss, retain, check, replay_rng: see `DecoupledGradientAccumulation`.
         optimizer: of the model's trainable parameters.
         precision: open_clip's `--precision`.
-        scaler: a GradScaler where `precision` is amp.
-        normalize: of uint8 images, where the loader leaves that to the device.
+        scaler: a GradScaler if `precision` is amp.
+        normalize: for uint8 images, if they are normalised on the device.
         mixup: attached to the model.
         cache: of a frozen tower's features, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
@@ -141,9 +140,9 @@ class RecipeStep:
             self._dga.adopt(adopted)
 
     def decision(self) -> Decision | None:
-        """How many graphs retain="auto" keeps from the next step on; None while it cannot decide and where R was given.
+        """How many graphs retain="auto" keeps from the next step on; None before it can decide, and for a given R.
 
-        Between two steps, on every rank. The gradients of the last step are dropped, as the next step would do first.
+        Call it between two steps, on every rank. The gradients of the last step are dropped, as the next step would do.
         """
         self.optimizer.zero_grad()
         return self._dga.decision()
@@ -152,11 +151,11 @@ class RecipeStep:
         """Take the optimizer step number `step`, counted from the run's first.
 
         Args:
-            micro_batches: K of them; they may wait in host memory.
-            step: which mix is drawn depends on it, so that a resumed run draws what it would have drawn.
+            micro_batches: K of them, in host memory or on the device.
+            step: decides the mix, so that a resumed run draws the same.
 
         Returns:
-            Detached scalars, as `DecoupledGradientAccumulation.backward` gives them.
+            Detached scalars of `DecoupledGradientAccumulation.backward`.
         """
         self.optimizer.zero_grad()
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}

@@ -12,10 +12,10 @@ _PATCH_DROPOUTS = (PatchDropout, timm.layers.PatchDropout, timm.layers.PatchDrop
 
 
 def check_token_drop(model: nn.Module, rate: float) -> None:
-    """Make sure that the image tower really drops `rate` of its patch tokens in training.
+    """Make sure that the image tower drops `rate` of its patch tokens in training.
 
     TokenDrop is open_clip's patch dropout (`create_model(force_patch_dropout=rate)`), which towers without tokens ignore.
-    The tokens before the patches (the class token) stay, and evaluation sees all tokens.
+    The class token stays, and evaluation has all tokens.
 
     Raises:
         UserError: a rate outside of (0, 1); a tower without patch dropout, or with another rate.

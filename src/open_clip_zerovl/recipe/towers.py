@@ -1,4 +1,4 @@
-"""The two towers as groups of tensors, and freezing one: auxiliary encoders (section 4.3).
+"""The two towers as groups of tensors, and freezing one: auxiliary encoders (section 4.2).
 
 A model's tensors fall into six groups, each loaded or frozen as a whole: the image tower, its projection, the text tower,
 its projection, `logit_scale` and `logit_bias`.
@@ -19,7 +19,7 @@ GROUPS = ("image tower", "image projection", "text tower", "text projection", "l
 
 
 def group_of(name: str) -> str:
-    """The group, of GROUPS, that a parameter or buffer of an open_clip model belongs to, by its name."""
+    """The group (of GROUPS) of a parameter or buffer of an open_clip model, by its name."""
     if name in ("logit_scale", "logit_bias"):
         return name
     if name.startswith("visual."):
@@ -31,11 +31,11 @@ def group_of(name: str) -> str:
 
 
 def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) -> int:
-    """Make towers constants: no gradient, no graph, no optimizer state; dropout, token drop and batch norm off for good.
+    """Make towers constant: no gradient, no graph, no optimizer state; dropout, token drop and batch norm stay off.
 
-    The frozen modules stay in evaluation mode whatever `train()` is called on them or around them. To be called before
-    DistributedDataParallel and the optimizer are made. `DecoupledGradientAccumulation` then forwards a tower that is
-    frozen together with its projection once per micro-batch, without graph.
+    The frozen modules stay in evaluation mode when `train()` is called on them or on a module around them. Call this before
+    DistributedDataParallel and the optimizer are made. `DecoupledGradientAccumulation` then forwards a tower that is frozen
+    together with its projection once per micro-batch, without graph.
 
     Args:
         model: an open_clip model, changed in place.
@@ -43,10 +43,10 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
         projection: freeze the towers' projections, too.
 
     Returns:
-        How many parameters (numbers, not tensors) no longer learn.
+        How many parameters (numbers, not tensors) were frozen.
 
     Raises:
-        UserError: an unknown tower, or no weights left to learn.
+        UserError: an unknown tower, or nothing left to train.
     """
     chosen = sorted(set(towers))
     unknown = [tower for tower in chosen if tower not in TOWERS]
@@ -56,7 +56,7 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
     if projection:
         frozen |= {f"{tower} projection" for tower in chosen}
         if len(chosen) == len(TOWERS):
-            raise UserError("with both towers and their projections frozen there is nothing left to learn; freeze one.")
+            raise UserError("with both towers and their projections frozen there is nothing left to train; freeze one.")
     count = 0
     for name, parameter in model.named_parameters():
         if group_of(name) in frozen:
@@ -68,7 +68,7 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
 
 
 def _hold_in_eval(module: nn.Module, name: str, frozen: set[str]) -> bool:
-    """Fix `module` in evaluation mode if it is of a frozen group; tells whether something inside still follows `train`."""
+    """Keep `module` in evaluation mode if it is of a frozen group; returns whether something inside still follows `train`."""
     if group_of(f"{name}.") not in frozen:
         return True
     following = tuple(
@@ -77,8 +77,8 @@ def _hold_in_eval(module: nn.Module, name: str, frozen: set[str]) -> bool:
         if _hold_in_eval(child, f"{name}.{child_name}", frozen)
     )
     module.training = False
-    # On the instance, where nn.Module.train of every parent finds it. A partial, unlike a closure, is copied and pickled
-    # together with the module it belongs to.
+    # Set on the instance, where nn.Module.train of every parent calls it. A partial, unlike a closure, is copied and pickled
+    # together with its module.
     module.train = partial(_train_only, module, following)
     return bool(following)
 
@@ -90,9 +90,9 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
 
 
 def open_clip_locks_layers(model: nn.Module) -> bool:
-    """Whether `model.lock_text_tower(unlocked_layers=n)` is open_clip's to do: it has a table of the layers' names.
+    """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: its table must have the layers' names.
 
-    The table lacks those of BERT, so that open_clip 3.3 raises KeyError there; `lock_text_layers` does it in its place.
+    The table of open_clip 3.3 lacks those of BERT, so it raises KeyError there; use `lock_text_layers` instead.
     """
     config = getattr(getattr(model, "text", None), "config", None)
     if config is None:
@@ -103,12 +103,12 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
 def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
     """open_clip's `lock_text_tower` for Hugging Face text towers, BERT included (open_clip 3.3 raises KeyError there).
 
-    The embeddings and all but the last `unlocked_layers` layers get no gradient; what follows the layers (pooler,
-    projection) goes on learning. Dropout stays on, as in open_clip; `freeze` turns it off.
+    The embeddings and all but the last `unlocked_layers` layers get no gradient; pooler and projection, which follow them, are
+    trained. Dropout stays on, as in open_clip; `freeze` turns it off.
 
     Args:
-        unlocked_layers: layers, from the last, that go on learning; 0 locks the whole transformer.
-        freeze_layer_norm: lock the LayerNorms of what is locked, too.
+        unlocked_layers: layers, counted from the last, that are trained; 0 locks the whole transformer.
+        freeze_layer_norm: also lock the LayerNorms of locked layers.
 
     Raises:
         UserError: a text tower that is not Hugging Face's or whose layers are not to be found, or too many layers.
@@ -116,7 +116,7 @@ def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_no
     transformer = getattr(getattr(model, "text", None), "transformer", None)
     if not isinstance(transformer, nn.Module) or not hasattr(transformer, "config"):
         raise UserError(
-            f"the text tower of {type(model).__name__} is not a Hugging Face model; lock it by open_clip's way."
+            f"the text tower of {type(model).__name__} is not a Hugging Face model; use open_clip's own lock_text_tower."
         )
     if unlocked_layers == 0:
         locked: list[nn.Module] = [transformer]

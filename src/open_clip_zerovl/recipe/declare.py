@@ -1,0 +1,222 @@
+"""How a flag is declared as a field of a dataclass, added to a parser, and checked; `flags` holds the declarations.
+
+dga_steps: int = flag(1, "K micro-batches make one effective batch", metavar="K", range=at_least(1))
+# --dga-steps K, an int, 1 if it is not given, refused below 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declarations
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a flag may have.
+
+    Attributes:
+        wanted: the range in words; `{name}` is replaced by another flag's value.
+        holds: (value, all flags' values) -> whether the value is in the range.
+    """
+
+    wanted: str
+    holds: Callable[[Any, Any], bool]
+
+
+def at_least(low: float, unit: str = "") -> Range:
+    """`low` or more; `unit` is for the words only."""
+    return Range(f"at least {low}{unit and ' ' + unit}", lambda value, _: value >= low)
+
+
+SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
+NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
+BETA = Range("0 to less than 1", lambda value, _: 0 <= value < 1)
+POSITIVE = Range("a positive number", lambda value, _: value > 0)
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Something that a flag does not work with.
+
+    Attributes:
+        other: its name in the sentence; `{name}` is replaced by a flag's value.
+        when: all flags' values -> whether it is given.
+        advice: what to do.
+        flag: name of the flag itself in the sentence, if its option is not precise enough.
+    """
+
+    other: str
+    when: Callable[[Any], bool]
+    advice: str
+    flag: str | None = None
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch for one value of a flag: `--debiased-sampling` is `--sampling debiased`."""
+
+    option: str
+    value: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag, as declared by a field.
+
+    Attributes:
+        name: of the field; `option` is its form on a command line.
+        kind: converts a word to the value; bool is a switch.
+        several: the flag may be given several times; its value is a sorted tuple without repetition.
+        nargs: argparse's.
+        planned: whether a plan depends on it; False, or a reason in words, if `zerovl plan` passes it over.
+    """
+
+    name: str
+    default: Any
+    help: str
+    kind: Callable[[str], Any]
+    choices: tuple[str, ...] | None
+    metavar: str | None
+    several: bool
+    nargs: str | None
+    range: Range | None
+    contradicts: tuple[Contradiction, ...]
+    planned: bool | str
+    switch: Switch | None
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def flag(
+    default: Any,
+    help: str = "",
+    *,
+    kind: Callable[[str], Any] | None = None,
+    choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
+    nargs: str | None = None,
+    range: Range | None = None,
+    contradicts: tuple[Contradiction, ...] = (),
+    planned: bool | str = True,
+    switch: Switch | None = None,
+) -> Any:
+    """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given; default `dict` is {}."""
+    declared = {
+        "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
+        "contradicts": contradicts, "planned": planned, "switch": switch,
+    }  # fmt: skip
+    if default is dict:
+        return field(default_factory=dict, metadata={"flag": declared})
+    return field(default=default, metadata={"flag": declared})
+
+
+def redeclared(section: type, name: str, default: Any) -> Any:
+    """The flag `name` of a section, as a field of a subclass with another default."""
+    return field(default=default, metadata=section.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
+
+
+@cache
+def flags_of(section: type) -> tuple[Flag, ...]:
+    """The flags that a dataclass declares or inherits, in order."""
+    hints = typing.get_type_hints(section)
+    found = []
+    for each in fields(section):
+        if (declared := each.metadata.get("flag")) is None:
+            continue
+        kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
+        several = typing.get_origin(kinds[0]) is tuple and declared["nargs"] is None
+        inner = typing.get_args(kinds[0])[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
+        default = {} if each.default is dataclasses.MISSING else each.default
+        found.append(Flag(each.name, default, several=several, **{**declared, "kind": declared["kind"] or inner}))
+    return tuple(found)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types of values
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def retain(text: str) -> int | str:
+    """The value of `--dga-retain`: a number of graphs, or "auto"."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of micro-batches nor auto")
+    return text if text == "auto" else int(text)
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """A word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)); a value that is not Python is a string."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parsers and checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type], *, plan: bool = False) -> None:
+    """Add the flags of some sections, one group each.
+
+    Args:
+        plan: leave out those that `zerovl plan` passes over, and give None for a flag that is not given.
+    """
+    for section in sections:
+        group = parser.add_argument_group((section.__doc__ or "").strip())
+        for each in flags_of(section):
+            if plan and each.planned is not True:
+                continue
+            if each.switch is not None:
+                group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
+            help_text = each.help.replace("%(default)s", str(each.default))
+            options: dict[str, Any] = {"help": help_text or None, "default": None if plan else each.default}
+            if each.kind is bool:
+                group.add_argument(each.option, action="store_true", **{**options, "default": False})
+                continue
+            if each.several:
+                options |= {"action": "append", "default": None if plan else []}
+            group.add_argument(
+                each.option, type=each.kind, choices=each.choices, metavar=each.metavar, nargs=each.nargs, **options
+            )
+
+
+def out_of_range(given: Any) -> Iterator[str]:
+    """One sentence for each value that is out of its flag's range."""
+    section: Any = type(given)
+    for each in flags_of(section):
+        value = getattr(given, each.name)
+        if value is not None and each.range is not None and not each.range.holds(value, given):
+            yield f"{each.option} {value} is out of range; give {each.range.wanted.format_map(Values(given))}"
+
+
+class Values(dict):
+    """Values of flags by name, for `str.format_map`."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self._given = given
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._given, name)
