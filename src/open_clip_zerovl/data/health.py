@@ -57,17 +57,17 @@ class Report:
 
     Attributes:
         delivered: source -> samples in the batch, replaced ones included.
-        full: source -> samples of them whose caption fills the text tower's context.
         losses: one entry for each replaced sample.
         notes: sentences about odd things through which no sample is lost.
         waits: (source, retries of one of its shards).
+        full: source -> samples whose caption fills the text tower's context.
     """
 
     delivered: dict[int, int] = field(default_factory=dict)
-    full: dict[int, int] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waits: list[tuple[int, Wait]] = field(default_factory=list)
+    full: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,15 +92,15 @@ class Books:
 
     Attributes:
         delivered: source -> samples, replaced ones included.
-        full: source -> samples whose caption fills the text tower's context.
         lost: source -> reason -> samples.
         waited: source -> retries of its shards.
+        full: source -> samples whose caption fills the text tower's context.
     """
 
     delivered: dict[str, int] = field(default_factory=dict)
-    full: dict[str, int] = field(default_factory=dict)
     lost: dict[str, dict[str, int]] = field(default_factory=dict)
     waited: dict[str, Waited] = field(default_factory=dict)
+    full: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Books) -> None:
         """Add another rank's numbers."""
