@@ -55,7 +55,7 @@ class Crop:
     ratio: tuple[float, float]
 
     def smallest(self, width_px: int, height_px: int) -> tuple[float, float]:
-        """The smallest width and the smallest height in px of any crop of an image (of two crops, in general)."""
+        """Lower bounds, in px, of the width and of the height of any crop of an image of this size."""
         low, high = self.ratio
         area = self.min_area * width_px * height_px
         # Where no drawn crop fits, torchvision takes the largest central one of an allowed ratio.

@@ -58,6 +58,7 @@ class Batching:
 
     @property
     def effective_batch(self) -> int:
+        """N = B*K*W."""
         return self.micro_batch * self.dga_steps * self.world_size
 
 
@@ -84,6 +85,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
+        """T, the optimizer steps of the epoch."""
         return len(self.source_of_step)
 
 

@@ -67,6 +67,7 @@ class Source:
 
     @property
     def num_samples(self) -> int:
+        """Samples of all shards."""
         return int(self.starts[-1])
 
     @functools.cached_property

@@ -160,14 +160,17 @@ class FolderCheck:
 
     @property
     def samples(self) -> int:
+        """Of all shards."""
         return sum(shard.samples for shard in self.shards)
 
     @property
     def size_bytes(self) -> int:
+        """Of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def faults(self) -> Counter[str]:
+        """Kind of fault -> how many, in all shards."""
         return sum((shard.faults for shard in self.shards), Counter())
 
 

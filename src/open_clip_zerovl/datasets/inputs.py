@@ -185,5 +185,6 @@ class PictureStore:
             raise Failure("picture cannot be read", transient=True) from error
 
     def close(self) -> None:
+        """Close the zips."""
         for archive in self._archives:
             archive.close()

@@ -125,6 +125,7 @@ class TransformedSet(ItemSet):
         return len(self.targets)
 
     def read(self, index: int) -> tuple[Tensor, int]:
+        """(transformed image, class index). UserError where the image cannot be read."""
         image = self.images.image(index)
         if self.seed is None:
             return self.transform(image), self.targets[index]

@@ -106,7 +106,7 @@ def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
 
 
 def learning_rate(step: int, steps: int, base: float, warmup_share: float) -> float:
-    """Of step 0..steps-1: linear warm-up to `base`, then a cosine to 0."""
+    """The learning rate of step 0..steps-1: linear warm-up to `base` over `warmup_share` of the steps, then a cosine to 0."""
     warmup = round(warmup_share * steps)
     if step < warmup:
         return base * (step + 1) / warmup

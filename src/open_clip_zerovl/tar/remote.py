@@ -70,6 +70,7 @@ class Wait:
 
     @property
     def retries(self) -> int:
+        """Of all reasons."""
         return sum(self.reasons.values())
 
 
