@@ -22,8 +22,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -57,14 +60,18 @@ def calling_line() -> str:
 class Waits(TorchDispatchMode):
     """Counts what makes the host wait.
 
+    Args:
+        read: what a value read from the GPU is.
+
     Attributes:
         found: how often each (kind, source line) waited.
         copies: how often each (kind, source line) copied without waiting.
         bytes_to_device: copied from the host to the GPU, waiting or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: int = 0) -> None:
         super().__init__()
+        self.read = read
         self.found: Counter[tuple[str, str]] = Counter()
         self.copies: Counter[tuple[str, str]] = Counter()
         self.bytes_to_device = 0
@@ -78,7 +85,7 @@ class Waits(TorchDispatchMode):
         if func is aten.equal.default:
             return True  # of fake tensors nothing else is known; checks of arguments pass
         if func is aten._local_scalar_dense.default:
-            value = 0 if on_gpu else 1
+            value = self.read if on_gpu else 1
             dtype = args[0].dtype
             return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
         if func is aten._to_copy.default:
@@ -204,3 +211,30 @@ def to_fake_cuda(model: nn.Module) -> nn.Module:
 
 def _fake(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda:0")
+
+
+class FakeDDP(DistributedDataParallel):
+    """DistributedDataParallel without its reducer, which takes real tensors only: gradients are not averaged."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.static_graph = False
+        self.process_group = dist.group.WORLD
+        self.reducer = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Within, torch.distributed has this many ranks, of which this process is the first and none answers."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
