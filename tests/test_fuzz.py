@@ -22,7 +22,7 @@ def test_every_file_works_or_ends_in_a_sentence_or_a_bad_sample(kind):
     readings = [
         sum(tally[kind, name, outcome] for outcome in ("works", "sentence", "bad sample")) for name in KINDS[kind][1]
     ]
-    assert min(readings) > 20 and sum(tally[kind, name, "works"] for name in KINDS[kind][1]) > 20
+    assert min(readings) >= 5 and sum(tally[kind, name, "works"] for name in KINDS[kind][1]) >= 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -234,7 +234,7 @@ def make_tar(draw: Draw, folder: Path) -> None:
 
 def json_bytes(draw: Draw, good: Any) -> bytes:
     """JSON of the right form, of another one, nested too deep, in another encoding, or with bytes changed."""
-    kind = draw(st.sampled_from(("good", "other", "edited", "edited", "deep", "utf-16")))
+    kind = draw(st.sampled_from(("good", "good", "good", "other", "edited", "edited", "deep", "utf-16")))
     if kind == "deep":
         return draw(st.sampled_from((b"[", b'{"a":'))) * 100_000
     content = json.dumps(draw(JSON) if kind == "other" else good)
@@ -260,8 +260,8 @@ FIELDS = (
     '"x\ny"', "\0", "é", "a\tb", "  ", "x" * 200_000, "1", "2", "-1", "\ufeff", "../p.png", "file:p.png", "\u2028",
 )  # fmt: skip
 HEADERS = (
-    "filepath\ttitle", "filepath,title", "image,caption", "image,image_id,caption,caption_id", "url\tcaption", "",
-    "image,image,caption", "\ufefffilepath,title",
+    "filepath\ttitle", "filepath\ttitle", "filepath,title", "image,caption", "image,image_id,caption,caption_id",
+    "url\tcaption", "", "image,image,caption", "\ufefffilepath,title",
 )  # fmt: skip
 
 
@@ -273,13 +273,19 @@ def make_table(draw: Draw, folder: Path) -> None:
     lines = [draw(st.sampled_from(HEADERS))]
     rows = st.lists(st.sampled_from(FIELDS), max_size=5)
     for _ in range(draw(st.integers(0, 8))):
-        good = draw(st.integers(0, 2)) > 0
+        good = draw(st.integers(0, 3)) > 0
         columns = 4 if "image_id" in lines[0] else 2
-        row = ["p.png", str(len(lines)), "a cat", str(len(lines))][:: 3 - columns // 2] if good else draw(rows)
+        row = (
+            [str(folder / "p.png") if "\t" in lines[0] else "p.png", str(len(lines)), "a cat", str(len(lines))][
+                :: 3 - columns // 2
+            ]
+            if good
+            else draw(rows)
+        )
         lines.append(("\t" if "\t" in lines[0] else ",").join(row) if good else comma.join(row))
     content = draw(st.sampled_from(("\n", "\r\n", "\r"))).join(lines)
-    encoding = draw(st.sampled_from(("utf-8",) * 5 + ("utf-16", "latin-1")))
-    data = edited(content.encode(encoding, "replace"), draw(EDITS) if draw(st.booleans()) else [])
+    encoding = draw(st.sampled_from(("utf-8",) * 8 + ("utf-16", "latin-1")))
+    data = edited(content.encode(encoding, "replace"), draw(EDITS) if draw(st.integers(0, 2)) == 0 else [])
     (folder / "table.csv").write_bytes(data)
 
 

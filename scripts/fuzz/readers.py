@@ -29,7 +29,7 @@ from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_report, check_shards, index_shards
-from open_clip_zerovl.datasets.inputs import open_member
+from open_clip_zerovl.datasets.inputs import find_member
 from open_clip_zerovl.datasets.karpathy import read_karpathy
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.datasets.vg import largest_phrases
@@ -198,11 +198,14 @@ def picture(how: str) -> Reader:
     return read
 
 
-def member(name: str, parse: Callable[[Path, str], Any]) -> Reader:
+def member(file: str, parse: Callable[[Path, str], Any]) -> Reader:
+    """A file of annotations, or the one in a zip, found and parsed as `zerovl data` does."""
+
     def read(folder: Path) -> None:
-        with open_member(folder / name, name.removesuffix(".zip")) as stream:
-            stream.read(1)
-        for _ in parse(folder / name, name.removesuffix(".zip")):
+        found = find_member([folder / file], ".json")
+        if found is None:
+            raise UserError(f"no annotations in {file}")
+        for _ in parse(*found):
             pass
 
     return read

@@ -8,6 +8,7 @@ import fcntl
 import io
 import os
 import secrets
+import stat
 import struct
 import tempfile
 import zipfile
@@ -125,6 +126,19 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise
     except UNREADABLE as error:
         raise ValueError(first_line(error)) from error
+
+
+@contextlib.contextmanager
+def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """An existing file, open for reading. A pipe might never be written to, and a device might never end: both are refused.
+
+    Raises:
+        OSError: as `open`, and for what is no regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a folder", os.fspath(path))
+        yield file
 
 
 class _Scratch(io.FileIO):

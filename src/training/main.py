@@ -250,6 +250,10 @@ class Run:
         )
 
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
+        if self.lock is None and self.args.rank == 0 and self.args.name is not None:
+            # Without --name, main has made one up; a run that is started in the same second gets the same.
+            self.lock = RunLock(Path(self._folder()))
+            self.lock.acquire()
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.

@@ -17,6 +17,7 @@ from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.pictures import forget_other_formats
 from open_clip_zerovl.tar.remote import check_quotes, local_path
 from open_clip_zerovl.tar.shards import read_sizes
 
@@ -34,8 +35,9 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     Raises:
         UserError: a missing table, column, first image, shard or folder; an unknown number of samples; too few shards.
     """
-    if (training and args.train_data) or args.val_data:
+    if (training and args.train_data) or args.val_data or args.imagenet_val or args.imagenet_v2:
         guard_decoders(args.workers)
+        forget_other_formats()
     if args.dataset_type != "synthetic":
         if training and args.train_data and (shards := _check_data("--train-data", args.train_data, args)):
             _check_sizes(shards, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -353,6 +354,15 @@ def test_folder_of_classes(tmp_path: Path):
         open_probe_set(tmp_path / "empty", "train")
     with pytest.raises(UserError, match="does not exist"):
         open_probe_set(tmp_path / "nowhere", "train")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_pictures_is_told_and_not_waited_for(tmp_path: Path):
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        os.mkfifo(tmp_path / label / "0.png")
+    with pytest.raises(UserError, match="it is no regular file but a pipe"):
+        open_probe_set(tmp_path, "train").image(0)
 
 
 def test_shards_with_numbers_and_with_json(tmp_path: Path):

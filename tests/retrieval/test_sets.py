@@ -164,6 +164,28 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
     refused(tmp_path / "latin.csv", "cannot be read as a table")
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_or_device_among_the_pictures_is_told_and_not_waited_for(tmp_path):
+    (tmp_path / "train2014").mkdir()
+    os.mkfifo(tmp_path / "train2014" / "a.png")
+    sentence = {"raw": "a cat", "sentid": 1}
+    image = {"filename": "a.png", "split": "test", "imgid": 3, "sentences": [sentence]}
+    (tmp_path / "set.json").write_text(json.dumps({"images": [image]}))
+    with pytest.raises(UserError, match="1 of the 1 pictures .* are not in"):
+        open_retrieval_set(f"{tmp_path}/set.json@{tmp_path}")
+    (tmp_path / "train2014" / "a.png").unlink()
+    (tmp_path / "train2014" / "a.png").write_bytes(b"x")
+    found = open_retrieval_set(f"{tmp_path}/set.json@{tmp_path}")
+    for odd in ("fifo", "zero"):  # it has become one since it was looked up
+        (tmp_path / "train2014" / "a.png").unlink()
+        if odd == "fifo":
+            os.mkfifo(tmp_path / "train2014" / "a.png")
+        else:
+            (tmp_path / "train2014" / "a.png").symlink_to("/dev/zero")
+        with pytest.raises(UserError, match="it is no regular file but a pipe"):
+            found.read_image(0)
+
+
 def test_parts_in_order_are_the_set(sets):
     whole = open_retrieval_set(karpathy(sets))
     for world_size in (1, 2, 4, 20):

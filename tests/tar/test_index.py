@@ -163,12 +163,13 @@ def test_a_compressed_tar_has_no_index(tmp_path):
 
 
 @pytest.mark.timeout(20)
-def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path):
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE, b"Z"])
+def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path, kind):
     """tarfile would go on to the next header, 8 EiB further, a block of nothing at a time."""
     member = tarfile.TarInfo("b.png")
-    member.size = (1 << 63) - 1
+    member.size, member.type = (1 << 63) - 1, kind
     write_tar(tmp_path / "0.tar", [("a.txt", b"x")])
     content = (tmp_path / "0.tar").read_bytes()[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
     (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(ShardError, match="claims 9223372036854775807 bytes"):
+    with pytest.raises(ShardError, match="claims 9223372036854[0-9]+ bytes"):
         list(stream_samples(f"file:{tmp_path}/0.tar.gz"))

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.errors import UserError
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers
-from training.lock import RunLock
+from training.lock import LOCK, RunLock
+from training.main import Run
+from training.params import parse
 from training.resume import Position
 
 
@@ -166,6 +169,26 @@ def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begu
     third = replace(now, micro_batch=4, dga_steps=6)
     assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
     assert TAKEN.read_on(replace(now, world_size=2)).dealt == Batching(24, 1, 2, 1)  # approximate, and said
+
+
+def test_two_runs_with_one_made_up_name(tmp_path, monkeypatch):
+    """Without --name, open_clip's main names a run by the second in which it starts, after our checks."""
+    monkeypatch.setattr(RunLock.acquire, "__defaults__", (0.2,))
+    args, config = parse(["--model", "ViT-B-32", "--logs", str(tmp_path), "--dataset-type", "synthetic"])
+    run = Run(args, config, None)
+    args.name, args.rank = "2026_01_01-00_00_00-model", 0
+    holder = os.fork()
+    if holder == 0:
+        RunLock(tmp_path / args.name).acquire()
+        os.read(os.pipe()[0], 1)  # waits for ever
+    try:
+        while not (tmp_path / args.name / LOCK).exists() or not (tmp_path / args.name / LOCK).read_text():
+            time.sleep(0.01)
+        with pytest.raises(UserError, match="is training the run in .*2026_01_01"):
+            run._create_model("ViT-B-32")
+    finally:
+        os.kill(holder, 9)
+        os.waitpid(holder, 0)
 
 
 def test_one_process_at_a_time(tmp_path, caplog):

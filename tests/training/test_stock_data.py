@@ -14,6 +14,7 @@ import open_clip
 import pytest
 import torch
 import webdataset as wds
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from webdataset import autodecode
 from webdataset.autodecode import torch_loads
 
@@ -260,3 +261,27 @@ def test_a_checkpoint_that_is_none(run, data, kind):
     with pytest.raises(UserError, match=words) as refusal:
         read_state_dict(path)
     assert "weights_only" not in str(refusal.value)
+
+
+def test_unnamed_data_opens_no_other_formats(data, monkeypatch):
+    """webdataset's decoder and open_clip's tables name no formats to Pillow, which would start Ghostscript for EPS."""
+    Image.init()
+    for name in ("ID", "OPEN"):
+        monkeypatch.setattr(Image, name, getattr(Image, name).copy())
+    # as Pillow has it; an earlier test may have taken it away
+    Image.register_open("EPS", EpsImagePlugin.EpsImageFile, EpsImagePlugin._accept)
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "EPS")
+    members = [("0.jpg", picture.getvalue()), ("0.txt", b"x"), ("1.jpg", png((1, 2, 3))), ("1.txt", b"y")]
+    shard = str(write_tar(data / "eps" / "0.tar", members))
+
+    def texts() -> list[str]:
+        pipeline = wds.WebDataset(shard, shardshuffle=False).decode("pilrgb", handler=wds.ignore_and_continue)
+        return [sample["txt"] for sample in pipeline]
+
+    opened = Image.open(io.BytesIO(picture.getvalue()))
+    assert opened.format == "EPS"
+    check(train_data=shard, train_num_samples=2)
+    assert texts() == ["y"]
+    with pytest.raises(UnidentifiedImageError):
+        Image.open(io.BytesIO(picture.getvalue()))

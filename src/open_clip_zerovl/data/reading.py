@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import stat
 import tarfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -29,6 +28,7 @@ from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.randomness import Purpose, stream_seed
 from open_clip_zerovl.tar.cache import ShardCache
 from open_clip_zerovl.tar.index import caption_lines, open_index
@@ -429,12 +429,10 @@ def _caption(text: bytes) -> str | Fault:
 
 
 def _picture_file(path: str) -> bytes | None:
-    """The bytes of a picture's file; None where it cannot be read, or is no regular file (a pipe might never end)."""
+    """The bytes of a picture's file; None where it cannot be read, or is no regular file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_PICTURE_BYTES:
+        with regular_file(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_PICTURE_BYTES:
                 return None
             return file.read(_LARGEST_PICTURE_BYTES)
     except (OSError, ValueError):  # ValueError: a NUL in the path

@@ -22,6 +22,7 @@ from open_clip_zerovl.datasets.download import fetch_file
 from open_clip_zerovl.datasets.manifest import sha256_of
 from open_clip_zerovl.datasets.pictures import Failure
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
@@ -178,7 +179,8 @@ class PictureStore:
             raise Failure("picture missing", transient=True)  # a later call may name more folders
         try:
             if isinstance(place, Path):
-                return place.read_bytes()
+                with regular_file(place) as file:
+                    return file.read()
             archive, name = place
             return archive.read(name)
         except (OSError, *_BROKEN_ARCHIVE) as error:

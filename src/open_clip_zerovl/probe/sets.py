@@ -28,6 +28,7 @@ from PIL import Image
 
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, Extent, ShardError, image_of, locate_samples, opened
 
 ROLES = ("train", "test")
@@ -116,7 +117,8 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
 
 
 def _decode_file(file: str | os.PathLike[str]) -> Image.Image:
-    return decode_image(Path(file).read_bytes())
+    with regular_file(file) as content:
+        return decode_image(content.read())
 
 
 def _read_folder(path: Path) -> ProbeSet:

@@ -163,7 +163,8 @@ class _Pictures:
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                 if entry.is_dir():
                     for inner in os.scandir(entry.path):
-                        self.places.setdefault(inner.name, Path(inner.path))
+                        if inner.is_file():
+                            self.places.setdefault(inner.name, Path(inner.path))
             self.places.update((entry.name, Path(entry.path)) for entry in os.scandir(folder) if entry.is_file())
         self.missing: list[str] = []
 

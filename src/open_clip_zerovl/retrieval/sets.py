@@ -20,6 +20,7 @@ from torch import Tensor
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.retrieval.formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
 
 __all__ = [
@@ -68,7 +69,7 @@ class RetrievalSet:
         """The image as RGB. UserError with file and key where it cannot be read or decoded."""
         sample = self.samples[index]
         try:
-            with open(sample.file, "rb") as file:
+            with regular_file(sample.file) as file:
                 file.seek(sample.offset_bytes)
                 return decode_image(file.read(sample.size_bytes))
         except (OSError, BadImage) as error:

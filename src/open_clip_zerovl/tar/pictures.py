@@ -77,6 +77,14 @@ def rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def forget_other_formats() -> None:
+    """Let Pillow open FORMATS only, in all of this process and its forks: for open_clip's own readers, which name none."""
+    Image.init()
+    for name in set(Image.OPEN) - set(FORMATS):
+        del Image.OPEN[name]
+        Image.ID.remove(name)
+
+
 def _known() -> Any:
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]  # Pillow may be built without AVIF or JPEG 2000
