@@ -38,6 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
         begin = int(asked[1]) if asked else 0
         with owner.lock:
             owner.requests[name].append(begin)
+            owner.paths.append(self.path)
             fault = owner.faults[name].pop(0) if owner.faults[name] else owner.fault
         with suppress(OSError):
             self._answer(name, begin if owner.ranges else 0, fault)
@@ -117,6 +118,7 @@ class ShardServer:
             (a web page in its place), "checksum" (a bit flipped), "changed" (another ETag).
         fault: what befalls all other requests; "" is none.
         requests: name -> the first byte that each request asked for.
+        paths: what the requests asked for, as they wrote it.
         ranges: whether range requests are understood.
     """
 
@@ -126,6 +128,7 @@ class ShardServer:
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
         self.fault = ""
         self.requests: defaultdict[str, list[int]] = defaultdict(list)
+        self.paths: list[str] = []
         self.connections: set[socket.socket] = set()
         self.stopping = threading.Event()
         self.port = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.index import FOLDER, TarIndex, open_index
 from open_clip_zerovl.tar.members import locate_samples
 from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable
@@ -163,6 +163,22 @@ def test_a_cache_that_cannot_be_written_is_read_past(server, tmp_path):
     notes: list[str] = []
     assert read(ShardCache(str(tmp_path / "cache"), GIB), server, 0, notes) is None
     assert "cannot be used (File exists)" in notes[0] or "cannot be used (Not a directory)" in notes[0]
+
+
+def test_shards_are_fetched_ahead(server, tmp_path):
+    cache = ShardCache(str(tmp_path / "cache"), GIB)
+    ahead = FetchAhead(cache, patient())
+    server.faults["00000.tar"] = ["503"]  # the thread does not retry
+    for number in (0, 1, 2):
+        ahead.want(server.url(f"{number:05d}.tar"))
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "cache").glob("*.tar"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ahead.close()
+    for number in (0, 1, 2):
+        assert read(cache, server, number) == original(server, number)
+    assert [len(server.requests[f"{number:05d}.tar"]) for number in range(3)] == [2, 1, 1]
 
 
 def test_a_command_is_cached_too(server, tmp_path):

@@ -63,6 +63,13 @@ def test_a_broken_transfer_goes_on_at_its_byte(server, faults, reason, ranges):
         assert 0 < asked[1] <= 3_500_000  # what had come is not asked for again
 
 
+def test_a_url_is_asked_for_as_it_is_written(server):
+    """A signature may stand on what is escaped in it."""
+    for query in ("?a=b%2Fc%27&d=%20", "?a=b/c&d=1+2", ""):
+        assert len(read_all(server.url("0.tar") + query, patient())) == len(CONTENT)
+        assert server.paths[-1] == f"/0.tar{query}"
+
+
 def test_a_slow_drip_that_ends_is_no_break(server):
     server.faults["0.tar"] = ["drip:150"]
     waits: list[Wait] = []

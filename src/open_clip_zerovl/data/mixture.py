@@ -52,7 +52,7 @@ from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
-from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
@@ -147,7 +147,7 @@ class Preprocessing:
     shard_teachers: ShardTeachers | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reader:
     """One reader of this rank in one epoch: what it delivers, and the loader process that runs it.
 
@@ -158,6 +158,7 @@ class _Reader:
         quota: (S,) samples that this one delivers in the epoch.
         done: (S,) those of them that lie before the step at which the epoch is entered.
         notes, waits: for the next batch's report.
+        ahead: fetches remote shards before they are read.
     """
 
     number: int
@@ -167,6 +168,7 @@ class _Reader:
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
     waits: list[tuple[int, Wait]] = field(default_factory=list)
+    ahead: FetchAhead | None = None
 
 
 class Mixture(IterableDataset):
@@ -267,18 +269,24 @@ class Mixture(IterableDataset):
             quota=dealt.quota(self.rank, number),
             done=dealt.quota(self.rank, number, step),
         )
+        if self.cache is not None and get_worker_info() is not None:
+            reader.ahead = FetchAhead(self.cache, Patience.within(self.timeout_seconds))
         shares = [self._share(schedule, index, reader) for index in range(len(self.sources))]
         left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
-        for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
-            takes = [shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
-            batch = self._batch(takes, worker)
-            if count == left:
-                for share in shares:
-                    share.finish()
-            batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
-            batch[-1].notes, reader.notes[:] = list(reader.notes), []
-            batch[-1].waits, reader.waits[:] = list(reader.waits), []
-            yield batch
+        try:
+            for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
+                takes = [shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
+                batch = self._batch(takes, worker)
+                if count == left:
+                    for share in shares:
+                        share.finish()
+                batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
+                batch[-1].notes, reader.notes[:] = list(reader.notes), []
+                batch[-1].waits, reader.waits[:] = list(reader.waits), []
+                yield batch
+        finally:
+            if reader.ahead is not None:
+                reader.ahead.close()
 
     def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
         """What a reader delivers of source `index`: its quota, after what the readers before it deliver."""
@@ -302,6 +310,7 @@ class Mixture(IterableDataset):
                 waits=lambda wait: reader.waits.append((index, wait)),
             ),
             cache=self.cache,
+            ahead=reader.ahead,
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )

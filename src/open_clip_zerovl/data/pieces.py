@@ -43,10 +43,12 @@ class PieceReader:
         Raises:
             UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
         """
-        for piece in self.pieces:
+        for number, piece in enumerate(self.pieces, start=1):
             if begin >= len(piece):
                 begin -= len(piece)
                 continue
+            if number < len(self.pieces):
+                self.reading.announce(self.pieces[number].shard)
             yield from self._piece(piece, piece.start + begin)
             begin = 0
 

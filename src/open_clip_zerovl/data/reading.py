@@ -30,7 +30,7 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.randomness import Purpose, stream_seed
-from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
     TEXT_EXTENSION,
@@ -122,6 +122,7 @@ class Reading:
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         patience: how long to wait for its remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
+        ahead: fetches shards into the cache before they are read; None where nothing does.
         every_caption: give samples all their captions, besides the one to show.
         teachers: those whose embeddings are in the shards.
         opens: called with the number of every shard that is opened.
@@ -134,10 +135,16 @@ class Reading:
     fail: bool = True
     patience: Patience = field(default_factory=Patience)
     cache: ShardCache | None = None
+    ahead: FetchAhead | None = None
     every_caption: bool = False
     teachers: ShardTeachers | None = None
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
+
+    def announce(self, shard: int) -> None:
+        """A shard will be read soon: a remote one is fetched meanwhile."""
+        if self.ahead is not None and local_path(self.source.shards[shard]) is None:
+            self.ahead.want(self.source.shards[shard])
 
     def samples(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
         """The samples of a shard from number `start` on; the first one has this position.

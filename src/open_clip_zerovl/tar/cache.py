@@ -18,11 +18,13 @@ import fcntl
 import hashlib
 import json
 import os
+import queue
 import re
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
@@ -221,6 +223,34 @@ class ShardCache:
                 break
             wanted -= _remove(entry)
         return wanted <= 0
+
+
+class FetchAhead:
+    """Fetches shards into a cache before they are read, one after the other, in a thread; its reader retries what fails.
+
+    Only for processes that do not fork: a child would inherit the lock on a shard that is being fetched.
+    """
+
+    def __init__(self, cache: ShardCache, patience: Patience) -> None:
+        self._cache, self._patience = (
+            cache,
+            replace(patience, retries=0, command_retries=0, waits=lambda _: None, failed={}),
+        )
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
+
+    def want(self, url: str) -> None:
+        """Have a shard fetched."""
+        self._wanted.put(url)
+
+    def close(self) -> None:
+        """Fetch no more than the shard that is on its way."""
+        self._wanted.put(None)
+
+    def _run(self) -> None:
+        while (url := self._wanted.get()) is not None:
+            with contextlib.suppress(UserError, OSError, StalledShard), self._cache.borrowed(url, self._patience):
+                self._patience.failed.clear()
 
 
 @dataclass(frozen=True)

@@ -442,9 +442,9 @@ def _filesystem(url: str, patience: Patience) -> tuple[Any, str]:
 
             limit = patience.stall_seconds
             timeout = ClientTimeout(total=None, sock_connect=limit, sock_read=limit)
-            options = {
-                "client_kwargs": {"timeout": timeout, "trust_env": True}
-            }  # trust_env: proxies of the environment
+            # trust_env: proxies of the environment; encoded: escapes in a URL, which may be signed, are sent as written.
+            client = {"timeout": timeout, "trust_env": True, "read_bufsize": 1 << 20}
+            options = {"client_kwargs": client, "encoded": "%" in url}
         return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
         command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
