@@ -1,7 +1,7 @@
 """`python -m training.main`: open_clip_train's program with the recipe's flags.
 
-Everything a person can get wrong is checked before open_clip's main starts, because that main makes a run folder first (and
-then refuses to reuse its name) and ends several mistakes with exit code 0.
+User errors are found before open_clip's main starts, because that main first makes a run folder (and then refuses to reuse its
+name), and ends several errors with exit code 0.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ from training.seams import check_host, replaced
 def main(argv: Sequence[str] | None = None) -> int:
     """Run training (or evaluation) and return the exit status.
 
-    0; 2 after one sentence on standard error; 85 when the run was asked to stop (SIGTERM, SIGUSR1), has saved a step
-    checkpoint and left a marker for the launcher (torchrun turns it into 1); 130 when it was interrupted (Ctrl-C) and has
-    saved a step checkpoint; 143 and 130 likewise when `--logs none` keeps no checkpoint.
+    0          done
+    2          an error, with one sentence on standard error
+    85         stopped by SIGTERM or SIGUSR1 with a step checkpoint and a marker for the launcher (torchrun turns it into 1)
+    130        stopped by Ctrl-C with a step checkpoint
+    143, 130   the same with `--logs none`, without a checkpoint
     """
-    # Loader workers are forked after the tokenizer was used; its threads are not, and would be waited for.
+    # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, world_size = world_info_from_env()
     early_log, run = EarlyLog(), None
@@ -78,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class EarlyLog(logging.StreamHandler):
-    """Shows what is logged before open_clip's main sets its log up, in that log's form.
+    """Shows messages before open_clip's main sets up its log, in that log's form.
 
-    Without it, the first message would make `logging` add a handler of its own, and each later line would come twice.
+    Without it the first message would make `logging` add a handler of its own, and each later line would come twice.
     """
 
     def __init__(self) -> None:
@@ -99,7 +101,7 @@ class EarlyLog(logging.StreamHandler):
 
 
 class Run:
-    """One run of open_clip's main with our pieces in its seams, as the line of the installed open_clip has them."""
+    """One run of open_clip's main with our pieces in the seams of the installed open_clip's line."""
 
     def __init__(self, args: argparse.Namespace, config: RecipeConfig, line: Any) -> None:
         self.args, self.config, self.line = args, config, line
@@ -107,12 +109,12 @@ class Run:
         self.own_step = uses_own_step(config, args)
         self.preemption = preemption.Preemption()
         self._handlers = ExitStack()
-        # what `open` opens
+        # set by `open`
         self.model_name = args.model
         self.inputs = data.Inputs()
         self.lock: RunLock | None = None
-        self.fresh = False  # whether the run's folder held nothing before
-        # what the seams make, in main's order
+        self.fresh = False  # whether the run's folder was empty before
+        # set by the seams, in main's order
         self.model: torch.nn.Module | None = None
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
@@ -121,10 +123,10 @@ class Run:
         self.trained = False
 
     def check(self, rank: int) -> None:
-        """Check what the command line says by itself; nothing is opened, registered or deleted.
+        """Check the command line; nothing is opened, registered or deleted.
 
         Raises:
-            UserError: the first thing that is wrong.
+            UserError: the first error.
         """
         args, config = self.args, self.config
         early.check_run(args, config, rank=rank)
@@ -133,10 +135,9 @@ class Run:
         check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
 
     def open(self, rank: int) -> None:
-        """Open the data, register the model config of `--text-model`, and make the run's folder ready for this process.
+        """Open the data, register the model config of `--text-model`, and prepare the run's folder.
 
-        Its first rank locks the folder, and deletes in it the marker of an earlier stop and what killed processes have left
-        half-written.
+        The first rank locks the folder, and deletes the marker of an earlier stop and half-written files of killed processes.
 
         Raises:
             UserError: data that cannot be used, or another process that trains a run of this name.
@@ -159,10 +160,10 @@ class Run:
         checkpointing.remove_leftovers(folder / "checkpoints")
 
     def start(self) -> None:
-        """Run open_clip's main; a run that ends before its first step leaves no folder that would block its name.
+        """Run open_clip's main. A run that ends before its first step removes its folder, which would block its name.
 
         Raises:
-            UserError: what stopped it.
+            UserError: the run cannot go on.
         """
         try:
             with (
@@ -179,7 +180,7 @@ class Run:
                     raise
             if status not in (None, 0):
                 raise UserError(f"open_clip's main gave up with status {status}; its message is above")
-        except BaseException:  # an interrupt and a defect leave as little behind
+        except BaseException:  # also for an interrupt or a defect
             if self.fresh and not self.trained:
                 logging.shutdown()
                 shutil.rmtree(self._folder(), ignore_errors=True)
@@ -193,24 +194,24 @@ class Run:
             torch.distributed.destroy_process_group()
 
     def close(self) -> None:
-        """Give the run's folder back."""
+        """Release the run's folder."""
         if self.lock is not None:
             self.lock.release()
 
     def _leave(self, stopped: preemption.Stopped) -> None:
-        """What the first rank leaves of a run that was asked to stop: the launcher's marker, and a last remote sync."""
+        """On the first rank of a stopped run: write the launcher's marker, and sync to the remote store for the last time."""
         if not stopped.saved:
             return
         if stopped.asked == preemption.PREEMPTED:
             preemption.mark_requeue(self.args)
         if self.args.remote_sync is not None:
-            ending.end_children()  # the process that syncs now and then
+            ending.end_children()  # ends the process that syncs periodically
             host.remote_sync(
                 self._folder(), os.path.join(self.args.remote_sync, self.args.name), self.args.remote_sync_protocol
             )
 
     def stopped(self, stop: preemption.Stopped, rank: int) -> int:
-        """Say how a run that was asked to stop goes on, and return its exit status."""
+        """Print how to resume a stopped run, and return its exit status."""
         interrupted = stop.asked == preemption.INTERRUPTED
         if not stop.saved:
             status = ending.INTERRUPTED_STATUS if interrupted else 128 + signal.SIGTERM
@@ -256,9 +257,9 @@ class Run:
             self.lock.acquire()
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
-        # Open_clip's own data cannot go on in the middle of an epoch, so a checkpoint there would help nobody.
+        # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
         if self.own_step and self.config.sampling is not None:
-            # Not before all ranks have met: a rank that waits there for one that failed must end by SIGTERM.
+            # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
             self._handlers.enter_context(self.preemption)
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
@@ -304,7 +305,7 @@ class Run:
         return checkpoint
 
     def _undamaged(self, file_path: str) -> str:
-        """A checkpoint to resume from, or in place of epoch_latest.pt that is damaged the newest whole one beside it.
+        """The checkpoint to resume from; if epoch_latest.pt is damaged, the newest whole one beside it.
 
         Raises:
             UserError: it is damaged, and there is no other.
@@ -333,7 +334,7 @@ class Run:
             else:
                 stock()
         except RuntimeError as error:
-            # torch raises about a lost loader worker wherever the process happens to be
+            # torch raises an error about a lost loader worker at any place in the process
             loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)
             sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
             if sentence is None:
@@ -344,7 +345,7 @@ class Run:
             mark.remove()
 
     def _epoch_entry(self) -> dict[str, Any]:
-        """What open_clip's checkpoint of an epoch needs besides, so that a run that goes on from it is the same."""
+        """The further entry of open_clip's epoch checkpoint, with which a resumed run is bit-equal."""
         end = self.trainer.epoch_end if self.trainer is not None else None
         return {} if end is None else {"zerovl": resume.entry_of(end)}
 
@@ -353,7 +354,7 @@ class Run:
 
 
 def run_as_program() -> NoReturn:
-    """`main` as a process of its own, which ends as `ending.end` says, with everything that it has started."""
+    """`main` as a process, which ends with all that it has started (`ending.end`)."""
     ending.run(main)
 
 

@@ -1,7 +1,7 @@
-"""The command line: our flags beside open_clip's, in one validated dataclass and open_clip's namespace.
+"""The command line: our flags in a validated dataclass, open_clip's in its namespace.
 
-`parse` hands every argument that is not ours on to `open_clip_train.params.parse_args`, unchanged and in order. Nothing here
-imports torch, so that `--help` and a refusal answer at once.
+`parse` passes every argument that is not ours to `open_clip_train.params.parse_args`, unchanged and in order. Nothing here
+imports torch, so that `--help` and errors are printed at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from training.refusals import check
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, and which knows the likely spelling of a flag that there is not."""
+    """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of our flags alone. No abbreviations: `--lr` must stay open_clip's."""
+    """The parser of our flags. It allows no abbreviations: `--lr` must stay open_clip's."""
     parser = Parser(
         prog="python -m training.main",
         description="open_clip's training program with the ZeroVL recipe. All flags of this page are off by default; "
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def open_clip_parser() -> argparse.ArgumentParser:
-    """open_clip's own parser, which its `parse_args` makes anew at each call."""
+    """open_clip's own parser, which its `parse_args` makes in each call."""
     with _made_by_open_clip() as made:
         host_params.parse_args([])
     return made[0]
@@ -93,7 +93,7 @@ def _parse_open_clip(words: Sequence[str]) -> argparse.Namespace:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
     """Parse a command line into open_clip's namespace and our config.
 
-    The namespace also carries our flags when any was given, so that open_clip writes them to params.txt.
+    The namespace also holds our flags if any was given, so that open_clip writes them to params.txt.
 
     Raises:
         UserError: values out of range, or flags that contradict each other, named in one sentence.

@@ -1,6 +1,6 @@
-"""What cannot go together: flags of open_clip with the recipe as a whole, by theme.
+"""Flags of open_clip that do not work with the recipe, by theme.
 
-What a single flag of ours contradicts stands where that flag is declared (`recipe.flags`); so do ranges.
+What a single flag of ours contradicts is declared with that flag (`recipe.flags`); so are ranges.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Refusal:
     """A flag of open_clip that does not work with a part of the recipe.
 
     Attributes:
-        flag: how open_clip's flag is called in the sentence; `{0.name}` stands for a flag's value.
+        flag: open_clip's flag in the sentence; `{0.name}` is replaced by a flag's value.
         given: whether it was given.
-        recipe: how the part of the recipe is called.
+        recipe: the part of the recipe in the sentence.
         wanted: whether that part was asked for.
         advice: why, and what to do.
     """
@@ -37,12 +37,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Need:
-    """A flag of open_clip that does nothing, or ends in a traceback, without something else.
+    """A flag of open_clip that does nothing, or ends in a traceback, without another flag or package.
 
     Attributes:
-        flag: how it is called in the sentence; `{0.name}` stands for a flag's value.
+        flag: the flag in the sentence; `{0.name}` is replaced by a flag's value.
         when: whether it was given without what it needs.
-        needs: what that is, and what to do.
+        needs: what it needs, and what to do.
     """
 
     flag: str

@@ -31,14 +31,14 @@ PREFIX = "module."  # what DDP puts before every name
 
 @dataclass(frozen=True)
 class Position:
-    """Where a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done, of which batches and which sources.
+    """The position at which a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done.
 
     Attributes:
-        workers: loader processes a rank, 1 where it reads by itself.
-        sources: names with numbers of samples, "" where open_clip's own pipeline reads the data.
-        micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in checkpoints that do not say.
-        order: flag -> value of what decides which samples come when; empty in checkpoints that do not say.
-        retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty where it has not decided.
+        workers: loader processes a rank, 1 if it reads by itself.
+        sources: names with numbers of samples, "" for open_clip's own pipeline.
+        micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in older checkpoints.
+        order: flag -> value, of flags that decide the order of samples; empty in older checkpoints.
+        retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
         read_as: micro-batch, DGA steps and workers with which the epoch was begun and is read, if others than this run's.
     """
 
@@ -71,15 +71,15 @@ class Position:
         return self.effective_batch, self.world_size
 
     def graphs_for(self, now: Position) -> Decision | None:
-        """What `--dga-retain auto` decided, where the split of the batch is that of `now`."""
+        """The decision of `--dga-retain auto`, if the split of the batch is that of `now`, else None."""
         same = (self.micro_batch, self.dga_steps, self.world_size) == (now.micro_batch, now.dga_steps, now.world_size)
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position) -> int:
-        """The step at which a run with the batching of `now` goes on, and a word in the log on what is approximate.
+        """The step at which a run with the batching of `now` goes on. The log says what is approximate.
 
         Raises:
-            UserError: in the middle of an epoch whose samples `now` would show in another order.
+            UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
         """
         if self.step == 0:
             return 0
@@ -130,10 +130,10 @@ def _shown(value: Any) -> str:
 
 
 def read_position(checkpoint: dict) -> Position | None:
-    """Where a checkpoint was taken; None for one of open_clip's own, which is an epoch's end.
+    """The position of a checkpoint; None for one of open_clip's own, which is from an epoch's end.
 
     Raises:
-        UserError: one of the middle of an epoch that was begun with other random streams, or one of a later release.
+        UserError: it was taken in the middle of an epoch with other random streams, or by a later release.
     """
     entry = checkpoint.get("zerovl")
     if not entry:

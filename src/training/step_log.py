@@ -1,4 +1,4 @@
-"""What is logged of an optimizer step: open_clip's log line and metric names, so that what reads its logs reads these."""
+"""The log of an optimizer step, with open_clip's log line and metric names, for programs that read open_clip's logs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from open_clip_zerovl.losses.problem import Report
 
 STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
-LIMITING_SHARE = 0.1  # of an epoch's time spent waiting for data, from which on it is said
+LIMITING_SHARE = 0.1  # share of an epoch's time spent waiting for data, from which on the log says so
 
 
 def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
-    """Whether a rank's loader limits it, in one sentence; None where it does not.
+    """A sentence if the loader limits a rank, else None.
 
     Args:
-        waited: seconds of `total` in which the rank waited for its loader. On a GPU part of that may be computation that was
-            still going on, so that the wait is an upper bound.
-        samples: that the rank trained on in that time.
+        waited: seconds of `total` in which the rank waited for its loader. On a GPU computation may have gone on meanwhile, so
+            this is an upper bound.
+        samples: that the rank trained on in `total`.
         workers: its loader processes; 0 reads in the training process, which always waits.
     """
     computed = total - waited
@@ -42,7 +42,7 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
     deliver = f"{workers} workers deliver" if workers > 1 else "1 worker delivers"
     return (
         f"{waited / total:.0%} of the time waited for data: {deliver} "
-        f"{delivered:,.0f} samples/s, a rank takes {taken:,.0f}; {needed} workers would do, or smaller images"
+        f"{delivered:,.0f} samples/s, a rank takes {taken:,.0f}; {needed} workers would be enough, or smaller images"
     )
 
 
@@ -64,10 +64,10 @@ def stuck_sentence(loss: float, effective_batch: int) -> str | None:
 
 
 class BySource:
-    """The mean loss of each source's pairs since it was last taken, and how many of them had a twin.
+    """The mean loss of each source's pairs since the last `take`, and how many of them had a twin (another positive).
 
-    With one source a step the loss of a step jumps between sources; these numbers do not. Sums stay on the device until they
-    are taken, so that no step waits for them.
+    With one source a step the loss of a step jumps between sources; these numbers do not. Sums stay on the device until `take`,
+    so that no step waits for them.
 
     Args:
         names: of the sources, in their order.
@@ -79,7 +79,7 @@ class BySource:
         self._twins = False
 
     def see(self, report: Report) -> None:
-        """A step's pairs, of all ranks; of one source, or without their sources, there is nothing to tell apart."""
+        """Add a step's pairs of all ranks. With one source, or without sources, nothing is recorded."""
         if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.twins is None):
             return
         losses = report.pair_losses.float()
@@ -90,7 +90,7 @@ class BySource:
         self._sums.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), twins]))
 
     def take(self) -> tuple[dict[str, float], str]:
-        """The metrics by name (`loss/SOURCE`, `twins/SOURCE`: a share), and the same for the log line; then begin anew."""
+        """The metrics by name (`loss/SOURCE`, `twins/SOURCE`: a share), and the words for the log line; sums start again."""
         if self._sums is None:
             return {}, ""
         metrics, words = {}, []
@@ -139,14 +139,14 @@ class StepLog:
         )  # the first step waits for the workers' start
 
     def data_ready(self) -> None:
-        """All micro-batches of the step have come from the loader."""
+        """Call it when all micro-batches of the step have come from the loader."""
         wait = time.time() - self.end
         self.data_time.update(wait)
         if self.counted_steps >= 0:
             self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
-        """The optimizer has stepped; log it when it is due."""
+        """Call it after the optimizer's step, which is logged if it is due."""
         self.batch_time.update(time.time() - self.end)
         self.end = time.time()
         self.counted_steps += 1

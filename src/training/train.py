@@ -1,4 +1,4 @@
-"""The `train_one_epoch` seam: groups of K micro-batches -> decoupled gradient accumulation -> one optimizer step.
+"""The `train_one_epoch` seam: K micro-batches -> decoupled gradient accumulation -> one optimizer step.
 
 Schedules, epochs and logs count optimizer steps and effective samples.
 
@@ -32,7 +32,7 @@ from training.step_log import StepLog
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
-    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's where nothing asks for ours."""
+    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours."""
     asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
     plain = config.loss_chunk is None and asked == {name: getattr(RecipeConfig(), name) for name in asked}
     if config.teacher is not None:
@@ -52,13 +52,13 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What the first seams of a run have made by the time that its first epoch begins.
+    """What earlier seams have made before the first epoch.
 
     Attributes:
         preemption: asked after every step whether the run is to stop.
-        resumed: where the checkpoint that this run began from was taken, if it says so.
-        mixup: draws a mix per step, if the recipe has it.
-        cache: gives a frozen tower's features, if they are kept.
+        resumed: the position of the checkpoint from which this run was resumed, if it has one.
+        mixup: draws a mix per step, if mixup is on.
+        cache: of a frozen tower's features, if there is one.
     """
 
     config: RecipeConfig
@@ -69,10 +69,10 @@ class TrainerInputs:
 
 
 class Trainer:
-    """One epoch of training at a time, called as open_clip's `train_one_epoch` is; keeps the `RecipeStep` between epochs.
+    """Trains an epoch, called like open_clip's `train_one_epoch`; keeps the `RecipeStep` between epochs.
 
     Attributes:
-        epoch_end: after an epoch with `--dga-retain auto`, what open_clip's checkpoint of it has to say.
+        epoch_end: after an epoch with `--dga-retain auto`, the position for open_clip's checkpoint of it.
     """
 
     def __init__(self, inputs: TrainerInputs) -> None:
@@ -82,7 +82,7 @@ class Trainer:
         self.epoch_end: Position | None = None
 
     def __call__(self, model, data, loss, epoch, optimizer, scaler, scheduler, args, tb_writer=None) -> None:
-        """Train one epoch, or what a step checkpoint left of it.
+        """Train one epoch, or the rest of it after a resume from a step checkpoint.
 
         Raises:
             Stopped: the run was asked to stop, and a step checkpoint is written.
@@ -159,7 +159,7 @@ class Trainer:
         return any(getattr(config, name) != getattr(plain, name) for name in names)
 
     def _retained(self) -> dict[str, float]:
-        """What `--dga-retain auto` has decided; it is asked for on every rank."""
+        """The decision of `--dga-retain auto`; all ranks call this together."""
         assert self.step is not None
         decision = self.step.decision() if self.config.dga_retain == "auto" else None
         return {} if decision is None else asdict(decision)
@@ -175,7 +175,7 @@ class Trainer:
                     "micro-batches came; check --train-num-samples against what the shards hold"
                 )
             yield group
-        # Let the loader see its end: a persistent loader whose iterator is dropped half-way would refill for nothing.
+        # Read the loader to its end: a persistent loader whose iterator is dropped before would fill its queue in vain.
         for _ in micro_batches:
             pass
 

@@ -13,7 +13,7 @@ from training.step_log import StepLog, loader_sentence, stuck_sentence
 
 def test_the_sentence():
     assert loader_sentence(62.0, 100.0, 94_000, 8) == (
-        "62% of the time waited for data: 8 workers deliver 940 samples/s, a rank takes 2,474; 22 workers would do, or "
+        "62% of the time waited for data: 8 workers deliver 940 samples/s, a rank takes 2,474; 22 workers would be enough, or "
         "smaller images"
     )
     assert "give --workers" in loader_sentence(50.0, 100.0, 1000, 0)
