@@ -217,9 +217,12 @@ def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
         TeacherStore.open(stored)
 
 
-def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(stored, data, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(tmp_path, data, monkeypatch, dtype):
+    stored = tmp_path / "out"
+    store = embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
     rows = np.load(stored / "a.0.texts.npy", mmap_mode="r+")
-    rows[7, 2] = np.nan
+    rows[7, 2] = store.array(torch.tensor([np.nan]))[0]
     rows.flush()
     with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
         TeacherStore.open(stored)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ MANIFEST_FILE = "teacher.json"
 FORMAT = 1
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED_AS = {"float16": np.float16, "bfloat16": np.int16}
+_EXPONENT_BITS = {"float16": np.int16(0x7C00), "bfloat16": np.int16(0x7F80)}  # all of them are set in what is no number
 UNIT_SAMPLES = 1024  # least samples of a unit, the work that a killed call may lose; it ends where a shard does
 _LOOKED_AT = 256  # rows of each file that are checked when a folder is opened; every row is when it is read
 _EDGE_BYTES = 1 << 16  # of a shard, at both ends, which its mark is made of
@@ -463,8 +464,9 @@ class TeacherRows:
         return [
             (
                 self.store.caption_starts(index),
+                # plain arrays over the mapped files: np.memmap makes an object of its own of each row
                 [
-                    (self.store.rows(index, t, "images"), self.store.rows(index, t, "texts"))
+                    (np.asarray(self.store.rows(index, t, "images")), np.asarray(self.store.rows(index, t, "texts")))
                     for t in range(len(self.widths))
                 ],
             )
@@ -485,17 +487,21 @@ class TeacherRows:
         )
         starts, teachers = self._files[sample.source]
         text = row if starts is None else int(starts[row]) + sample.caption_number
-        embeddings = []
-        for number, (images, texts) in enumerate(teachers):
-            for kind, stored in (("images", images[row, view]), ("texts", texts[text])):
-                vector = self.store.tensor(stored)
-                if not bool(torch.isfinite(vector).all()):
-                    raise UserError(_not_finite(self.store._file(self._stored[sample.source], kind, number)))
-                if not bool(vector.any()):
-                    raise UserError(
-                        f"the teachers of {self.store.folder} could not be shown sample {sample.key!r} of source "
-                        f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with "
-                        "`zerovl teacher`"
-                    )
-                embeddings.append(vector)
-        return picture, tuple(embeddings)
+        vectors = [rows for images, texts in teachers for rows in (images[row, view], texts[text])]
+        bits = np.concatenate(vectors).view(np.int16)
+        exponent = _EXPONENT_BITS[manifest.dtype]
+        if bool(((bits & exponent) == exponent).any()) or not all(vector.any() for vector in vectors):
+            self._refuse(sample, vectors)
+        widths = [width for width in self.widths for _ in range(2)]
+        return picture, torch.from_numpy(bits).view(DTYPES[manifest.dtype]).split(widths)
+
+    def _refuse(self, sample: RawSample, vectors: Sequence[np.ndarray]) -> NoReturn:
+        """Say which of a sample's embeddings (images and texts of each teacher in turn) cannot be used."""
+        for number, vector in enumerate(vectors):
+            if not bool(torch.isfinite(self.store.tensor(vector)).all()):
+                kind = ("images", "texts")[number % 2]
+                raise UserError(_not_finite(self.store._file(self._stored[sample.source], kind, number // 2)))
+        raise UserError(
+            f"the teachers of {self.store.folder} could not be shown sample {sample.key!r} of source "
+            f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with `zerovl teacher`"
+        )
