@@ -501,6 +501,28 @@ def test_lora_on_frozen_towers(towers):
         assert len(found) > 2 and error(found, wanted) <= EXACT
 
 
+@pytest.mark.parametrize("image", [False, True], ids=["text", "both towers"])
+def test_lora_by_peft(image):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft accelerate")
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    model.requires_grad_(False)
+    model.logit_scale.requires_grad_(True)
+    options = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "init_lora_weights": False}
+    model.text.transformer = peft.get_peft_model(
+        model.text.transformer, peft.LoraConfig(target_modules=["query", "value"], **options)
+    )
+    if image:
+        model.visual = peft.get_peft_model(model.visual, peft.LoraConfig(target_modules=["c_fc"], **options))
+    model.double().train()
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    assert sum("lora_" in name for name in wanted) == (8 + 4 if image else 8)
+    for retain in (0, 1):
+        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain, check="always")
+        assert error(found, wanted) <= EXACT
+    _, redrawn = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
+    assert error(redrawn, wanted) > 0.01
+
+
 def test_tied_embeddings():
     """One table of tokens for both sides, one of which is frozen but for it."""
 
