@@ -31,11 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 from accumulation import (
+    SORTED,
     MicroBatch,
     Setup,
     Way,
     build,
     decoupled,
+    decoupled_and_sorted,
     keep_heap,
     make_batches,
     open_clip_accumulation,
@@ -167,6 +169,7 @@ def contestants(setup: Setup, steps: int) -> dict[str, Way]:
         "two-pass (GradCache)": two_pass(setup),
         "ours, retain 1": decoupled(setup, 1, LOSS_CHUNK),
         "ours, retain auto": decoupled(setup, "auto", LOSS_CHUNK),
+        f"ours, retain 1, {SORTED}": decoupled_and_sorted(setup, 1, LOSS_CHUNK),
     }
 
 

@@ -117,5 +117,5 @@ def test_rehearsal(tmp_path):
     assert left_out <= {"demo", "ablation"}  # where the emoji data is not there
     assert all(record["status"] == "done" for name, record in parts.items() if name not in left_out)
     assert len(parts["tests"]["results"]) > 20
-    assert len(parts["steps"]["results"]) == len(parts["steps-compiled"]["results"]) == 7
+    assert len(parts["steps"]["results"]) == len(parts["steps-compiled"]["results"]) == 8
     assert "## Not done" not in (tmp_path / "gpu-rehearsal.md").read_text() or left_out
