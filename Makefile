@@ -30,7 +30,7 @@ ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (an 
 	$(BIN)/python -m scripts.ablation.run $(if $(QUICK),--quick) $(ARGS)
 	$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick)
 
-test: $(STAMP) ## run the tests (under 10 minutes on 2 cores)
+test: $(STAMP) ## run the tests (under 10 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)

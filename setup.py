@@ -18,7 +18,7 @@ setup(
     packages=find_packages("src"),
     package_data={"open_clip_zerovl": ["models/model_configs/*.json", "py.typed"]},
     install_requires=[
-        # 3.3 is the release whose training seams training/seams.py knows; 4.x renames them.
+        # The released line of open_clip_zerovl/releases.py; 4.x, which it knows too, is no release yet.
         "open_clip_torch>=3.3,<3.4",
         "torch>=2.6",  # from here on torch.load runs no code unless asked to,
         "torchvision",

@@ -6,6 +6,7 @@ the whole environment (gigabytes), without this package.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shutil
@@ -31,3 +32,9 @@ def copy_codebase(run_folder: str | os.PathLike[str]) -> Path:
         shutil.copytree(Path(spec.origin).parent, code / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     logging.info(f"Copied the code of {', '.join(PACKAGES)} to {code}.")
     return code
+
+
+def copy_of_run(args: argparse.Namespace) -> None:
+    """What `--copy-codebase` does in a run: its first process copies."""
+    if args.rank == 0:
+        copy_codebase(os.path.join(args.logs, args.name))

@@ -37,7 +37,7 @@ def check_run(args: argparse.Namespace, config: RecipeConfig, *, rank: int) -> N
         raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
     if (
         not args.train_data
-        and args.dataset_type != "synthetic"
+        and not args.dataset_type.startswith("synthetic")
         and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
     ):
         raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")

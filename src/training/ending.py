@@ -49,21 +49,21 @@ def run(program: Callable[[], int]) -> NoReturn:
         status = program()
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            _say(stop.code)
+            say(stop.code)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        _say("training.main: interrupted; what was saved before is kept")
+        say("training.main: interrupted; what was saved before is kept")
         status = INTERRUPTED_STATUS
     except BaseException as error:
         sentence = sentence_of(error)
         rank = os.environ.get("RANK")
         where = f"[rank {rank}] " if rank else ""
-        _say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
+        say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
         status = 1
     end(status)
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
     """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
     with contextlib.suppress(OSError, ValueError):
         print(words.rstrip(), file=sys.stderr, flush=True)

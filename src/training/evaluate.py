@@ -17,6 +17,7 @@ from open_clip_train.precision import get_autocast
 from open_clip_zerovl.retrieval.encode import evaluate_retrieval
 from training.config import RecipeConfig
 from training.data import RetrievalData
+from training.step_log import reporter_of
 
 
 def evaluate(
@@ -73,8 +74,6 @@ def _log(metrics: dict[str, Any], epoch: int, args: argparse.Namespace, data: di
                 tb_writer.add_scalar(name, value, epoch)
         with open(os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
-    if args.wandb:
-        import wandb
-
+    if (reporter := reporter_of(args)) is not None:
         step = data["train"].dataloader.num_batches // args.accum_freq * epoch if "train" in data else None
-        wandb.log({**log_data, "epoch": epoch}, step=step)
+        reporter.log({**log_data, "epoch": epoch}, step=step)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from types import SimpleNamespace
 from typing import Any
 
-from training.codebase import copy_codebase
+from open_clip_zerovl.releases import LINE_3
 from training.pieces import Pieces
 from training.resume import PREFIX
 
-VERSIONS = "3.3."  # releases whose main was read
+LINE = LINE_3
 
 # The parameters of each seam that main passes.
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -67,13 +66,9 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         assert pieces.evaluate is not None
         return pieces.evaluate(stock, unwrapped(model), data, epoch, tb_writer, tokenizer)
 
-    def copy_code(args: argparse.Namespace) -> None:
-        if args.rank == 0:
-            copy_codebase(os.path.join(args.logs, args.name))
-
     seams: dict[str, Any] = {
         "parse_args": lambda argv: pieces.args,
-        "copy_codebase": copy_code,
+        "copy_codebase": pieces.copy_codebase,
         "create_model_and_transforms": pieces.create_model,
         "get_data": get_data,
         "pt_load": pt_load,

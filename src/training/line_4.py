@@ -7,17 +7,21 @@ dicts. Our step enters as the loss of a `CLIPTask`, and trains the task's module
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.releases import LINE_4
 from training.pieces import Pieces
 
-VERSIONS = "4."  # read: 4.2.0.dev0
+LINE = LINE_4
+SHARDED = ".metadata"  # the file by which a folder is a sharded checkpoint (torch.distributed.checkpoint)
 
 # The parameters of each seam that main passes.
 SEAMS: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
+    "copy_codebase": ("args",),
     "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
     "get_tokenizer": ("model_name", "context_length", "cache_dir"),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer", "naflex_data_config"),
@@ -27,32 +31,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "train_one_epoch": ("state", "data", "args", "tb_writer"),
     "evaluate": ("task", "data", "epoch", "args", "tb_writer", "tokenizer"),
     "load_checkpoint": ("task", "path", "optimizer", "scaler", "is_distributed", "metadata"),
+    "load_sharded_checkpoint": ("task", "checkpoint_dir", "optimizer", "scaler", "metadata"),
     "get_latest_checkpoint": ("path", "remote"),
 }
 
-# Flags of this line that our step does not know: name in the parsed arguments -> flag.
-WITHOUT_OUR_STEP = {"fsdp": "--fsdp", "use_naflex": "--use-naflex", "force_naflex_vision": "--force-naflex-vision"}
-
 
 def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it.
-
-    Raises:
-        UserError: a flag of this line that our step does not know.
-    """
-    if pieces.own_step:
-        for name, flag in WITHOUT_OUR_STEP.items():
-            if getattr(pieces.args, name, False):
-                raise UserError(
-                    f"{flag} does not work with the recipe's step (--dga-steps, named sources ...); leave it out"
-                )
-        if getattr(pieces.args, "torchcompile", False) and pieces.args.torchcompile_strategy != "model":
-            raise UserError(
-                f"--torchcompile-strategy {pieces.args.torchcompile_strategy} compiles open_clip's own step, which the "
-                "recipe's takes the place of; give --torchcompile-strategy model"
-            )
+    """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it."""
     stock_data, stock_tokenizer, stock_task = host.get_data, host.get_tokenizer, host.create_task
     stock_epoch, stock_evaluate, stock_load = host.train_one_epoch, host.evaluate, host.load_checkpoint
+    stock_load_sharded, stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
 
     def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, naflex_data_config=None) -> dict:
         def stock(args: argparse.Namespace) -> dict:
@@ -111,12 +99,28 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
             metadata.update({key: int(checkpoint[key]) for key in ("global_step", "samples_seen") if key in checkpoint})
         return checkpoint["epoch"]
 
+    def load_sharded_checkpoint(task, checkpoint_dir, optimizer=None, scaler=None, metadata=None) -> int:
+        """Of `--fsdp-checkpoint sharded`, a folder: open_clip's to load, where it is one."""
+        if not os.path.isfile(os.path.join(checkpoint_dir, SHARDED)):
+            raise UserError(
+                f"--resume {checkpoint_dir} is a folder, and no sharded checkpoint ({SHARDED} is missing); give a checkpoint "
+                "file, such as RUN/checkpoints/epoch_N.pt"
+            )
+        return stock_load_sharded(task, checkpoint_dir, optimizer=optimizer, scaler=scaler, metadata=metadata)
+
+    def newest_checkpoint(path: str, remote: bool = False) -> str | None:
+        """Ours of files; open_clip's where it finds a sharded one, which is a folder."""
+        sharded = None if remote else stock_newest(path, remote=False)
+        return sharded if sharded is not None and os.path.isdir(sharded) else pieces.newest_checkpoint(path, remote)
+
     seams: dict[str, Any] = {
         "parse_args": lambda argv: pieces.args,
+        "copy_codebase": pieces.copy_codebase,
         "create_model_and_transforms": pieces.create_model,
         "create_task": create_task,
         "get_data": get_data,
-        "get_latest_checkpoint": pieces.newest_checkpoint,
+        "get_latest_checkpoint": newest_checkpoint,
+        "load_sharded_checkpoint": load_sharded_checkpoint,
         "train_one_epoch": train_one_epoch,
         "load_checkpoint": stock_load if getattr(pieces.args, "fsdp", False) else load_checkpoint,
     }

@@ -37,7 +37,20 @@ from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from training import checkpointing, data, device, early, ending, evaluate, model, preemption, resume, schedule, train
+from training import (
+    checkpointing,
+    codebase,
+    data,
+    device,
+    early,
+    ending,
+    evaluate,
+    model,
+    preemption,
+    resume,
+    schedule,
+    train,
+)
 from training.config import RecipeConfig, uses_own_step
 from training.lock import LOCK, RunLock
 from training.params import parse
@@ -60,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     early_log, run = EarlyLog(), None
     try:
         line = check_host()
+        if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
+            logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         args, config = parse(sys.argv[1:] if argv is None else argv)
         run = Run(args, config, line)
         run.check(rank)
@@ -67,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.start()
     except UserError as error:
         where = f"[rank {rank}] " if world_size > 1 else ""
-        print(f"{where}training.main: error: {error}", file=sys.stderr, flush=True)
+        ending.say(f"{where}training.main: error: {error}")
         return 2
     except preemption.Stopped as stopped:
         assert run is not None
@@ -225,7 +240,7 @@ class Run:
             if not interrupted:
                 words += f"; left {os.path.join(self._folder(), REQUEUE_MARKER)} for the launcher"
         if rank == 0:
-            print(f"training.main: {words}.", file=sys.stderr, flush=True)
+            ending.say(f"training.main: {words}.")
         return status
 
     def _folder(self) -> str:
@@ -235,6 +250,7 @@ class Run:
         args, config = self.args, self.config
         return Pieces(
             args=args,
+            copy_codebase=codebase.copy_of_run,
             create_model=self._create_model,
             model_name=self.model_name,
             get_data=self._get_data,

@@ -28,6 +28,17 @@ from training.refusals import check
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse's, but a word that open_clip's KEY=VALUE flags raise about is told in a sentence."""
+        try:
+            return super().parse_args(args, namespace)
+        except UserError:
+            raise
+        except (ValueError, SyntaxError) as error:
+            flag = next((word for word in reversed(args or ()) if word in ("--aug-cfg", "--opt-kwargs")), "--aug-cfg")
+            example = "betas='(0.9,0.98)'" if flag == "--opt-kwargs" else "scale='(0.6,1.0)'"
+            raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
@@ -78,16 +89,14 @@ def _made_by_open_clip() -> Iterator[list[argparse.ArgumentParser]]:
         host_params.argparse = argparse
 
 
-def _parse_open_clip(words: Sequence[str]) -> argparse.Namespace:
+def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     try:
-        with _made_by_open_clip():
-            return host_params.parse_args(list(words))
-    except (ValueError, SyntaxError) as error:  # of its --aug-cfg, the one action that raises them
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"--aug-cfg is not understood ({error}); its words are KEY=VALUE, as in scale='(0.6,1.0)'"
-        ) from error
+        with _made_by_open_clip() as made:
+            return host_params.parse_args(list(words)), made[0]
+    except UserError:
+        raise
+    except ValueError as error:  # what open_clip 4 refuses once the words are read
+        raise UserError(str(error).rstrip(".")) from error
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
@@ -104,14 +113,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
         print("\nopen_clip's own flags (--train-data also takes named sources and folders, see above):\n")
         _parse_open_clip(["--help"])  # prints and exits
     ours, rest = parser.parse_known_args(list(argv)[list(argv)[:1] == ["--"] :])  # as under torchrun
-    args = _parse_open_clip(rest)
+    args, stock_parser = _parse_open_clip(rest)
     values = values_of(ours)
     if values["sampling"] is None and is_named(args.train_data):
         values["sampling"] = "random"
     if values["text_model"] and os.path.isdir(values["text_model"]):
         values["text_model"] = os.path.abspath(values["text_model"])  # params.txt is read from other folders, too
     config = RecipeConfig(**values)
-    check(config, args)
+    check(config, args, stock_parser)
     if config.token_drop is not None:
         args.force_patch_dropout = config.token_drop
     if config.active:

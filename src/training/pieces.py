@@ -20,6 +20,7 @@ class Pieces:
 
     Attributes:
         args: the parsed command line.
+        copy_codebase: (args) keeps the code that the run is trained with, for `--copy-codebase`.
         create_model: (name, pretrained, **options) -> model, training transform, evaluation transform.
         model_name: the name under which open_clip knows the model and its tokenizer.
         get_data: (stock, args, transforms, epoch, tokenizer) -> data by name; `stock(args)` is what open_clip itself opens.
@@ -36,6 +37,7 @@ class Pieces:
     """
 
     args: argparse.Namespace
+    copy_codebase: Callable[[argparse.Namespace], None]
     create_model: Callable[..., tuple[torch.nn.Module, Any, Any]]
     model_name: str
     get_data: Callable[..., dict]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.recipe.declare import out_of_range
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
+from open_clip_zerovl.releases import line_here
 from training.config import RecipeConfig, all_flags
 
 
@@ -48,6 +49,21 @@ class Need:
     flag: str
     when: Callable[[AllFlags], bool]
     needs: str
+
+
+@dataclass(frozen=True)
+class Later:
+    """Flags that open_clip 4 has and 3.3 has not, and that a part of the recipe would pass over.
+
+    Attributes:
+        flags: as they are written; one was given where its value is not its default.
+        recipe, wanted, advice: as of `Refusal`.
+    """
+
+    flags: tuple[str, ...]
+    recipe: str
+    wanted: Callable[[AllFlags], bool]
+    advice: str
 
 
 THE_RECIPE = "the recipe's flags"
@@ -86,6 +102,13 @@ STEP = (
     ),
 )
 LOSS = (
+    Refusal(
+        "--model {0.model}",
+        lambda f: any(kind in f.model.lower() for kind in ("genlip", "genlap", "clap")),
+        THE_RECIPE,
+        lambda f: f.active,
+        "it is for models with an image tower and a text tower",
+    ),
     Refusal(
         "--model {0.model}",
         lambda f: "coca" in f.model.lower(),
@@ -138,12 +161,48 @@ METHODS = (
 DATA = (
     Refusal(
         "--dataset-type {0.dataset_type}",
+        lambda f: f.dataset_type.endswith("-audio"),
+        THE_RECIPE,
+        lambda f: f.active,
+        "it is for pairs of an image and a text",
+    ),
+    Refusal(
+        "--dataset-type {0.dataset_type}",
         lambda f: f.dataset_type not in ("auto", "webdataset"),
         "named sources or --sampling",
         lambda f: f.mixture,
         "sources are webdataset shards",
     ),
 )
+LATER = (
+    Later(
+        ("--pretrained-audio", "--audio-zeroshot-dataset"),
+        THE_RECIPE,
+        lambda f: f.active,
+        "it is for models of sounds; leave it out",
+    ),
+    Later(
+        ("--fsdp", "--use-naflex", "--force-naflex-vision"),
+        THE_STEP,
+        lambda f: f.own_step,
+        "it takes a model as it is, in DistributedDataParallel; leave it out",
+    ),
+    Later(
+        ("--image-key", "--text-key", "--json-text-key", "--json-text-key-probs", "--max-image-pixels", "--length-bucketing"),
+        "named sources",
+        lambda f: f.mixture,
+        "they read shards in their own way (docs/data.md); leave it out, or give --train-data without names",
+    ),
+    Later(
+        (
+            "--opt-kwargs", "--opt-fallback-list", "--text-layer-decay", "--image-layer-decay", "--audio-layer-decay",
+            "--wd-exclude",
+        ),
+        "--no-embedding-decay",
+        lambda f: f.no_embedding_decay,
+        "each makes its own groups of parameters; give one of them",
+    ),
+)  # fmt: skip
 THEMES = (PROGRAM, STEP, LOSS, METHODS, DATA)
 
 
@@ -180,6 +239,11 @@ NEEDS = (
     ),
     Need("--horovod", lambda f: f.horovod and _lacks("horovod"), "the package horovod; use torchrun"),
     Need(
+        "--report-to {0.report_to}",
+        lambda f: "trackio" in line_here().reports and "trackio" in f.report_to and "wandb" in f.report_to,
+        "one of wandb and trackio: open_clip reports to one of them",
+    ),
+    Need(
         "--report-to wandb",
         lambda f: ("wandb" in f.report_to or "all" in f.report_to) and _lacks("wandb"),
         "the package wandb: pip install wandb",
@@ -191,8 +255,13 @@ NEEDS = (
     ),
     Need(
         "--report-to {0.report_to}",
-        lambda f: bool(f.report_to) and not any(name in f.report_to for name in ("wandb", "tensorboard", "all")),
-        "one of the names tensorboard, wandb, all",
+        lambda f: bool(f.report_to) and not any(name in f.report_to for name in line_here().reports),
+        f"one of the names {', '.join(line_here().reports)}",
+    ),
+    Need(
+        "--report-to trackio",
+        lambda f: "trackio" in f.report_to and "trackio" in line_here().reports and _lacks("trackio"),
+        "the package trackio: pip install trackio",
     ),
     Need(
         "--use-bnb-linear",
@@ -207,8 +276,11 @@ NEEDS = (
 )
 
 
-def check(config: RecipeConfig, args: argparse.Namespace) -> None:
+def check(config: RecipeConfig, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that contradict each other and values out of range.
+
+    Args:
+        parser: open_clip's, which made `args`.
 
     Raises:
         UserError: the first of them, both flags named.
@@ -219,6 +291,16 @@ def check(config: RecipeConfig, args: argparse.Namespace) -> None:
             if refusal.given(given) and refusal.wanted(given):
                 flag = refusal.flag.format(given)
                 raise UserError(f"{flag} does not work with {refusal.recipe}: {refusal.advice}")
+    for later in LATER:
+        for option in later.flags if later.wanted(given) else ():
+            action = parser._option_string_actions.get(option)  # None: this release has no such flag
+            if action is not None and getattr(args, action.dest) != action.default:
+                raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
+    if given.own_step and args.torchcompile and getattr(args, "torchcompile_strategy", "model") != "model":
+        raise UserError(
+            f"--torchcompile-strategy {args.torchcompile_strategy} compiles open_clip's own step, which the recipe's takes the "
+            "place of; give --torchcompile-strategy model"
+        )
     for sentence in contradicted(given):
         raise UserError(sentence)
     for need in NEEDS:

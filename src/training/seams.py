@@ -22,35 +22,21 @@ import torch
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import save_atomically
+from open_clip_zerovl.releases import Line, line_of
 from training import line_3, line_4
 
-LINES: tuple[Any, ...] = (line_3, line_4)
-
-
-def line_of(version: str) -> Any:
-    """The module of the line that an open_clip release belongs to.
-
-    Raises:
-        UserError: a release whose main was not read.
-    """
-    for line in LINES:
-        if version.startswith(line.VERSIONS):
-            return line
-    supported = " and ".join(f"{line.VERSIONS}x" for line in LINES)
-    raise UserError(
-        f"open_clip_torch {version} is installed, and {supported} are supported; pip install 'open_clip_torch==3.3.*'"
-    )
+TABLES: dict[Line, Any] = {table.LINE: table for table in (line_3, line_4)}
 
 
 def check_host(main: ModuleType = host, version: str = open_clip.__version__) -> Any:
-    """Make sure that the installed open_clip is one whose seams are known; returns its line.
+    """Make sure that the installed open_clip is one whose seams are known; returns the module of its line.
 
     Raises:
-        UserError: another version, a seam that is missing or not used, or a seam with other parameters.
+        UserError: a release of no line, a seam that is missing or not used, or a seam with other parameters.
     """
-    line = line_of(version)
+    table = TABLES[line_of(version)]
     used = main.main.__code__.co_names
-    for name, expected in line.SEAMS.items():
+    for name, expected in table.SEAMS.items():
         function = getattr(main, name, None)
         if name == "optim":
             function = getattr(function, "AdamW", None)
@@ -58,14 +44,14 @@ def check_host(main: ModuleType = host, version: str = open_clip.__version__) ->
         if found is None or any(parameter not in found for parameter in expected):
             raise UserError(
                 f"open_clip_torch {version} has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}; "
-                f"reinstall an unmodified open_clip_torch {line.VERSIONS}x"
+                f"install an unmodified open_clip_torch {table.LINE.read}"
             )
         if name not in used:
             raise UserError(
-                f"open_clip_train.main of open_clip_torch {version} has {name} and does not use it; reinstall an "
-                f"unmodified open_clip_torch {line.VERSIONS}x"
+                f"open_clip_train.main of open_clip_torch {version} has {name} and does not use it; install an unmodified "
+                f"open_clip_torch {table.LINE.read}"
             )
-    return line
+    return table
 
 
 class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -88,10 +74,10 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
         UserError: see `check_host`.
         KeyError: a name that is no seam.
     """
-    line = check_host()
-    unknown = [name for name in replacements if name not in line.SEAMS]
+    table = check_host()
+    unknown = [name for name in replacements if name not in table.SEAMS]
     if unknown:
-        raise KeyError(f"{unknown} are no seams; {line.__name__}.SEAMS lists them")
+        raise KeyError(f"{unknown} are no seams; {table.__name__}.SEAMS lists them")
     kept = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import math
 import time
@@ -61,6 +62,12 @@ def stuck_sentence(loss: float, effective_batch: int) -> str | None:
         "caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and pictures, and "
         "at the starting weights"
     )
+
+
+def reporter_of(args: argparse.Namespace) -> Any:
+    """The module with wandb's `log` that `--report-to` names: wandb or, in open_clip 4, trackio; None for neither."""
+    name = "trackio" if getattr(args, "trackio", False) else "wandb" if args.wandb else None
+    return None if name is None else importlib.import_module(name)
 
 
 class BySource:
@@ -206,7 +213,5 @@ class StepLog:
         if self.tb_writer is not None:
             for name, value in metrics.items():
                 self.tb_writer.add_scalar(name, value, step)
-        if self.args.wandb:
-            import wandb
-
-            wandb.log({**metrics, "step": step}, step=step)
+        if (reporter := reporter_of(self.args)) is not None:
+            reporter.log({**metrics, "step": step}, step=step)

@@ -17,6 +17,7 @@ from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.releases import LINE_3, line_here
 from open_clip_zerovl.tar.pictures import forget_other_formats
 from open_clip_zerovl.tar.remote import check_quotes, local_path
 from open_clip_zerovl.tar.shards import read_sizes
@@ -38,7 +39,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     if (training and args.train_data) or args.val_data or args.imagenet_val or args.imagenet_v2:
         guard_decoders(args.workers)
         forget_other_formats()
-    if args.dataset_type != "synthetic":
+    if not args.dataset_type.startswith("synthetic"):
         if training and args.train_data and (shards := _check_data("--train-data", args.train_data, args)):
             _check_sizes(shards, args)
         if args.val_data:
@@ -52,8 +53,8 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
 
 
 def _check_numpy(flag: str) -> None:
-    """UserError for numpy 2.4 and later, which refuse to make floats of one-element arrays as open_clip's evaluation does."""
-    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+    """UserError for numpy 2.4 and later, which refuse to make floats of one-element arrays as open_clip 3.3's evaluation does."""
+    if line_here() is LINE_3 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         raise UserError(
             f"{flag} needs numpy below 2.4 for open_clip 3.3's zero-shot evaluation, but this is numpy {np.__version__}; "
             f"install another, or leave {flag} out"

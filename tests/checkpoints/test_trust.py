@@ -7,6 +7,7 @@ import sys
 import open_clip
 import pytest
 import torch
+import transformers
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
@@ -59,7 +60,6 @@ def evil(exported, tmp_path, monkeypatch):
     """(the folder, the file that its code would make)."""
     import shutil
 
-    import transformers
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -70,17 +70,30 @@ def evil(exported, tmp_path, monkeypatch):
     return with_code(shutil.copytree(exported, tmp_path / "evil"), tmp_path / "ran"), tmp_path / "ran"
 
 
+@pytest.mark.line("3.3", reason="open_clip 4 passes over a folder's own trust_remote_code")
 def test_open_clip_alone_runs_what_the_folder_brings(evil):
     folder, marker = evil
     open_clip.get_tokenizer(LOCAL_DIR + str(folder))
     assert marker.exists()  # or the tests below could not fail
 
 
+@pytest.mark.line("4", reason="open_clip 3.3 does as the folder says")
+def test_open_clip_4_passes_over_what_the_folder_allows_itself(evil):
+    folder, marker = evil
+    open_clip.get_tokenizer(LOCAL_DIR + str(folder))
+    assert not marker.exists()
+    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert marker.exists()  # or the tests below could not fail
+
+
 def test_an_exported_folder_runs_nothing(evil, tmp_path, capsys):
+    """On 3.3 it is refused; on 4 transformers takes its own class of the name that the folder gives, and asks nobody."""
     folder, marker = evil
     write_retrieval_set(tmp_path / "set", [1, 1])
-    assert main(["retrieval", str(folder), "--data", str(tmp_path / "set")]) == 2
-    assert "wants to run Python code" in capsys.readouterr().err and not marker.exists()
+    status = main(["retrieval", str(folder), "--data", str(tmp_path / "set")])
+    assert not marker.exists()
+    assert status == 0 or "wants to run Python code" in capsys.readouterr().err
+    assert status == (2 if open_clip.__version__.startswith("3.") else 0)
 
 
 def test_code_that_a_folder_names_and_does_not_need_is_passed_over_without_a_question(evil):

@@ -1,10 +1,15 @@
 """`zerovl doctor`: versions against what is supported, a step on each device, limits; no check ends another."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from importlib import metadata
+from pathlib import Path
 
+import open_clip
 import pytest
 import torch
 
@@ -40,7 +45,7 @@ def test_on_this_machine_nothing_is_wrong_but_what_is(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
     [
-        ("open_clip_torch", "2.30.0", "pip install 'open_clip_torch<3.4,>=3.3'"),
+        ("timm", "0.9.2", "pip install 'timm>=1.0.17'"),
         ("webdataset", "1.0.2", "pip install 'webdataset<=0.2.86,>=0.2.5'"),
     ],
 )
@@ -51,6 +56,49 @@ def test_a_package_of_another_version_is_named_with_what_to_install(monkeypatch,
     assert metadata.version(name) == version
     finding = of_topic(doctor.package_versions(), name)
     assert finding.problem == f"{version} is not supported; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        ("3.3.1", None),
+        ("4.2.0.dev0", None),
+        ("4.5.0", "this package was not tested with open_clip_torch 4.5.0, but with 4.2.0.dev0; pip install"),
+        (
+            "2.30.0",
+            "open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install 'open_clip_torch>=3.3,<3.4'",
+        ),
+        ("5.0.0", "open_clip_torch 5.0.0 is not supported"),
+    ],
+)
+def test_the_open_clip_that_is_imported_counts(monkeypatch, version, problem):
+    monkeypatch.setattr(open_clip, "__version__", version)
+    finding = of_topic(doctor.package_versions(), "open_clip_torch")
+    assert finding.seen.startswith(f"{version} ") and "4.x, tested at 4.2.0.dev0 of its main branch" in finding.seen
+    assert f"imported from {Path(open_clip.__file__).parent}" in finding.seen  # what is installed is another version
+    assert (finding.problem is None) if problem is None else finding.problem.startswith(problem)
+
+
+def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
+    """A package in front of the installed one, as a checkout on PYTHONPATH is."""
+    package = tmp_path / "open_clip"
+    package.mkdir()
+    (package / "version.py").write_text('__version__ = "2.30.0"\n')
+    (package / "__init__.py").write_text("raise ImportError('no timm')\n")  # or whatever else an older one lacks
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    program = "from open_clip_zerovl.plan.doctor import package_versions, page; print(page(package_versions()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "1> open_clip_torch   2.30.0           supported: 3.3.x; 4.x, tested at" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert f"imported from {package} in place of the installed" in done.stdout
+    assert "1. open_clip_torch: open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install" in done.stdout
 
 
 def test_not_installed_at_all(monkeypatch, capsys):

@@ -259,10 +259,13 @@ def test_freezing_everything_or_something_unknown_is_refused():
 # --- unlocking layers ------------------------------------------------------------------------------------------------
 
 
-def test_open_clip_cannot_unlock_bert_and_we_can(bert):
-    model = timm_bert(bert)
+@pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of BERT by itself")
+def test_open_clip_cannot_unlock_bert(bert):
     with pytest.raises(KeyError):
-        model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
+        timm_bert(bert).lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
+
+
+def test_layers_of_bert_are_unlocked(bert):
     for unlocked, learning in ((0, set()), (1, {"encoder.layer.1"}), (2, {"encoder.layer.0", "encoder.layer.1"})):
         model = timm_bert(bert)
         lock_text_layers(model, unlocked, freeze_layer_norm=True)
@@ -432,18 +435,37 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
         constant_temperature(nn.Linear(2, 2))
 
 
+def mt5_or_bert(folder, kind):
+    """A model with a text tower of that kind, made as training makes it with a flag of ours."""
+    if kind == "mt5":
+        MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(folder / "mt5")
+        text = {**bert_text(folder / "mt5"), "hf_pooler_type": "mean_pooler"}
+    else:
+        text = bert_text(write_bert(folder / "bert"))
+    name = register(folder / "configs", f"unlock-{kind}", NATIVE_VISION, text)
+    return create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)[0]
+
+
+@pytest.mark.line("4", reason="open_clip 3.3 knows no layers of BERT")
+@pytest.mark.parametrize(("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")])
+def test_open_clip_4_unlocks_layers_by_itself(tmp_path, kind, layers, last):
+    model = mt5_or_bert(tmp_path, kind)
+    assert "lock_text_tower" not in vars(model)
+    for unlocked, learning in ((1, set()), (2, {last})):  # the first is the projection
+        model.lock_text_tower(unlocked_layers=unlocked, freeze_layer_norm=True, pooler_in_head=True)
+        trainable = {n for n, p in model.text.named_parameters() if layers in n and p.requires_grad}
+        assert {last if last in name else name for name in trainable} == learning
+
+
+@pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of every tower by itself")
 def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path):
     """mT5's layers are in open_clip's table, BERT's are not: with a flag of ours each is unlocked by who can do it."""
-    MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(tmp_path / "mt5")
-    text = {**bert_text(tmp_path / "mt5"), "hf_pooler_type": "mean_pooler"}
-    name = register(tmp_path / "configs", "unlock-mt5", NATIVE_VISION, text)
-    model, *_ = create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)
+    model = mt5_or_bert(tmp_path, "mt5")
     model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
     learning = {n.split(".")[2] for n, p in model.text.named_parameters() if ".block." in n and p.requires_grad}
     assert learning == {"2"}
 
-    name = register(tmp_path / "configs", "unlock-bert", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert")))
-    model, *_ = create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)
+    model = mt5_or_bert(tmp_path, "bert")
     model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
     learning = {n.split(".")[3] for n, p in model.text.named_parameters() if ".layer." in n and p.requires_grad}
     assert learning == {"1"}

@@ -130,7 +130,7 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
     args.rank, args.world_size, args.distill = 1, 2, False
     loss = create_loss(config, args)
     assert type(loss) is kind and (loss.rank, loss.world_size) == (1, 2)
-    assert getattr(loss, "chunk_size", None) == chunk_size
+    assert (getattr(loss, "chunk_size", None) or None) == chunk_size  # of open_clip 4's own loss 0: all rows
     if kind is not SigLipLoss:
         assert loss.positives == config.positives
 

@@ -1,6 +1,7 @@
 """The table, the picture and the reading of open_clip's training log."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,8 @@ def test_the_log_format_is_the_one_that_open_clip_writes():
     train = pytest.importorskip("open_clip_train.train")
     source = Path(train.__file__).read_text(encoding="utf-8")
     assert 'f"Train Epoch: {epoch} [{num_samples:>{sample_digits}}/{samples_per_epoch} ' in source
-    assert "{loss_name.capitalize()}: {loss_m.val:#.5g} ({loss_m.avg:#.5g})" in source
+    # 3.3: "{loss_name.capitalize()}: {loss_m.val:#.5g} ({loss_m.avg:#.5g})"; 4 breaks the same line after the value
+    assert re.search(r'\{(loss_)?name\.capitalize\(\)\}: \{(loss_)?m\.val:#\.5g\} ("\s+f")?\(\{', source)
 
 
 def test_the_table_lines_up_and_holds_every_number():

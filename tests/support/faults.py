@@ -68,8 +68,8 @@ def _defect_in_a_worker() -> None:
 
 
 def _full_disk() -> None:
-    """Files of this process cannot grow beyond 20 KB, so that a checkpoint fails in the midst of its writing."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    """Files of this process cannot grow beyond 200 KB: a checkpoint fails in the midst of its writing, and the log does not."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
 
 def _kill_a_loader_worker() -> None:

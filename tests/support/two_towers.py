@@ -45,12 +45,20 @@ def seeded(make):
     return make().double().train()
 
 
-class WithAdapter(open_clip.CustomTextCLIP):
-    """An adapter at the top level, behind an overridden `encode_image`."""
+# The method by which open_clip's forward runs the image tower: in open_clip 4 `_encode_image`, which `encode_image` calls.
+ENCODE_IMAGE = "_encode_image" if hasattr(open_clip.CustomTextCLIP, "_encode_image") else "encode_image"
 
-    def encode_image(self, image, normalize: bool = False):
-        features = self.adapter(super().encode_image(image))
-        return nn.functional.normalize(features, dim=-1) if normalize else features
+
+class WithAdapter(open_clip.CustomTextCLIP):
+    """An adapter at the top level, behind an overridden method that runs the image tower."""
+
+
+def _encode_with_adapter(self, image, normalize: bool = False):
+    features = self.adapter(getattr(super(WithAdapter, self), ENCODE_IMAGE)(image))
+    return nn.functional.normalize(features, dim=-1) if normalize else features
+
+
+setattr(WithAdapter, ENCODE_IMAGE, _encode_with_adapter)
 
 
 def adapter_in_encode_image():

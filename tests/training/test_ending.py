@@ -24,6 +24,7 @@ from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 from training import ending
+from training import main as training_main
 from training.preemption import new_cpu_group
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
@@ -111,7 +112,10 @@ def test_one_rank_ends(train, fault):
 
 
 @pytest.mark.timeout(200)
-def test_a_process_ends_where_nothing_can_be_printed():
+@pytest.mark.parametrize(
+    ("program", "status"), [(lambda: 1 // 0, 1), (lambda: training_main.main(["--dga-steps", "0"]), 2)]
+)
+def test_a_process_ends_where_nothing_can_be_printed(program, status):
     """Standard error may be a file on the disk that is full."""
 
     class Full:
@@ -125,10 +129,10 @@ def test_a_process_ends_where_nothing_can_be_printed():
         atexit._clear()
         sys.stderr = Full()
         try:
-            ending.run(lambda: 1 // 0)
+            ending.run(program)
         finally:
             os._exit(77)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
 def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):

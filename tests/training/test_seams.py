@@ -1,13 +1,17 @@
 """What is replaced in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
+from importlib import metadata
 from types import ModuleType, SimpleNamespace
 
 import open_clip
 import open_clip_train.main as host
 import pytest
+from packaging.requirements import Requirement
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.releases import INSTALL, LINE_3, LINE_4, line_here, line_of
 from training import line_3, line_4, seams
+from training import main as training_main
 
 
 def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> ModuleType:
@@ -28,7 +32,7 @@ def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> 
 
 def test_the_installed_open_clip_is_of_a_supported_line():
     line = seams.check_host()
-    assert open_clip.__version__.startswith(line.VERSIONS)
+    assert open_clip.__version__.startswith(line.LINE.versions) and line.LINE is line_here()
     assert set(line.SEAMS) <= set(host.main.__code__.co_names)
 
 
@@ -39,8 +43,33 @@ def test_each_line_is_known_by_its_version_and_its_names(line, version):
 
 @pytest.mark.parametrize("version", ["3.2.0", "3.4.1", "2.30.0", "5.0.0"])
 def test_a_release_whose_main_was_not_read_is_refused(version):
-    with pytest.raises(UserError, match=rf"open_clip_torch {version} is installed, and 3\.3\.x and 4\.x are supported"):
+    with pytest.raises(
+        UserError, match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install"
+    ):
         seams.check_host(main_with(line_3), version)
+
+
+def test_what_is_installed_is_the_release_that_was_tested():
+    """A wheel asks for the line that the registry has; the other runs from a checkout."""
+    (wanted,) = [
+        Requirement(text) for text in metadata.requires("open_clip_zerovl") if text.startswith("open_clip_torch")
+    ]
+    assert wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
+    assert wanted.specifier.contains(LINE_3.read) and LINE_3.released
+    assert not wanted.specifier.contains(LINE_4.read, prereleases=True) and not LINE_4.released
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("3.3.9", None), ("4.2.1", None), ("4.3.0", "not tested"), ("4.0.2", "not")]
+)
+def test_a_minor_release_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, capsys, version, told):
+    """The names of main are looked at all the same; what else changed, nobody knows."""
+    monkeypatch.setattr(open_clip, "__version__", version)
+    monkeypatch.setattr(training_main, "check_host", lambda: seams.TABLES[line_of(version)])
+    assert training_main.main(["--dga-steps", "0"]) == 2  # refused after the warning, before anything is opened
+    said = [record.message for record in caplog.records if version in record.message]
+    assert "--dga-steps 0 is out of range" in capsys.readouterr().err
+    assert (told is None and not said) or (len(said) == 1 and told in said[0] and "docs/open_clip.md" in said[0])
 
 
 @pytest.mark.parametrize(("line", "version"), [(line_3, "3.3.0"), (line_4, "4.2.0.dev0")])
@@ -68,4 +97,4 @@ def test_what_is_replaced_is_put_back():
     assert host.get_data is before
     with pytest.raises(KeyError, match="are no seams"), seams.replaced({"nothing": None}):
         pass
-    assert line in seams.LINES
+    assert line in seams.TABLES.values()

@@ -185,7 +185,7 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
         return 1
     require_process_group(world_size, type(loss).__name__)
     if isinstance(loss, ClipLoss):
-        if loss.use_horovod:
+        if getattr(loss, "use_horovod", False):  # open_clip 4 has none
             raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
         if loss.local_loss and not loss.gather_with_grad:
             raise UserError(

@@ -93,7 +93,10 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
         close = difflib.get_close_matches(registered, open_clip.list_models(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "see open_clip.list_models()"
         raise UserError(f"open_clip knows no model {name!r}; {hint}")
-    text_cfg, vision_cfg = config["text_cfg"], config["vision_cfg"]
+    text_cfg, vision_cfg = (
+        config.get("text_cfg", {}),
+        config.get("vision_cfg", {}),
+    )  # open_clip 4 has models of sounds, too
     if registered != name and (text_cfg.get("hf_tokenizer_name") or "siglip" in name.lower()):
         raise UserError(f"write {registered} instead of {name}: with '/' open_clip would take CLIP's BPE tokenizer")
     if pretrained_image and "timm_model_name" not in vision_cfg:

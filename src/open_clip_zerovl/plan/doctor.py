@@ -7,6 +7,7 @@ file limits. A check that fails says what was seen and what to do; the others st
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -20,7 +21,11 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.releases import INSTALL, line_of, supported, version_here
+
 PACKAGE = "open_clip_zerovl"
+HOST = "open_clip_torch"
 GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
@@ -114,8 +119,38 @@ def package_versions() -> list[Finding]:
         for extra in USERS_EXTRAS
         if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
     }
-    found += [_package(one, optional=False) for one in required]
+    found += [
+        open_clip_release() if one.name.replace("-", "_") == HOST else _package(one, optional=False) for one in required
+    ]
     return found + [_package(one, optional=True) for one in extras.values() if _is_installed(one.name)]
+
+
+def open_clip_release() -> Finding:
+    """The open_clip that is imported here, which may be another than the installed one: a checkout on PYTHONPATH."""
+    wanted = f"supported: {supported()}"
+    try:
+        installed: str | None = metadata.version(HOST)
+    except metadata.PackageNotFoundError:
+        installed = None
+    version, problem = version_here(), None
+    if version is None:
+        return Finding(HOST, f"not installed; {wanted}", INSTALL)
+    try:
+        import open_clip
+
+        version = open_clip.__version__
+    except ImportError as error:
+        problem = f"it cannot be imported ({error}); {INSTALL}"
+    seen = f"{version:16} {wanted}"
+    if version != installed:
+        instead = f" in place of the installed {installed}" if installed else ""
+        place = importlib.util.find_spec("open_clip").origin  # type: ignore[union-attr]
+        seen += f"; imported from {Path(place).parent}{instead}"  # type: ignore[arg-type]
+    try:
+        problem = line_of(version).untested(version) or problem
+    except UserError as error:
+        problem = str(error)
+    return Finding(HOST, seen, problem)
 
 
 def _is_installed(name: str) -> bool:

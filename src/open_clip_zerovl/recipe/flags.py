@@ -43,6 +43,7 @@ from open_clip_zerovl.recipe.declare import (
     key_value,
     retain,
 )
+from open_clip_zerovl.releases import line_here
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
@@ -426,8 +427,8 @@ class OptimizerFlags:
         contradicts=(
             Contradiction(
                 "--opt {opt}",
-                lambda given: "timm" in given.opt,
-                "timm's optimizers group parameters by their own rule",
+                lambda given: given.opt.lower() != "adamw",
+                "it is a way of making adamw's groups of parameters",
             ),
         ),
     )
@@ -563,7 +564,7 @@ class OpenClipFlags:
     accum_freq: int = flag(1, metavar="N", range=at_least(1), planned="give --dga-steps in its place")
     epochs: int = flag(32, metavar="N", range=at_least(1))
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
-    precision: str = flag("amp", choices=PRECISIONS)
+    precision: str = flag(line_here().precision, choices=PRECISIONS)
     device: str = flag("cuda", metavar="TEXT")
     seed: int = flag(0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32))
 
@@ -579,7 +580,8 @@ class OpenClipFlags:
         "adamw",
         metavar="TEXT",
         range=Range(
-            "adamw, or timm/NAME", lambda value, _: value.lower() == "adamw" or value.lower().startswith("timm/")
+            f"{', '.join(line_here().optimizers)}, or timm/NAME",
+            lambda value, _: value.lower() in line_here().optimizers or value.lower().startswith("timm/"),
         ),
         planned="AdamW is planned",
     )

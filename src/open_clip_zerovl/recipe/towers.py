@@ -90,13 +90,15 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
 
 
 def open_clip_locks_layers(model: nn.Module) -> bool:
-    """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: its table must have the layers' names.
+    """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
-    The table of open_clip 3.3 lacks those of BERT, so it raises KeyError there; use `lock_text_layers` instead.
+    open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
+    instead. open_clip 4 finds the layers of any tower, and counts the projection as the first of n.
     """
-    config = getattr(getattr(model, "text", None), "config", None)
-    if config is None:
-        return True  # open_clip's own text transformer
+    text = getattr(model, "text", None)
+    config = getattr(text, "config", None)
+    if config is None or hasattr(text, "layer_groups"):  # open_clip's own text transformer; open_clip 4
+        return True
     return "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
 
 
