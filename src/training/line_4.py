@@ -14,6 +14,7 @@ from typing import Any
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.releases import LINE_4
 from training.pieces import Pieces
+from training.resume import of_this_line
 
 LINE = LINE_4
 SHARDED = ".metadata"  # the file by which a folder is a sharded checkpoint (torch.distributed.checkpoint)
@@ -40,6 +41,7 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
     """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it."""
     stock_data, stock_tokenizer, stock_task = host.get_data, host.get_tokenizer, host.create_task
     stock_epoch, stock_evaluate, stock_load = host.train_one_epoch, host.evaluate, host.load_checkpoint
+    stock_optimizer = host.create_optimizer
     stock_load_sharded, stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
 
     def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, naflex_data_config=None) -> dict:
@@ -61,8 +63,12 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         return CLIPTask(model, loss=pieces.create_loss(args))
 
     def create_optimizer(model, cfg, device=None, tensorize: bool = False) -> Any:
-        assert pieces.create_adamw is not None
-        return pieces.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+        if pieces.create_adamw is not None:
+            return pieces.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+        try:
+            return stock_optimizer(model, cfg, device=device, tensorize=tensorize)
+        except ValueError as error:  # of flags: --opt-fallback-list, --text-layer-decay ...
+            raise UserError(str(error).rstrip(".")) from error
 
     def train_one_epoch(state, data, args, tb_writer=None) -> None:
         def stock() -> None:
@@ -92,7 +98,7 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
             return 0
         task.load_state_dict({key: checkpoint[key] for key in ("state_dict", "state_dict_ema") if key in checkpoint})
         if optimizer is not None and "optimizer" in checkpoint:
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            optimizer.load_state_dict(of_this_line(checkpoint["optimizer"], task.get_trainable_module(), optimizer))
         if scaler is not None and "scaler" in checkpoint:
             scaler.load_state_dict(checkpoint["scaler"])
         if metadata is not None:
@@ -118,6 +124,7 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         "copy_codebase": pieces.copy_codebase,
         "create_model_and_transforms": pieces.create_model,
         "create_task": create_task,
+        "create_optimizer": create_optimizer,
         "get_data": get_data,
         "get_latest_checkpoint": newest_checkpoint,
         "load_sharded_checkpoint": load_sharded_checkpoint,
@@ -128,8 +135,6 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(pieces.model_name, **options)
     if pieces.cosine_lr is not None:
         seams["cosine_lr"] = pieces.cosine_lr
-    if pieces.create_adamw is not None:
-        seams["create_optimizer"] = create_optimizer
     if pieces.evaluate is not None:
         seams["evaluate"] = evaluate
     return seams

@@ -57,6 +57,9 @@ from training.params import parse
 from training.pieces import Pieces
 from training.seams import check_host, replaced
 
+# How torch begins when an optimizer loads a state with groups of other sizes.
+OTHER_GROUPS = "loaded state dict"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run training (or evaluation) and return the exit status.
@@ -193,6 +196,14 @@ class Run:
                         self._leave(stopped)
                     self.preemption.wait_for_all()
                     raise
+                except ValueError as error:
+                    if not str(error).startswith(OTHER_GROUPS):
+                        raise
+                    raise UserError(
+                        f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
+                        "--opt, --lock-*, --freeze or --no-embedding-decay are not as they were, or another line of open_clip "
+                        "wrote it; give them as they were, or start a new run with --init-from"
+                    ) from error
             if status not in (None, 0):
                 raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         except BaseException:  # also for an interrupt or a defect

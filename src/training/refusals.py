@@ -188,7 +188,10 @@ LATER = (
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
     Later(
-        ("--image-key", "--text-key", "--json-text-key", "--json-text-key-probs", "--max-image-pixels", "--length-bucketing"),
+        (
+            "--image-key", "--text-key", "--json-text-key", "--json-text-key-probs", "--max-image-pixels",
+            "--length-bucketing", "--naflex-max-text-tokens",
+        ),
         "named sources",
         lambda f: f.mixture,
         "they read shards in their own way (docs/data.md); leave it out, or give --train-data without names",

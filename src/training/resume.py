@@ -23,6 +23,7 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.files import UNREADABLE
 from open_clip_zerovl.randomness import STREAMS_VERSION
+from open_clip_zerovl.recipe.optimizer import parameter_groups
 
 #: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
 FORMAT = STREAMS_VERSION
@@ -248,6 +249,32 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
         return {**checkpoint, "state_dict": state}
     return state
+
+
+def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """The state of an optimizer of open_clip 3.3 in the groups of this one; any other state as it is.
+
+    open_clip 4 spares more parameters from weight decay, so that its groups have other sizes. Each parameter keeps its moments
+    and gets the weight decay that this release has for it.
+    """
+    groups_3 = parameter_groups(model, 0.0)
+    saved, here, of_3 = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups, groups_3)
+    )
+    theirs, own = ([p for group in groups for p in group["params"]] for groups in (groups_3, optimizer.param_groups))
+    if saved == here or saved != of_3 or {id(p) for p in theirs} != {id(p) for p in own}:
+        return state
+    logging.info(
+        "The optimizer's state is of open_clip 3.3, which divides parameters otherwise: each keeps its own, and gets the "
+        "weight decay of this release."
+    )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    kept = {id(p): state["state"][n] for p, n in zip(theirs, numbers, strict=True) if n in state["state"]}
+    return {
+        "state": {number: kept[id(p)] for number, p in enumerate(own) if id(p) in kept},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
 
 
 def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> None:

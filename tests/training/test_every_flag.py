@@ -170,7 +170,7 @@ IGNORED = {  # of models and data that are not the recipe's: nothing reads them
     "--audio-zeroshot-workers": "1", "--audio-zeroshot-multiprocessing-context": "fork",
     "--audio-multiprocessing-context": "fork", "--naflex-num-train-image-tokens": "64", "--naflex-patch-sizes": "8",
     "--naflex-patch-size-probs": "1", "--naflex-seq-lens": "16", "--naflex-seq-len-probs": "1",
-    "--naflex-max-tokens-per-batch": "64", "--naflex-max-text-tokens": "8", "--naflex-batch-divisor": "2",
+    "--naflex-max-tokens-per-batch": "64", "--naflex-batch-divisor": "2",
     "--naflex-loss-scale": "linear", "--naflex-pad-multiple": "2", "--bucket-pool": "16", "--bucket-chunk": "4",
     "--bucket-prefetch-pools": "1", "--fsdp-no-reshard-after-forward": "", "--fsdp-offload-cpu": "",
     "--text-pooler-own-group": "", "--torchcompile-backend": "eager", "--torchcompile-mode": "default",
@@ -197,6 +197,7 @@ OF_LINE_4: dict[str, list[tuple[str, str]]] = {
     "--json-text-key-probs": [("1", f"--json-text-key-probs {SOURCES}")],
     "--max-image-pixels": [("9", f"--max-image-pixels {SOURCES}")],
     "--length-bucketing": [("", f"--length-bucketing {SOURCES}")],
+    "--naflex-max-text-tokens": [("8", f"--naflex-max-text-tokens {SOURCES}")],
     "--opt-kwargs": [
         ("eps=1e-6", WORKS), ("eps=1e-6 --no-embedding-decay", DECAY), ("eps", "--opt-kwargs is not understood"),
     ],

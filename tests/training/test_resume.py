@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
 from open_clip_zerovl.errors import UserError
 from support.programs import COMMON, SCRIPT, flat_tensors, launch, state_of
 from support.tars import write_source
-from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert
 from training.checkpointing import newest_whole
+from training.main import OTHER_GROUPS
 from training.preemption import Preemption
-from training.resume import Position, entry_of, load_checkpoint, read_position
+from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position
 
 EPOCHS = 3
 
@@ -238,3 +240,43 @@ def test_preemption_is_only_heard_within_its_block():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert preemption.agreed(distributed=False)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def clip_and_optimizer(divide):
+    """A small CLIP after two steps of AdamW on its parameters divided in two groups: spared from weight decay, decayed."""
+    torch.manual_seed(0)
+    model = CLIP(8, CLIPVisionCfg(**NATIVE_VISION), CLIPTextCfg(**{**CLIP_TEXT, "vocab_size": 64}))
+    spared = [p for name, p in model.named_parameters() if divide(name, p)]
+    decayed = [p for name, p in model.named_parameters() if not divide(name, p)]
+    optimizer = torch.optim.AdamW([{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.2}])
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+def by_open_clip_3(name, parameter):
+    return parameter.ndim < 2
+
+
+def by_open_clip_4(name, parameter):
+    return parameter.ndim < 2 or "positional_embedding" in name
+
+
+def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
+    """Each parameter keeps its own moments, and the groups their own decay; what already fits is left as it is."""
+    old_model, old = clip_and_optimizer(by_open_clip_3)
+    model, optimizer = clip_and_optimizer(by_open_clip_4)
+    for parameter in old_model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    old.step()  # now the moments differ from those of `optimizer`
+    with pytest.raises(ValueError, match=f"^{OTHER_GROUPS}"):
+        optimizer.load_state_dict(old.state_dict())  # a negative control, and how torch says it
+    optimizer.load_state_dict(of_this_line(old.state_dict(), model, optimizer))
+    for (name, before), after in zip(old_model.named_parameters(), model.parameters(), strict=True):
+        assert old.state[before].keys() == optimizer.state[after].keys(), name
+        assert all(torch.equal(old.state[before][key], optimizer.state[after][key]) for key in old.state[before]), name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+    for state in (optimizer.state_dict(), {"state": {}, "param_groups": [{"params": [0, 1]}]}):
+        assert of_this_line(state, model, optimizer) is state
