@@ -53,7 +53,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
 
 
 def _check_numpy(flag: str) -> None:
-    """UserError for numpy 2.4 and later, which refuse to make floats of one-element arrays as open_clip 3.3's evaluation does."""
+    """UserError for numpy 2.4 and later, which make no float of a one-element array as open_clip 3.3's evaluation does."""
     if line_here() is LINE_3 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         raise UserError(
             f"{flag} needs numpy below 2.4 for open_clip 3.3's zero-shot evaluation, but this is numpy {np.__version__}; "
