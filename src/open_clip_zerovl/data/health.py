@@ -15,7 +15,7 @@ from open_clip_zerovl.tar.remote import Wait
 # Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
 
-TOLD_FULL_SHARE = 0.02  # of a source's captions that fill the context, from which on it is said
+TOLD_FULL_SHARE = 0.02  # a warning comes if at least this share of a source's captions fills the context
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Ledger:
 
         Args:
             all_ranks: the books of every rank; None for this rank alone.
-            log: whether to log them; one rank of those that share them does.
+            log: whether this rank logs; of ranks that gather their books, one does.
 
         Raises:
             UserError: a source has lost more than `max_bad_share` of its epoch.

@@ -108,10 +108,9 @@ class MixtureLoader:
         The batches are those of the whole epoch from that step on, bit for bit. With `start_step = num_batches` there are none.
 
         Args:
-            dealt: the batching with which the epoch was begun, if it differs from this loader's; it has the same number of
-            ranks
-                and the same effective batch. The rest of the epoch is read by as many processes as `dealt` has readers. Each
-                step has the same samples as with `dealt`, in micro-batches of this loader's size:
+            dealt: the batching with which the epoch was begun, if it differs from this loader's; its ranks and effective batch
+                are the same. The rest of the epoch is read by as many processes as `dealt` has readers. Each step has the same
+                samples as with `dealt`, in micro-batches of this loader's size:
 
                     B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
 

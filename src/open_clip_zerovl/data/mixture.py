@@ -130,8 +130,8 @@ class Preprocessing:
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
         teachers: show the views that these teachers have embedded, in place of new augmentations. Their embeddings are the
-        fourth
-            item, a tuple of two tensors (B, D), of pictures and captions, for each teacher; the third item is yielded, too.
+            fourth item, a tuple of two tensors (B, D), of pictures and captions, for each teacher. The third item is yielded
+            too.
         shard_teachers: the same for teachers whose embeddings are in the shards. Pictures are then decoded at full size, since
             stored crops are measured in it.
     """
@@ -369,7 +369,7 @@ def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, 
 
 
 def padding_of(tokenizer: Any) -> int | None:
-    """The number with which one of open_clip's tokenizers fills up a text; None of any other tokenizer."""
+    """The token with which open_clip's tokenizers pad a text; None for any other tokenizer."""
     if isinstance(tokenizer, SimpleTokenizer):
         return 0
     return getattr(tokenizer.tokenizer, "pad_token_id", None) if isinstance(tokenizer, HFTokenizer) else None

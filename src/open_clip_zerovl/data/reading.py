@@ -122,7 +122,7 @@ class Reading:
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         patience: how long to wait for its remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
-        ahead: fetches shards into the cache before they are read; None where nothing does.
+        ahead: fetches shards into the cache before they are read; None to fetch each when it is read.
         every_caption: give samples all their captions, besides the one to show.
         teachers: those whose embeddings are in the shards.
         opens: called with the number of every shard that is opened.

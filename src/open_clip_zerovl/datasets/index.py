@@ -184,9 +184,8 @@ def check_shards(
     - shards that are cut off or are no tars, and keys that come twice in a shard
     - samples without picture or caption, captions that are empty or not UTF-8
     - pictures that do not begin or end as their format does
-    - shards that `sizes.json` or the manifest lists and that are missing; shards that `sizes.json` does not list, or with
-    another
-      number of samples
+    - shards that `sizes.json` or the manifest lists and that are missing
+    - shards that `sizes.json` does not list, or lists with another number of samples
 
     Args:
         threads: shards read at the same time.

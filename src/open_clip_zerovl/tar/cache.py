@@ -226,7 +226,7 @@ class ShardCache:
 
 
 class FetchAhead:
-    """Fetches shards into a cache before they are read, one after the other, in a thread; its reader retries what fails.
+    """Fetches shards into a cache before they are read, one after the other, in a thread. It does not retry; the reader does.
 
     Only for processes that do not fork: a child would inherit the lock on a shard that is being fetched.
     """
@@ -240,11 +240,11 @@ class FetchAhead:
         threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
 
     def want(self, url: str) -> None:
-        """Have a shard fetched."""
+        """Add a shard to those to fetch."""
         self._wanted.put(url)
 
     def close(self) -> None:
-        """Fetch no more than the shard that is on its way."""
+        """Stop after the shard that is being fetched now."""
         self._wanted.put(None)
 
     def _run(self) -> None:
