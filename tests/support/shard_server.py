@@ -72,6 +72,11 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
+        elif kind == "hold":
+            self.wfile.write(part[: int(number)])
+            self.wfile.flush()
+            self.server.owner.stopping.wait(60)
+            self.close_connection = True
         elif kind == "drip":  # the first bytes one by one
             for at in range(int(number)):
                 self.wfile.write(part[at : at + 1])
@@ -114,8 +119,9 @@ class ShardServer:
 
     Attributes:
         faults: name -> what befalls the next requests for it, one each: "503" or any status, "reset:N" and "cut:N" after N
-            bytes, "drip:N" byte by byte for N bytes, "crawl", "silent", "long" (more bytes announced than there are), "page"
-            (a web page in its place), "checksum" (a bit flipped), "changed" (another ETag).
+            bytes, "hold:N" no more than N bytes until it is killed, "drip:N" byte by byte for N bytes, "crawl", "silent",
+            "long" (more bytes announced than there are), "page" (a web page in its place), "checksum" (a bit flipped),
+            "changed" (another ETag).
         fault: what befalls all other requests; "" is none.
         requests: name -> the first byte that each request asked for.
         paths: what the requests asked for, as they wrote it.

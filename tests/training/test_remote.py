@@ -106,8 +106,11 @@ def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
     first, second = weights_of(folder, disk), weights_of(folder, remote)
     assert first.keys() == second.keys()
     assert not [key for key in first if not torch.equal(first[key], second[key])]
-    assert " took " in printed and "no connection" in printed and "of its readers." in printed
-    assert "replaced" not in printed and printed.count("Source a: 2 of the shards opened") == 1
+    assert "replaced" not in printed
+    totals = [line.partition("WARNING | ")[2] for line in printed.splitlines() if line.endswith("of its readers.")]
+    assert len(totals) == len(set(totals))  # one rank says them
+    if not cached:  # with a cache, what breaks may be fetched ahead, and nobody waits
+        assert " took " in printed and "no connection" in printed and len(totals) >= 2
     if cached:
         used = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
         assert 100_000 < used <= 0.0003 * 2**30
