@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.loader import MixtureLoader, _divided
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
@@ -251,3 +251,11 @@ def test_content_numbers_tell_same_captions_and_same_files():
     assert content_numbers(sample(b"jpeg", "a cat"))[0] != one[0] and content_numbers(sample(b"jpeg", "x"))[1] == one[1]
     assert one != content_numbers(sample(b"a dog", "jpeg"))
     assert all(-(2**63) <= number < 2**63 for number in (*one, *other))
+
+
+def test_micro_batches_are_divided_anew_with_the_tuples_in_them():
+    """Three micro-batches of 2 become two of 3; teachers' embeddings are tuples of tensors."""
+    step = [(torch.tensor([i, i + 1]), (torch.tensor([-i, -i - 1]), torch.tensor([[i], [i + 1]]))) for i in (0, 2, 4)]
+    first, second = _divided(tuple(zip(*step, strict=True)), 3)
+    assert first[0].tolist() == [0, 1, 2] and second[0].tolist() == [3, 4, 5]
+    assert first[1][0].tolist() == [0, -1, -2] and second[1][1].tolist() == [[3], [4], [5]]

@@ -140,8 +140,7 @@ class MixtureLoader:
         begun = self._begun
         micro_batches = begun._micro_batches()
         while step := list(itertools.islice(micro_batches, begun.mixture.batching.dga_steps)):
-            parts = [torch.cat(column).split(self.batch_size) for column in zip(*step, strict=True)]
-            yield from zip(*parts, strict=True)
+            yield from _divided(tuple(zip(*step, strict=True)), self.batch_size)
         begun.abandon()
         self._begun = None
 
@@ -222,6 +221,17 @@ class MixtureLoader:
             next_worker=delivered % max(1, self.workers),
             timeout_seconds=self.stall_timeout_seconds,
         )
+
+
+def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
+    """Micro-batches of `size` samples from the columns of others; a column may be a tuple of tensors in each (embeddings)."""
+    parts = [
+        _divided(tuple(zip(*column, strict=True)), size)
+        if isinstance(column[0], tuple)
+        else torch.cat(column).split(size)
+        for column in columns
+    ]
+    return list(zip(*parts, strict=True))
 
 
 def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:
