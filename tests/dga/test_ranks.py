@@ -44,13 +44,14 @@ class Case:
     dga: dict[str, Any] = field(default_factory=dict)
     use_dga: bool = True
     compile: bool = False
+    shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would be others
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
         if self.freeze:
             getattr(model, self.freeze).requires_grad_(False)
-        return model
+        return model.eval() if self.shuffle_texts else model
 
     def loss_inputs(self, rank: int, step: int) -> dict[str, Any]:
         """What the loss of this rank gets besides features."""
@@ -106,6 +107,9 @@ CASES = {
         partial(ContrastiveLoss, chunk_size=4), ContrastiveLoss, sizes=ragged, mixup_lambda=0.8, retain=0
     ),
     "ours, retain K-1": Case(ContrastiveLoss, retain=2),
+    "ours, texts in another order, ragged": Case(
+        partial(ContrastiveLoss, chunk_size=3), sizes=ragged, shuffle_texts=True
+    ),
     "ours, retain auto": Case(ContrastiveLoss, retain="auto"),
     "ours, another K on each rank": Case(ContrastiveLoss, sizes=lambda rank: [2] * (2 + rank)),
     "ours, one micro-batch": Case(ContrastiveLoss, sizes=lambda rank: [5]),
@@ -204,7 +208,13 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
         micro_batches = rank_batches(case, rank, step)
         torch.manual_seed(rank_seed(rank, step))
         if dga is not None:
-            dga.backward(micro_batches, **case.loss_inputs(rank, step))
+            order = {}
+            if case.shuffle_texts:
+                images, texts = zip(*micro_batches, strict=True)
+                order["text_order"] = torch.randperm(sum(case.sizes(rank)))
+                texts = torch.cat(texts)[order["text_order"]].split(case.sizes(rank))
+                micro_batches = list(zip(images, texts, strict=True))
+            dga.backward(micro_batches, **order, **case.loss_inputs(rank, step))
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -449,7 +459,7 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert f"made for world_size=1, but the model's gradients are averaged over {world_size}" in seen["world_size"]
         assert f"made for world_size={world_size}" in seen["no DDP"]
         assert "static_graph" in seen["static_graph"]
-        assert "at most 1 (over several ranks one is replayed" in seen["retain"]
+        assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
 
 
