@@ -1,11 +1,10 @@
-"""Reads drawn inputs with everything that reads files, and counts what came of it.
+"""Give generated files to every function that reads files, and count the outcomes.
 
     python -m scripts.fuzz [--examples 400] [--seconds 30] [--kinds tar picture] [--out docs/reliability.md]
 
-Inputs are drawn by hypothesis (`inputs`), the same ones at each run unless a `--seed` is given; `readers` are the functions
-that training and `zerovl` call. Each input and reader must come to one of: it works; one sentence (`UserError`); a bad
-sample that is replaced or reported. Anything else, a hang of 10 s or 2 GiB of memory included, ends this program with the
-smallest such input.
+Hypothesis draws the files (`inputs`), the same ones at each run unless a `--seed` is given; `readers` are the functions that
+training and `zerovl` call. Each reading must work, end in a one-sentence error (`UserError`), or meet a bad sample, which is
+replaced or reported. Anything else, such as a hang of 10 s or 2 GiB of memory, ends this program with the smallest such file.
 """
 
 from __future__ import annotations

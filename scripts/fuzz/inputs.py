@@ -1,6 +1,6 @@
-"""Files of each kind that this package reads, from good to rotten, drawn by hypothesis so that a failure shrinks.
+"""Valid and damaged files of each kind that this package reads, drawn by hypothesis so that it can shrink a failing one.
 
-A maker gets `draw` (hypothesis') and an empty folder, and leaves the files there under names that `readers` knows.
+A maker gets hypothesis' `draw` and an empty folder, and writes the files there under names that `readers` knows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JSON = st.recursive(
 
 
 def edited(content: bytes, edits: list[tuple[str, int, int]]) -> bytes:
-    """The bytes after some edits, each at a place given in millionths of the length."""
+    """The bytes after these edits (kind, position in millionths of the length, value)."""
     data = bytearray(content)
     for kind, millionths, value in edits:
         at = len(data) * millionths // 1_000_000
@@ -76,15 +76,15 @@ def edited(content: bytes, edits: list[tuple[str, int, int]]) -> bytes:
 # ---------------------------------------------------------------------------------------------------------------------
 
 FORMATS = (
-    "PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",  # that are opened
-    "EPS", "PCX", "TGA", "PDF", "DDS", "SGI", "IM", "ICNS",  # that are not
+    "PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",  # these are opened
+    "EPS", "PCX", "TGA", "PDF", "DDS", "SGI", "IM", "ICNS",  # these are not
 )  # fmt: skip
 MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")
 
 
 @cache
 def encoded(format: str, mode: str, width: int, height: int) -> bytes:
-    """A picture of noise; a PNG where the format knows no such mode."""
+    """A picture of noise; a black PNG where the format has no such mode."""
     rng = np.random.default_rng(width * height)
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     buffer = io.BytesIO()
@@ -115,7 +115,7 @@ def png_of(width: int, height: int, depth: int, colour: int, extra: list[tuple[b
 
 
 def picture(draw: Draw) -> bytes:
-    """An encoded picture, or what claims to be one."""
+    """An encoded picture, which may be damaged or have a header of false values."""
     if draw(st.integers(0, 9)) == 0:
         side = st.sampled_from((0, 1, 2, 40, 13_000, 60_000, (1 << 31) - 1))
         depth, colour = draw(st.sampled_from((1, 2, 4, 8, 16, 3))), draw(st.sampled_from((0, 2, 3, 4, 6, 1)))
@@ -150,7 +150,7 @@ SIZES = (None, None, None, None, None, 0, 1, -1, -512, -(1 << 40), 1 << 33, (1 <
 
 
 def header(name: str, kind: bytes, size: int, format: Any, *, sound: bool = True) -> bytes:
-    """A tar's header, whatever it claims; with a wrong checksum where it is not sound."""
+    """A tar's header of any size, valid or not; its checksum is wrong if `sound` is False."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, "a.png" if kind in (b"1", b"2") else ""
     block = info.tobuf(format, "utf-8", "surrogateescape")
@@ -163,12 +163,12 @@ def header(name: str, kind: bytes, size: int, format: Any, *, sound: bool = True
 
 
 def _base_256(size: int) -> bytes:
-    """GNU's form of a size that octal digits cannot say."""
+    """GNU's encoding of a size that octal digits cannot hold."""
     return ((0x80 << 88) + size if size >= 0 else (1 << 96) + size).to_bytes(12, "big")
 
 
 def tar_of(draw: Draw, depth: int = 0) -> bytes:
-    """A tar of good and odd members, perhaps compressed, cut or with bytes changed."""
+    """A tar of valid and unusual members; it may be compressed, cut or have bytes changed."""
     format = draw(st.sampled_from((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)))
     parts = []
     for _ in range(draw(st.integers(0, 7))):
@@ -233,7 +233,7 @@ def make_tar(draw: Draw, folder: Path) -> None:
 
 
 def json_bytes(draw: Draw, good: Any) -> bytes:
-    """JSON of the right form, of another one, nested too deep, in another encoding, or with bytes changed."""
+    """JSON: `good`, any other, nested too deep, in another encoding, or with bytes changed."""
     kind = draw(st.sampled_from(("good", "good", "good", "other", "edited", "edited", "deep", "utf-16")))
     if kind == "deep":
         return draw(st.sampled_from((b"[", b'{"a":'))) * 100_000
@@ -326,7 +326,7 @@ def model() -> torch.nn.Module:
 
 @cache
 def checkpoint(legacy: bool) -> bytes:
-    """What training leaves after some steps of an epoch."""
+    """A checkpoint as training writes it in the middle of an epoch."""
     return saved(dict(good_content()), legacy)
 
 
@@ -371,7 +371,7 @@ def make_checkpoint(draw: Draw, folder: Path) -> None:
 
 
 def make_export(draw: Draw, folder: Path) -> None:
-    """A folder with open_clip_config.json and weights in safetensors, one of the two changed."""
+    """A folder with open_clip_config.json and weights in safetensors; one of the two may be damaged."""
     from safetensors.torch import save
 
     config: dict[str, Any] = json.loads(json.dumps({"model_cfg": MODEL, "preprocess_cfg": {}}))
@@ -390,7 +390,7 @@ def make_export(draw: Draw, folder: Path) -> None:
 
 
 def make_arrays(draw: Draw, folder: Path) -> None:
-    """A clustering of two shards, and a stored index of one of them, with bytes or fields changed."""
+    """A clustering of two shards, and a stored index of one of them; fields or bytes of both may be changed."""
     source = folder / "source"
     source.mkdir()
     for name in ("0.tar", "1.tar"):

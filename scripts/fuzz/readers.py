@@ -1,7 +1,7 @@
-"""What reads each kind of file: the very functions that training and `zerovl` call.
+"""The readers of each kind of file: the functions that training and `zerovl` call.
 
-A reader takes the folder that a maker of `inputs` has filled. It returns None where all was read, or BAD_SAMPLE where
-something was replaced or reported as a command is documented to do, and raises what the functions raise.
+A reader takes a folder that a maker of `inputs` has filled. It returns None if everything was read, or BAD_SAMPLE if
+something was replaced or reported as documented; exceptions of the functions pass through.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _tokenizer() -> Any:
 
 
 def training(where: str, *, captions: str | None = None, from_the_middle: bool = False) -> Reader:
-    """One epoch of a named source, or the second half of it, with bad samples replaced."""
+    """One epoch of a named source, or its second half, with bad samples replaced."""
 
     def read(folder: Path) -> str | None:
         sources = parse_sources(f"a={folder / where}", captions=captions)
@@ -110,25 +110,25 @@ def data_index(folder: Path) -> None:
 
 
 def command(*arguments: str) -> Reader:
-    """`zerovl` with arguments, {} being the folder: status 0, 1 or 2, and not a traceback."""
+    """`zerovl` with these arguments, {} being the folder: must end with status 0, 1 or 2, not with a traceback."""
 
     def read(folder: Path) -> str | None:
-        told = io.StringIO()
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             try:
                 status = program.main([argument.format(folder) for argument in arguments])
             except SystemExit as stop:
                 status = int(stop.code or 0)
         if status == 2:
-            raise UserError(told.getvalue())
-        assert status in (0, 1), f"status {status}: {told.getvalue()[-500:]}"
+            raise UserError(printed.getvalue())
+        assert status in (0, 1), f"status {status}: {printed.getvalue()[-500:]}"
         return BAD_SAMPLE if status else None
 
     return read
 
 
 def stock(folder: Path) -> None:
-    """What is looked at before open_clip's own pipeline reads a table or shards without a name."""
+    """The checks before open_clip's own pipeline reads a table or shards without a name."""
     table = folder / "table.csv"
     data = str(table if table.exists() else folder / "source" / "{0..1}.tar")
     args = argparse.Namespace(
@@ -140,7 +140,7 @@ def stock(folder: Path) -> None:
 
 
 def resuming(folder: Path) -> None:
-    """`--resume latest`, as training goes about it."""
+    """The steps of training's `--resume latest`."""
     path = folder / "run" / "checkpoints" / "epoch_1.pt"
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
@@ -199,7 +199,7 @@ def picture(how: str) -> Reader:
 
 
 def member(file: str, parse: Callable[[Path, str], Any]) -> Reader:
-    """A file of annotations, or the one in a zip, found and parsed as `zerovl data` does."""
+    """A file of annotations, plain or in a zip, found and parsed as by `zerovl data`."""
 
     def read(folder: Path) -> None:
         found = find_member([folder / file], ".json")
@@ -211,7 +211,7 @@ def member(file: str, parse: Callable[[Path, str], Any]) -> Reader:
     return read
 
 
-#: kind of input -> how it is made, and who reads it.
+#: kind of input -> its maker, and its readers by name.
 KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] = {
     "tar": (
         inputs.make_tar,

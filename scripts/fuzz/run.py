@@ -1,4 +1,4 @@
-"""Draw inputs, read them, and count what came: it works, one sentence, a bad sample; anything else is a failure."""
+"""Draw inputs, read them, and count the outcomes: works, one-sentence error, bad sample. Anything else is a failure."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from scripts.fuzz import inputs
 from scripts.fuzz.readers import KINDS, Reader
 
 LIMIT_SECONDS = 10
-LIMIT_BYTES = 2 << 30  # that a reader may take beside what the process holds
+LIMIT_BYTES = 2 << 30  # a reader's memory, on top of what the process already holds
 WORKS, SENTENCE = "works", "sentence"
 Tally = Counter[tuple[str, str, str]]  # (kind, reader, outcome)
 
 
 class Hang(BaseException):
-    """A reader did not come back in time."""
+    """A reader did not return in time."""
 
 
-class Over(KeyboardInterrupt):
-    """The time is over; hypothesis takes any other exception for a failure and draws on."""
+class TimeIsUp(KeyboardInterrupt):
+    """The time for a kind is used up. Only a KeyboardInterrupt stops hypothesis; other exceptions count as failures."""
 
 
 class Failed(Exception):
-    """A reader did anything but work, say one sentence, or take a bad sample for one."""
+    """A reader did something else than work, raise a one-sentence error, or report a bad sample."""
 
 
 def outcome_of(read: Reader, folder: Path) -> str:
-    """What a reader made of an input.
+    """The outcome of one reader on one input: WORKS, SENTENCE or `readers.BAD_SAMPLE`.
 
     Raises:
-        Failed: it hung, took more than LIMIT_BYTES, or raised what nobody is to see.
+        Failed: it hung, took more than LIMIT_BYTES, or raised something else than a UserError of one sentence.
     """
     try:
         with _limited():
             found = read(folder)
     except UserError as error:
         if not str(error).strip() or "\n" in str(error).strip() or not str(error).isprintable():
-            raise Failed(f"its sentence is none: {str(error)!r}") from error
+            raise Failed(f"its message is not one printable line: {str(error)!r}") from error
         return SENTENCE
     except Hang as error:
         raise Failed(f"it did not end within {LIMIT_SECONDS} s") from error
@@ -71,7 +71,7 @@ def _limited() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     handler = signal.signal(signal.SIGALRM, ring)
     signal.alarm(LIMIT_SECONDS)
-    # where the alarm cannot reach, in a thread or in C, the process ends and says where it was
+    # In a thread or in C, where the alarm cannot interrupt, the process ends with a traceback.
     faulthandler.dump_traceback_later(6 * LIMIT_SECONDS, exit=True)
     resource.setrlimit(resource.RLIMIT_DATA, (held + LIMIT_BYTES, before[1]))
     try:
@@ -84,7 +84,7 @@ def _limited() -> Iterator[None]:
 
 
 def prepare(folder: Path) -> None:
-    """Register the model of checkpoints, and keep quiet what readers log."""
+    """Register the checkpoints' model, and keep caches in `folder`."""
     (folder / "fuzz-tiny.json").write_text(json.dumps(inputs.MODEL))
     open_clip.add_model_config(folder / "fuzz-tiny.json")
     inputs.model()
@@ -92,13 +92,13 @@ def prepare(folder: Path) -> None:
 
 
 def fuzz(kind: str, tally: Tally, *, examples: int, seconds: float, number: int | None = None) -> None:
-    """Draw up to `examples` inputs of a kind within about so many seconds; each reader of the kind reads each.
+    """Draw up to `examples` inputs of a kind for about `seconds`; each of the kind's readers reads each input.
 
     Args:
         number: a seed; without one, hypothesis draws the same inputs at each call, as many as the time allows.
 
     Raises:
-        Failed: what a reader did; hypothesis notes the smallest input that it found.
+        Failed: by a reader; hypothesis adds the smallest input that it found.
     """
     make, readers = KINDS[kind]
     end = time.monotonic() + seconds
@@ -112,7 +112,7 @@ def fuzz(kind: str, tally: Tally, *, examples: int, seconds: float, number: int 
     def attempt(data: st.DataObject) -> None:
         nonlocal failed
         if time.monotonic() > end and not failed:
-            raise Over
+            raise TimeIsUp
         with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
             folder = Path(place)
             make(data.draw, folder)
@@ -131,7 +131,7 @@ def fuzz(kind: str, tally: Tally, *, examples: int, seconds: float, number: int 
         logging.disable(logging.CRITICAL)
         try:
             attempt()
-        except Over:
+        except TimeIsUp:
             pass
         finally:
             logging.disable(logging.NOTSET)

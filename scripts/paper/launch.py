@@ -89,9 +89,8 @@ def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -
     folder = run_folder(arguments)
     marker = (cwd or Path()) / folder / REQUEUE_MARKER if folder is not None else None
     if marker is not None and node.index == 0:
-        marker.unlink(
-            missing_ok=True
-        )  # left by an earlier stop: a run that fails to start must not look like a stopped one
+        # Left by an earlier stop: a run that fails to start must not look like a stopped one.
+        marker.unlink(missing_ok=True)
     with StopSignals() as stop:
         child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=begin_child)
         single = node.ranks * node.nodes == 1

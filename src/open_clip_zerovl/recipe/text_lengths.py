@@ -1,12 +1,12 @@
-"""Texts of a step sorted by their length, so that padding is hardly computed (`--sort-text`).
+"""A step's texts sorted by length, so that the text tower computes little padding (`--sort-text`).
 
 The loss takes all features of a step together, so that its images and texts may be forwarded in any order. With the texts
 sorted over the K micro-batches of a rank, each micro-batch holds texts of nearly one length and is cut to its longest:
 
     lengths 3 9 4 | 8 5 3  ->  3 3 4 | 5 8 9, cut to 4 and 9; order 0 5 2 | 4 3 1
 
-Cutting changes no feature where padding comes last and no token looks at it; `text_padding` finds out. The longest texts
-come last, where `DecoupledGradientAccumulation` keeps graphs: the passes that are taken twice are the short ones.
+Cutting changes no feature where padding comes last and no token attends to it; `text_padding` checks this. The longest texts
+come last, where `DecoupledGradientAccumulation` keeps graphs: only the short ones are forwarded twice.
 
 Shapes: `B` micro-batch per rank, `K` micro-batches, `L` context length, b = B*K.
 """
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.precision import ieee_products
 
-# Largest relative difference of a cut text's features. Sums over fewer zeros round otherwise (1e-6); a tower that looks at
-# padding differs by 1e-2 and more.
+# Largest relative difference of a cut text's features. Sums over fewer zeros round differently (1e-6); a tower that attends
+# to padding differs by 1e-2 and more.
 CUT_TOLERANCE = 1e-3
 
 
