@@ -237,13 +237,17 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     _require_same_model(state, model.state_dict(), file_path, args.model)
     if "state_dict" in checkpoint:
+        trains = getattr(args, "train_data", None) or getattr(args, "dataset_type", None) == "synthetic"
+        # open_clip's main reads the optimizer's state of each checkpoint that counts epochs
+        usable = "optimizer" not in checkpoint and not (trains and "epoch" in checkpoint)
         optimizer = checkpoint.get("optimizer")
-        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-        usable = optimizer is None or (
-            isinstance(groups, list)
-            and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-            and isinstance(optimizer.get("state"), dict)
-        )
+        if isinstance(optimizer, dict):
+            groups = optimizer.get("param_groups")
+            usable = (
+                isinstance(groups, list)
+                and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+                and isinstance(optimizer.get("state"), dict)
+            )
         if not usable or not _is_count(checkpoint.get("epoch", 0), 0):
             wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
             raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")

@@ -217,6 +217,7 @@ def test_a_checkpoint_that_says_nonsense_about_where_it_was_taken_is_refused(ent
         ({"epoch": -1}, "epoch"),
         ({"optimizer": 3}, "optimizer"),
         ({"optimizer": {}}, "optimizer"),
+        ({"optimizer": None}, "optimizer"),
     ],
 )
 def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, changed, words):

@@ -108,10 +108,9 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
 def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Path, spec: ModelSpec) -> None:
     """UserError unless checkpoint and model have the same tensors, of the same shapes."""
     expected = model.state_dict()
-    # A constant that transformers stores no more since 4.31.
-    position_ids = "text.transformer.embeddings.position_ids"
-    if position_ids not in expected:
-        weights.pop(position_ids, None)
+    # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
+    for name in {name for name, _ in model.named_buffers()} - expected.keys():
+        weights.pop(name, None)
     missing = sorted(expected.keys() - weights.keys())
     unexpected = sorted(weights.keys() - expected.keys())
     reshaped = sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
