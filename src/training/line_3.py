@@ -1,4 +1,4 @@
-"""open_clip 3.3: the names that its main looks up, and our pieces under them."""
+"""open_clip 3.3: the names that its main looks up, and our pieces for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""open_clip 4: the names that its main looks up, and our pieces under them.
+"""open_clip 4: the names that its main looks up, and our pieces for them.
 
 Its main wraps model and loss into a task (`create_task`), hands a `TrainState` to `train_one_epoch`, and its loaders yield
-dicts. Our step enters as the loss of a `CLIPTask`, and trains the task's module.
+dicts. Our loss is given to a `CLIPTask`; our step trains the task's module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training.pieces import Pieces
 from training.resume import of_this_line
 
 LINE = LINE_4
-SHARDED = ".metadata"  # the file by which a folder is a sharded checkpoint (torch.distributed.checkpoint)
+SHARDED = ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
 
 # The parameters of each seam that main passes.
 SEAMS: dict[str, tuple[str, ...]] = {
@@ -39,60 +39,87 @@ SEAMS: dict[str, tuple[str, ...]] = {
 
 def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
     """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it."""
-    stock_data, stock_tokenizer, stock_task = host.get_data, host.get_tokenizer, host.create_task
-    stock_epoch, stock_evaluate, stock_load = host.train_one_epoch, host.evaluate, host.load_checkpoint
-    stock_optimizer = host.create_optimizer
-    stock_load_sharded, stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
+    ours = _Adapters(pieces, host)
+    seams: dict[str, Any] = {
+        "parse_args": lambda argv: pieces.args,
+        "copy_codebase": pieces.copy_codebase,
+        "create_model_and_transforms": pieces.create_model,
+        "create_task": ours.create_task,
+        "create_optimizer": ours.create_optimizer,
+        "get_data": ours.get_data,
+        "get_latest_checkpoint": ours.newest_checkpoint,
+        "load_sharded_checkpoint": ours.load_sharded_checkpoint,
+        "train_one_epoch": ours.train_one_epoch,
+        "load_checkpoint": host.load_checkpoint if getattr(pieces.args, "fsdp", False) else ours.load_checkpoint,
+    }
+    if pieces.model_name != pieces.args.model:
+        stock_tokenizer = host.get_tokenizer
+        seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(pieces.model_name, **options)
+    if pieces.cosine_lr is not None:
+        seams["cosine_lr"] = pieces.cosine_lr
+    if pieces.evaluate is not None:
+        seams["evaluate"] = ours.evaluate
+    return seams
 
-    def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, naflex_data_config=None) -> dict:
+
+class _Adapters:
+    """Our pieces with the parameters that this line's main passes. `stock_...` are main's own functions."""
+
+    def __init__(self, pieces: Pieces, host: Any) -> None:
+        self.pieces = pieces
+        self.stock_data, self.stock_task, self.stock_optimizer = host.get_data, host.create_task, host.create_optimizer
+        self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
+        self.stock_load_sharded, self.stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
+
+    def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, naflex_data_config=None) -> dict:
         def stock(args: argparse.Namespace) -> dict:
-            return stock_data(
+            return self.stock_data(
                 args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, naflex_data_config=naflex_data_config
             )
 
-        data = pieces.get_data(stock, args, preprocess_fns, epoch, tokenizer)
+        data = self.pieces.get_data(stock, args, preprocess_fns, epoch, tokenizer)
         if "train" in data:
-            data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not pieces.own_step)
+            data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not self.pieces.own_step)
         return data
 
-    def create_task(args, model, dist_model=None, naflex_data_config=None) -> Any:
-        if not pieces.own_step:
-            return stock_task(args, model=model, dist_model=dist_model, naflex_data_config=naflex_data_config)
+    def create_task(self, args, model, dist_model=None, naflex_data_config=None) -> Any:
+        if not self.pieces.own_step:
+            return self.stock_task(args, model=model, dist_model=dist_model, naflex_data_config=naflex_data_config)
         from open_clip.task import CLIPTask
 
-        return CLIPTask(model, loss=pieces.create_loss(args))
+        return CLIPTask(model, loss=self.pieces.create_loss(args))
 
-    def create_optimizer(model, cfg, device=None, tensorize: bool = False) -> Any:
-        if pieces.create_adamw is not None:
-            return pieces.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    def create_optimizer(self, model, cfg, device=None, tensorize: bool = False) -> Any:
+        if self.pieces.create_adamw is not None:
+            return self.pieces.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
         try:
-            return stock_optimizer(model, cfg, device=device, tensorize=tensorize)
-        except ValueError as error:  # of flags: --opt-fallback-list, --text-layer-decay ...
+            return self.stock_optimizer(model, cfg, device=device, tensorize=tensorize)
+        except ValueError as error:  # from flags: --opt-fallback-list, --text-layer-decay ...
             raise UserError(str(error).rstrip(".")) from error
 
-    def train_one_epoch(state, data, args, tb_writer=None) -> None:
+    def train_one_epoch(self, state, data, args, tb_writer=None) -> None:
         def stock() -> None:
-            stock_epoch(state, data, args, tb_writer=tb_writer)
+            self.stock_epoch(state, data, args, tb_writer=tb_writer)
 
-        pieces.train_epoch(
+        self.pieces.train_epoch(
             stock, state.task.trainable_module, data, getattr(state.task, "loss", None), state.epoch, state.optimizer,
             state.scaler, state.scheduler, tb_writer,
         )  # fmt: skip
-        if pieces.own_step:  # what open_clip's own loop counts
+        if self.pieces.own_step:  # open_clip's own loop counts these
             loader = data["train"].dataloader
             state.global_step = loader.num_batches * (state.epoch + 1)
             state.samples_seen = loader.num_samples * (state.epoch + 1)
 
-    def evaluate(task, data, epoch, args, tb_writer=None, tokenizer=None) -> dict[str, Any]:
+    def evaluate(self, task, data, epoch, args, tb_writer=None, tokenizer=None) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
-            return stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+            return self.stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
 
-        assert pieces.evaluate is not None
-        return pieces.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
+        assert self.pieces.evaluate is not None
+        return self.pieces.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
 
-    def load_checkpoint(task, path, optimizer=None, scaler=None, is_distributed=False, metadata=None) -> int:
-        """As open_clip's, of a checkpoint that is checked and has bare names, as 3.3 wrote it or this line."""
-        checkpoint = pieces.load_checkpoint(path, "cpu")
+    def load_checkpoint(self, task, path, optimizer=None, scaler=None, is_distributed=False, metadata=None) -> int:
+        """As open_clip's, after our checks. The checkpoint has bare names; 3.3 or this line wrote it."""
+        checkpoint = self.pieces.load_checkpoint(path, "cpu")
         if "epoch" not in checkpoint:  # bare weights
             task.load_state_dict({"state_dict": checkpoint})
             return 0
@@ -105,43 +132,25 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
             metadata.update({key: int(checkpoint[key]) for key in ("global_step", "samples_seen") if key in checkpoint})
         return checkpoint["epoch"]
 
-    def load_sharded_checkpoint(task, checkpoint_dir, optimizer=None, scaler=None, metadata=None) -> int:
-        """Of `--fsdp-checkpoint sharded`, a folder: open_clip's to load, where it is one."""
+    def load_sharded_checkpoint(self, task, checkpoint_dir, optimizer=None, scaler=None, metadata=None) -> int:
+        """Checks that the folder is a checkpoint of `--fsdp-checkpoint sharded`; open_clip loads it."""
         if not os.path.isfile(os.path.join(checkpoint_dir, SHARDED)):
             raise UserError(
-                f"--resume {checkpoint_dir} is a folder, and no sharded checkpoint ({SHARDED} is missing); give a checkpoint "
+                f"--resume {checkpoint_dir} is a folder, but no sharded checkpoint ({SHARDED} is missing); give a checkpoint "
                 "file, such as RUN/checkpoints/epoch_N.pt"
             )
-        return stock_load_sharded(task, checkpoint_dir, optimizer=optimizer, scaler=scaler, metadata=metadata)
+        return self.stock_load_sharded(task, checkpoint_dir, optimizer=optimizer, scaler=scaler, metadata=metadata)
 
-    def newest_checkpoint(path: str, remote: bool = False) -> str | None:
-        """Ours of files; open_clip's where it finds a sharded one, which is a folder."""
-        sharded = None if remote else stock_newest(path, remote=False)
-        return sharded if sharded is not None and os.path.isdir(sharded) else pieces.newest_checkpoint(path, remote)
-
-    seams: dict[str, Any] = {
-        "parse_args": lambda argv: pieces.args,
-        "copy_codebase": pieces.copy_codebase,
-        "create_model_and_transforms": pieces.create_model,
-        "create_task": create_task,
-        "create_optimizer": create_optimizer,
-        "get_data": get_data,
-        "get_latest_checkpoint": newest_checkpoint,
-        "load_sharded_checkpoint": load_sharded_checkpoint,
-        "train_one_epoch": train_one_epoch,
-        "load_checkpoint": stock_load if getattr(pieces.args, "fsdp", False) else load_checkpoint,
-    }
-    if pieces.model_name != pieces.args.model:
-        seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(pieces.model_name, **options)
-    if pieces.cosine_lr is not None:
-        seams["cosine_lr"] = pieces.cosine_lr
-    if pieces.evaluate is not None:
-        seams["evaluate"] = evaluate
-    return seams
+    def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
+        """open_clip's answer if it is a folder (a sharded checkpoint), else ours, which is a file."""
+        sharded = None if remote else self.stock_newest(path, remote=False)
+        if sharded is not None and os.path.isdir(sharded):
+            return sharded
+        return self.pieces.newest_checkpoint(path, remote)
 
 
 class _Loader:
-    """A loader whose micro-batches come in the form that their taker reads: dicts in open_clip's loop, tuples in our step."""
+    """A loader that yields dicts for open_clip's loop, or tuples for our step; all else is the wrapped loader's."""
 
     def __init__(self, loader: Any, *, as_dicts: bool) -> None:
         self._loader, self._as_dicts = loader, as_dicts

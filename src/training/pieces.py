@@ -1,7 +1,7 @@
-"""What a run puts into open_clip's main, in words of our own: the interface that a line of open_clip releases is fitted to.
+"""The interface between a run and the supported lines of open_clip releases: what the run replaces in open_clip's main.
 
-`main.Run` makes the pieces and knows no name of open_clip's main. `line_3` and `line_4` know how their main calls for each
-piece, and nothing of what a piece does.
+`main.Run` makes the pieces and uses no name of open_clip's main. `line_3` and `line_4` know how their main calls each
+piece, but not what it does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Pieces:
 
     Attributes:
         args: the parsed command line.
-        copy_codebase: (args) keeps the code that the run is trained with, for `--copy-codebase`.
+        copy_codebase: (args) copies the code of the run into its folder, for `--copy-codebase`.
         create_model: (name, pretrained, **options) -> model, training transform, evaluation transform.
         model_name: the name under which open_clip knows the model and its tokenizer.
         get_data: (stock, args, transforms, epoch, tokenizer) -> data by name; `stock(args)` is what open_clip itself opens.

@@ -1,9 +1,9 @@
-"""What is replaced in open_clip_train, and the check that it is what we expect.
+"""Replaces functions in open_clip_train.main, after a check that they are as expected.
 
-`open_clip_train.main` looks its collaborators up as module globals. `replaced` swaps some of them for the length of a
-`with` block and puts them back after. A line of releases whose main was read has a module (`line_3`, `line_4`) that names
-them. A name that is missing, that main does not use, or whose signature is not as expected stops the run before it starts,
-with the open_clip version seen: extending a program by its internals is only safe when a change of them cannot pass unnoticed.
+`open_clip_train.main` looks up the functions that it calls as module globals. `replaced` swaps some of them within a `with`
+block and restores them after it. Each supported line of releases has a module (`line_3`, `line_4`) that names them. If a name
+is missing, not used by main, or has another signature, the run stops before it starts, and the message gives open_clip's
+version: a change of open_clip's internals must not go unnoticed.
 """
 
 from __future__ import annotations

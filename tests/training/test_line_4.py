@@ -67,7 +67,7 @@ def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
     assert filled(tmp_path, str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
 
     load = filled(tmp_path, None)["load_sharded_checkpoint"]
-    with pytest.raises(UserError, match=r"epoch_2 is a folder, and no sharded checkpoint \(.metadata is missing\)"):
+    with pytest.raises(UserError, match=r"epoch_2 is a folder, but no sharded checkpoint \(.metadata is missing\)"):
         load(None, str(folder))
     (folder / line_4.SHARDED).touch()
     assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"
