@@ -20,6 +20,8 @@ def output_of(code: str) -> str:
         "import open_clip, open_clip_zerovl",
         "import open_clip_zerovl; from open_clip.factory import create_model; import open_clip",
         "import open_clip_zerovl.errors, open_clip_train.params; import open_clip",
+        "import open_clip_zerovl; from importlib.util import find_spec; find_spec('open_clip'); import open_clip",
+        "import open_clip_zerovl.recipe.flags, open_clip",
     ],
 )
 def test_configs_are_registered_in_either_order(imports):

@@ -51,21 +51,32 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Hook(importlib.abc.MetaPathFinder):
-    """Finds one module by the other finders, and makes its loader call an action after the import."""
+    """Finds one module by the other finders, and makes its loader call an action after the import.
+
+    It stays until the module is imported: `importlib.util.find_spec`, which asks where a module lies, is no import.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
+        self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, self._action)
+            _call_after(spec.loader, self._imported)
         return spec
+
+    def _imported(self) -> None:
+        sys.meta_path.remove(self)
+        self._action()
 
 
 def _call_after(loader: Any, action: Callable[[], None]) -> None:
