@@ -192,12 +192,11 @@ def test_an_order_that_is_none_is_refused(order):
 def test_flags_that_do_not_go_with_it():
     named = ["--train-data", "a=/x", "--sort-text"]
     assert parse(named)[1] == RecipeConfig(sampling="random", sort_text=True)
-    for others, words in (
-        (
-            ["--freeze", "text", "--cache-frozen", "/y"],
-            "--cache-frozen of the text tower does not work with --sort-text",
-        ),
-        (["--torchscript"], "--torchscript does not work with --sort-text"),
-    ):
-        with pytest.raises(UserError, match=words):
-            parse([*named, *others])
+    with pytest.raises(UserError, match="--cache-frozen of the text tower does not work with --sort-text"):
+        parse([*named, "--freeze", "text", "--cache-frozen", "/y"])
+
+
+@pytest.mark.line("3.3", reason="open_clip 4 has no --torchscript")
+def test_a_scripted_model_does_not_go_with_it():
+    with pytest.raises(UserError, match="--torchscript does not work with --sort-text"):
+        parse(["--train-data", "a=/x", "--sort-text", "--torchscript"])
