@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.values import natural, part, positive, seed
 from open_clip_zerovl.errors import UserError
 
@@ -200,26 +201,15 @@ def add_cluster(commands) -> None:
         "--passes", type=positive, default=10, help="passes of k-means over the features (default %(default)s)"
     )
     cluster.add_argument("--batch-size", type=positive, default=256, help="default %(default)s")
-    cluster.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
     cluster.add_argument("--seed", type=seed, default=0, help="default %(default)s")
-    cluster.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
-    cluster.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
-    cluster.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    add_encoder_flags(cluster)
     cluster.set_defaults(run=_run_cluster)
 
 
 def _run_cluster(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.clustering.run import ClusterSettings, cluster_source
 
-    encoder = Encoder(
-        arguments.model,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
-        device=arguments.device,
-        batch_size=arguments.batch_size,
-        workers=arguments.workers,
-    )
+    encoder = encoder_of(arguments, arguments.batch_size)
     settings = ClusterSettings(
         clusters=arguments.clusters,
         min_size=arguments.min_size,

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
+from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.teacher import add_teacher
-from open_clip_zerovl.cli.values import natural, positive, seed
+from open_clip_zerovl.cli.values import positive, seed
 from open_clip_zerovl.errors import sentence_of
 
 
@@ -84,8 +85,7 @@ def _add_retrieval(commands) -> None:
         help="a set is a folder in CLIP_benchmark's webdataset layout, dataset_coco.json@PICTURES (Karpathy) or "
         "valid_anno.csv@PICTURES (ZeroVL)",
     )
-    retrieval.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
-    retrieval.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    add_encoder_flags(retrieval)
     retrieval.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
     retrieval.add_argument(
         "--captions",
@@ -102,8 +102,6 @@ def _add_retrieval(commands) -> None:
     retrieval.add_argument(
         "--batch-size", type=positive, default=64, help="images at once on each rank (default %(default)s)"
     )
-    retrieval.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
-    retrieval.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     retrieval.add_argument("--output", type=Path, metavar="FILE.json", help="also write the metrics as JSON")
     retrieval.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the metrics as CSV, one line a set")
     retrieval.add_argument(
@@ -121,17 +119,9 @@ def _captions(text: str) -> int | None:
 
 
 def _run_retrieval(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
 
-    encoder = Encoder(
-        arguments.model,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
-        device=arguments.device,
-        batch_size=arguments.batch_size,
-        workers=arguments.workers,
-    )
+    encoder = encoder_of(arguments, arguments.batch_size)
     settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
     files = RetrievalFiles(arguments.output, arguments.csv, arguments.gallery)
     run_retrieval(encoder, arguments.data, settings, files)
@@ -149,8 +139,7 @@ def _add_linear_probe(commands) -> None:
         metavar="MODEL",
         help="an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
     )
-    probe.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
-    probe.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    add_encoder_flags(probe)
     where = "a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of food101, pets, "
     where += "aircraft, places365, inat2021, inat17"
     probe.add_argument("--train", required=True, metavar="DATA", help=where)
@@ -175,25 +164,15 @@ def _add_linear_probe(commands) -> None:
         "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
     )
     probe.add_argument("--amp", action="store_true", help="run the tower in bf16")
-    probe.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
     probe.add_argument("--seed", type=seed, default=0, help="default %(default)s")
-    probe.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
     probe.set_defaults(run=_run_linear_probe)
 
 
 def _run_linear_probe(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.probe.lars import LarsSettings
     from open_clip_zerovl.probe.run import run_linear_probe
 
-    encoder = Encoder(
-        arguments.model,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
-        device=arguments.device,
-        batch_size=arguments.micro_batch,
-        workers=arguments.workers,
-    )
+    encoder = encoder_of(arguments, arguments.micro_batch)
     settings = LarsSettings(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,

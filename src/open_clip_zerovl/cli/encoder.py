@@ -1,0 +1,33 @@
+"""The flags of commands that encode with one model, and the `Encoder` that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from open_clip_zerovl.cli.values import natural
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.checkpoints.loading import Encoder
+
+
+def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
+    """What a command asks about its model besides the model itself and the batch size."""
+    parser.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
+    parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
+    parser.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+
+
+def encoder_of(arguments: argparse.Namespace, batch_size: int) -> Encoder:
+    """The encoder of `arguments.model` with the flags of `add_encoder_flags`."""
+    from open_clip_zerovl.checkpoints.loading import Encoder
+
+    return Encoder(
+        arguments.model,
+        model_name=arguments.model_name,
+        text_model=arguments.text_model,
+        device=arguments.device,
+        batch_size=batch_size,
+        workers=arguments.workers,
+    )
