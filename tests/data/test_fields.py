@@ -16,7 +16,8 @@ from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.flags import AllFlags, out_of_range
+from open_clip_zerovl.recipe.declare import out_of_range
+from open_clip_zerovl.recipe.flags import AllFlags
 from support.tars import png, write_tar
 
 CAPTIONS = "txt=0.5,syn=0.2,other.json:long=0.3"
