@@ -89,7 +89,10 @@ def recorded(path: Path, ranks: int) -> list[list[list[int]]]:
     return [list(step) for step in zip(*per_rank, strict=True)]
 
 
-@pytest.mark.parametrize("sampling", ["debiased", "random"])
+@pytest.mark.parametrize(
+    "sampling",
+    ["debiased", pytest.param("random", marks=pytest.mark.slow(reason="half a minute for a second strategy"))],
+)
 def test_effective_batches_on_two_ranks_and_two_workers(workplace, sampling):
     """Invariants 2 and 3 through the whole program, with K=2: pure, each ID once an epoch, the same on a second run."""
     folder, data, first, counts = workplace
