@@ -32,7 +32,8 @@ setup(
         # open_clip 3.3 and CLIP_benchmark make floats of one-element arrays, which numpy 2.4 refuses (--imagenet-val).
         "numpy<2.4",
         "pillow",
-        "simplejpeg>=1.8",  # --pixel-path arrays; wheels for Python 3.10 to 3.13
+        # Where it has no wheel, pictures are decoded by PIL.
+        "simplejpeg>=1.8; python_version < '3.14'",
         "safetensors",
         "tokenizers",
         "packaging",  # zerovl doctor: version ranges

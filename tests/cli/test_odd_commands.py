@@ -242,3 +242,11 @@ def test_memory_and_odd_system_errors_become_sentences():
     assert sentence_of(ConnectionResetError(104, "Connection reset by peer")) == (
         "ConnectionResetError: [Errno 104] Connection reset by peer"
     )
+
+
+def test_the_release_is_told(capsys):
+    from importlib.metadata import version
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {version('open_clip_zerovl')}\n"

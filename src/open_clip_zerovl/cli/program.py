@@ -45,6 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
+class _Version(argparse.Action):
+    """Says the installed release; setup.py is where the number stands."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"open_clip_zerovl {version('open_clip_zerovl')}")
+        except PackageNotFoundError:
+            print("open_clip_zerovl, not installed: run from a checkout")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
@@ -52,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Data, evaluation and export around open_clip training with the ZeroVL recipe "
         "(training itself: python -m training.main --help).",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is, and end")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_plan(commands)
     add_doctor(commands)
