@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 
+SLOW = pytest.mark.slow(reason="eight seconds of imports each; three of the six stay in the fast tests")
+
+
 def output_of(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -18,10 +21,12 @@ def output_of(code: str) -> str:
     [
         "import open_clip_zerovl, open_clip",
         "import open_clip, open_clip_zerovl",
-        "import open_clip_zerovl; from open_clip.factory import create_model; import open_clip",
-        "import open_clip_zerovl.errors, open_clip_train.params; import open_clip",
+        pytest.param(
+            "import open_clip_zerovl; from open_clip.factory import create_model; import open_clip", marks=SLOW
+        ),
+        pytest.param("import open_clip_zerovl.errors, open_clip_train.params; import open_clip", marks=SLOW),
         "import open_clip_zerovl; from importlib.util import find_spec; find_spec('open_clip'); import open_clip",
-        "import open_clip_zerovl.recipe.flags, open_clip",
+        pytest.param("import open_clip_zerovl.recipe.flags, open_clip", marks=SLOW),
     ],
 )
 def test_configs_are_registered_in_either_order(imports):
