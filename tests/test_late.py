@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 SLOW = pytest.mark.slow(reason="eight seconds of imports each; three of the six stay in the fast tests")
 
 
