@@ -26,8 +26,10 @@ from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.teacher.manifest import augmentation_of
+from open_clip_zerovl.teacher.rows import TeacherRows
 from open_clip_zerovl.teacher.shards import PREFIX, InShards, parse_widths
-from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
+from open_clip_zerovl.teacher.store import TeacherStore
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
 

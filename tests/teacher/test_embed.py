@@ -14,12 +14,16 @@ from torch.nn.functional import normalize
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.teacher import manifest as manifest_module
 from open_clip_zerovl.teacher import store as store_module
 from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
+from open_clip_zerovl.teacher.manifest import augmentation_of
 from open_clip_zerovl.teacher.models import Teacher
-from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
+from open_clip_zerovl.teacher.rows import TeacherRows
+from open_clip_zerovl.teacher.store import TeacherStore
 from support.hash_teacher import HashEncoder, HashModel
 from support.tars import noise_jpeg, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
@@ -84,7 +88,7 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
 
 def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
     """In units of five samples, killed in the third; done units are not embedded again."""
-    monkeypatch.setattr(store_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
     monkeypatch.setattr("open_clip_zerovl.teacher.embed.FLUSH_SECONDS", 0.0)
     whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
     calls, stock = [], Teacher.images
@@ -110,7 +114,7 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
 
 
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
-    monkeypatch.setattr(store_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
     for part in ((1, 2), (0, 2)):
         embed_sources(data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False)
     parts, whole = files_of(tmp_path / "parts"), files_of(stored)
@@ -228,7 +232,7 @@ def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_rea
         TeacherStore.open(stored)
     monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last: as if the file were long
     found = rows_of(stored, data)
-    reading = store_module.RawSample(b"", "", 0, 7, "0007", "")
+    reading = RawSample(b"", "", 0, 7, "0007", "")
     with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
         found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
     rows[7] = 0

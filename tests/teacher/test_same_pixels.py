@@ -19,7 +19,9 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.teacher.store import TeacherRows, TeacherStore, augmentation_of
+from open_clip_zerovl.teacher.manifest import augmentation_of
+from open_clip_zerovl.teacher.rows import TeacherRows
+from open_clip_zerovl.teacher.store import TeacherStore
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 

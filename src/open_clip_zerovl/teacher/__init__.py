@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = handed_on(
     __name__,
     {
         "open_clip_zerovl.teacher.embed": ["TeacherSettings", "embed_sources"],
-        "open_clip_zerovl.teacher.store": ["TeacherStore", "TeacherRows"],
+        "open_clip_zerovl.teacher.store": ["TeacherStore"],
+        "open_clip_zerovl.teacher.rows": ["TeacherRows"],
     },
 )

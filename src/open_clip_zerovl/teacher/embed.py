@@ -32,17 +32,10 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable
+from open_clip_zerovl.teacher.manifest import Manifest, augmentation_of, describe_source, read_manifest, units_of
 from open_clip_zerovl.teacher.models import Teacher
 from open_clip_zerovl.teacher.reading import Batch, Units
-from open_clip_zerovl.teacher.store import (
-    DTYPES,
-    Manifest,
-    TeacherStore,
-    augmentation_of,
-    describe_source,
-    read_manifest,
-    units_of,
-)
+from open_clip_zerovl.teacher.store import DTYPES, TeacherStore
 
 FLUSH_SECONDS = 30.0  # between two times that finished units are marked
 _TIMED_PICTURES = 16  # whose embedding is timed on a CPU; a GPU takes a whole batch

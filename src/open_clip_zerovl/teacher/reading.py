@@ -23,7 +23,7 @@ from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import preserved
 from open_clip_zerovl.tar.members import ShardError
-from open_clip_zerovl.teacher.store import Unit, augmentation_of, units_of
+from open_clip_zerovl.teacher.manifest import Unit, augmentation_of, units_of
 
 
 @dataclass
