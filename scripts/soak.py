@@ -40,6 +40,7 @@ import open_clip
 import torch
 from PIL import Image
 
+from scripts.sections import replace_section
 from training.main import run_as_program
 
 EPOCHS = 3
@@ -286,12 +287,7 @@ def main() -> int:
     lines, faults = outcome.report()
     print("\n".join(lines))
     if options.out is not None:
-        page = options.out.read_text(encoding="utf-8")
-        head, rest = page.split("<!-- soak -->\n", 1)
-        _, tail = rest.split("<!-- /soak -->", 1)
-        options.out.write_text(
-            f"{head}<!-- soak -->\n" + "\n".join(lines) + f"\n<!-- /soak -->{tail}", encoding="utf-8"
-        )
+        replace_section(options.out, "soak", lines)
     return int(faults > 0)
 
 

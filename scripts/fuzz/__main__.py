@@ -16,6 +16,7 @@ from pathlib import Path
 
 from scripts.fuzz.readers import KINDS
 from scripts.fuzz.run import Tally, fuzz, prepare, table
+from scripts.sections import replace_section
 
 
 def main() -> int:
@@ -40,12 +41,7 @@ def main() -> int:
     ]
     print("\n".join(lines))
     if options.out is not None:
-        page = options.out.read_text(encoding="utf-8")
-        head, rest = page.split("<!-- fuzz -->\n", 1)
-        _, tail = rest.split("<!-- /fuzz -->", 1)
-        options.out.write_text(
-            f"{head}<!-- fuzz -->\n" + "\n".join(lines) + f"\n<!-- /fuzz -->{tail}", encoding="utf-8"
-        )
+        replace_section(options.out, "fuzz", lines)
     return 0
 
 

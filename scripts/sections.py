@@ -1,0 +1,17 @@
+"""Sections of documentation pages that a program writes: what stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def replace_section(page: Path, name: str, lines: Iterable[str]) -> None:
+    """Put lines in the place of a page's section.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    head, rest = page.read_text(encoding="utf-8").split(f"<!-- {name} -->\n", 1)
+    _, tail = rest.split(f"<!-- /{name} -->", 1)
+    page.write_text(f"{head}<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->{tail}", encoding="utf-8")
