@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torchvision import transforms
 
 from open_clip_zerovl.clustering.folders import train_data, write_clusters
@@ -30,16 +29,12 @@ from open_clip_zerovl.data.schedule import Batching, epoch_pieces
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar import members as tar_members
-from support.tars import png, write_source, write_tar
+from support.tars import ids_of, png, write_source, write_tar
 
 SAMPLES, PER_SHARD, CLUSTERS = 240, 30, 3
 #: Cluster of each sample: of unequal size and scattered over all shards.
 LABELS = np.random.default_rng(5).choice(CLUSTERS, SAMPLES, p=[0.5, 0.3, 0.2]).astype(np.int32)
 LABELS[:PER_SHARD][LABELS[:PER_SHARD] == 2] = 0  # none of the last one in the first shard
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[-1]) for caption in captions])
 
 
 def cluster(out: Path, data: str, labels: np.ndarray = LABELS) -> Path:

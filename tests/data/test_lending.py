@@ -15,12 +15,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from support.tars import write_source
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[-1]) for caption in captions])
-
+from support.tars import ids_of, write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
 

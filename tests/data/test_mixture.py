@@ -18,14 +18,10 @@ from open_clip_zerovl.data.shares import LocalOrder, reordered
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, seeded, stream_seed
-from support.tars import png, write_source, write_tar
+from support.tars import ids_of, png, write_source, write_tar
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
 FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID tells its source
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[-1]) for caption in captions])
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,9 @@ from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
-from support.tars import noise_jpeg, png, write_tar
+from support.tars import ids_of, noise_jpeg, png, write_tar
 
 SHARDS = {"a": (90, 30), "b": (41, 41), "c": (25, 4)}
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[-1]) for caption in captions])
 
 
 @pytest.fixture(scope="module")

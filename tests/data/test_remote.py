@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -18,7 +17,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.cache import ShardCache
 from support.shard_server import shard_server
-from support.tars import write_source
+from support.tars import ids_of, write_source
 
 SHARDS, PER_SHARD = 4, 10
 
@@ -28,10 +27,6 @@ def server(tmp_path):
     write_source(tmp_path / "cc", 0, SHARDS * PER_SHARD, PER_SHARD)
     with shard_server(tmp_path) as server:
         yield server
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[1]) for caption in captions])
 
 
 def loader_of(data: str, *, workers: int = 0, **options) -> MixtureLoader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -14,7 +13,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.cache import ShardCache
-from support.tars import write_source
+from support.tars import ids_of, write_source
 
 
 @pytest.fixture
@@ -43,10 +42,6 @@ def server(monkeypatch):
     server.restart = restart
     yield server
     servers[-1].stop()
-
-
-def ids_of(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([int(caption.split()[1]) for caption in captions])
 
 
 def loader_of(data: str, workers: int, cache: ShardCache | None = None) -> MixtureLoader:

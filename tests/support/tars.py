@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 
@@ -38,6 +39,11 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path
+
+
+def ids_of(captions: list[str]) -> torch.Tensor:
+    """(B,) the IDs of `write_source`'s captions, in a tokenizer's place."""
+    return torch.tensor([int(caption.split()[-1]) for caption in captions])
 
 
 def write_source(
