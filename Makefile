@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo ablation test test-all gpu recipes check format clean
+.PHONY: help install demo ablation test test-all gpu paper-weights recipes check format clean
 
 help: ## list the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 install: ## make a fresh .venv with the package, its demo, tests and tools (about 5.5 GB)
 	rm -rf $(VENV)
@@ -54,6 +54,10 @@ finetune-%: $(STAMP)
 
 plan-%: $(STAMP)
 	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(call quoted,$(ASSUME))) $(GIVEN))
+
+paper-weights: $(STAMP) ## the released weights beside the paper's numbers: CHECKPOINT="14m=FILE::100m=FILE" COCO=SET F30K=SET
+	$(strip $(BIN)/python -m scripts.paper.weights $(call quoted,$(CHECKPOINT)) $(if $(COCO),--coco $(call quoted,$(COCO))) \
+		$(if $(F30K),--f30k $(call quoted,$(F30K))) $(if $(TEXT_MODEL),--text-model $(call quoted,$(TEXT_MODEL))) $(ARGS))
 
 recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
 	$(RECIPE) --list
