@@ -15,7 +15,7 @@ FLOORS = (
     ("losses", "tar", "models", "figures"),
     ("dga", "data", "datasets", "checkpoints"),
     ("recipe", "retrieval", "clustering", "probe"),
-    ("plan", "bias", "teacher"),
+    ("plan", "bias", "teacher", "interpolation"),
     ("cli", "training"),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Texts on which the run's tokenizer and the exported one are compared: case, accents, another script, too many words.
-_PROBE_TEXTS = ["A photo of a cat.", "Ünïcode café naïve", "猫 кот", "one two three " * 40]
+PROBE_TEXTS = ["A photo of a cat.", "Ünïcode café naïve", "猫 кот", "one two three " * 40]
 
 
 def export_local_dir(
@@ -92,7 +93,7 @@ def export_local_dir(
 
 @no_code_from_data()
 def write_local_dir(
-    origin: Path,
+    origin: str | os.PathLike[str],
     weights: dict[str, Tensor],
     spec: ModelSpec,
     out_dir: str | os.PathLike[str],
@@ -100,12 +101,14 @@ def write_local_dir(
     card: str,
     precision: str | None = None,
     force: bool = False,
+    beside: Mapping[str, bytes | str] | None = None,
 ) -> Path:
     """Writes the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
 
     Args:
-        origin: the file that the weights came from, for messages.
+        origin: what the weights came from, for messages.
         card: the text of the model card.
+        beside: further files of the folder, name -> content.
 
     Raises:
         UserError: as `export_local_dir`.
@@ -114,7 +117,7 @@ def write_local_dir(
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
     check_destination(final, force)
-    built, tokenizer = assemble(origin, spec, weights)
+    built, tokenizer = assemble(Path(origin), spec, weights)
     if precision is not None:
         dtype = PRECISIONS[precision]
         weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
@@ -137,7 +140,8 @@ def write_local_dir(
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         # safetensors makes files that only their owner may read.
         shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        for name, content in {CARD_FILE: card, **(beside or {})}.items():
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         if final.exists():
             # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
             os.rename(final, Path(workshop) / "replaced")
@@ -194,6 +198,6 @@ def _verify(
         if not torch.equal(tensor, weights[key].to(tensor.dtype)):
             raise UserError(f"the export of {spec.name} does not give back '{key}' as the checkpoint holds it")
     exported_tokenizer = open_clip.get_tokenizer(name)
-    for text in _PROBE_TEXTS:
+    for text in PROBE_TEXTS:
         if not torch.equal(exported_tokenizer([text]), tokenizer([text])):
             raise UserError(f"the exported tokenizer of {spec.name} reads '{text[:20]}' differently from the run's")

@@ -22,7 +22,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
+from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
@@ -166,6 +166,29 @@ def load_model(
     return _load_stock(text, device)
 
 
+def spec_of(
+    name_or_path: str | os.PathLike[str], *, model_name: str | None = None, text_model: str | None = None
+) -> ModelSpec:
+    """The description of the model that `load_model` loads, from which `export.write_local_dir` writes a folder.
+
+    Raises:
+        UserError: as `load_model`; a model of the hub, whose config lies there.
+    """
+    text = os.fspath(name_or_path)
+    folder = Path(text.removeprefix(LOCAL_DIR)).expanduser()
+    if not text.startswith(LOCAL_DIR) and folder.is_file():
+        return read_model_spec(folder, model=model_name, text_model=text_model)
+    if text.startswith(LOCAL_DIR) or folder.is_dir():
+        check_local_dir(folder)
+        return named_model_spec(LOCAL_DIR + str(folder.absolute()))
+    if text.startswith("hf-hub:"):
+        raise UserError(
+            f"the config of '{text}' lies on the hub: download it (hf download {text.removeprefix('hf-hub:')} --local-dir "
+            "FOLDER) and give the folder"
+        )
+    return named_model_spec(*_name_and_tag(text))
+
+
 @dataclass(frozen=True)
 class Encoder:
     """A model that encodes pictures and captions, and the settings of its loader.
@@ -195,6 +218,10 @@ class Encoder:
         """`load_model` on the device, and the device. UserError as there."""
         device = choose_device(self.device, local_rank=local_rank)
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
+
+    def spec(self) -> ModelSpec:
+        """`spec_of` the model. UserError as there."""
+        return spec_of(self.model, model_name=self.model_name, text_model=self.text_model)
 
 
 def _load_checkpoint(

@@ -94,8 +94,21 @@ def read_model_spec(
     name = model or params.get("model")
     if not name:
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
-    text_model = text_model or params.get("text_model")
-    name, model_cfg, base_preprocess = _registered(str(name), params.get("pretrained"), text_model)
+    return _spec_of(str(name), params, text_model or params.get("text_model"))
+
+
+def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
+    """The configs of `local-dir:FOLDER`, or of open_clip's model of a name with the preprocessing that a tag brings.
+
+    Raises:
+        UserError: a folder without config, or a name that open_clip does not know.
+    """
+    return _spec_of(name, {"pretrained": pretrained}, None)
+
+
+def _spec_of(name: str, params: Mapping[str, Any], text_model: str | None) -> ModelSpec:
+    """The configs of a model by name, with what the arguments of a run change in them."""
+    name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
 
     vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]
     image_size = _unwrapped(params.get("force_image_size"))

@@ -14,9 +14,10 @@ from pathlib import Path
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
+from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.teacher import add_teacher
-from open_clip_zerovl.cli.values import positive, seed
+from open_clip_zerovl.cli.values import captions, positive, seed
 from open_clip_zerovl.errors import sentence_of
 
 
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_linear_probe(commands)
     _add_bias(commands)
     _add_export(commands)
+    add_interpolate(commands)
     _add_convert(commands)
     return parser
 
@@ -103,7 +105,7 @@ def _add_retrieval(commands) -> None:
     retrieval.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
     retrieval.add_argument(
         "--captions",
-        type=_captions,
+        type=captions,
         default=5,
         metavar="N|all",
         help="captions kept of each image (default %(default)s, as the papers count COCO; CLIP_benchmark: all)",
@@ -122,14 +124,6 @@ def _add_retrieval(commands) -> None:
         "--gallery", type=Path, metavar="FILE.html", help="also show hits and misses as one HTML page"
     )
     retrieval.set_defaults(run=_run_retrieval)
-
-
-def _captions(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of captions nor 'all'")
-    return int(text)
 
 
 def _run_retrieval(arguments: argparse.Namespace) -> None:

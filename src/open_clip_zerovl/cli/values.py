@@ -31,6 +31,26 @@ def part(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 0 to 1")
+    return value
+
+
+def captions(text: str) -> int | None:
+    """A number of captions of an image, or None for `all`."""
+    if text == "all":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of captions nor 'all'")
+    return int(text)
+
+
 def _whole(text: str, least: int) -> int:
     # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
     if not text.removeprefix("-").isdecimal() or len(text) > 18:

@@ -115,28 +115,62 @@ def run_retrieval(
         shown: list[GallerySet] = []
         for name, dataset in sets.items():
             log.info("Evaluating %s: %d images of %s.", name, len(dataset), dataset.path)
-
-            def batches(part: RetrievalSet) -> Any:
-                return retrieval_batches(
-                    part,
-                    preprocess,
-                    captions_per_image=settings.captions_per_image,
-                    batch_size=encoder.batch_size,
-                    num_workers=encoder.workers,
-                )
-
-            features = encode_on_ranks(loaded, dataset, batches, tokenizer, ranks, device=device)
-            if features is None:
+            scored = score_set(
+                (loaded, preprocess, tokenizer, device), name, dataset, settings, encoder=encoder, ranks=ranks
+            )
+            if scored is None:
                 continue
-            ranking = retrieval_ranks(*features)
-            counts = {"images": len(dataset), "captions": dataset.num_captions(settings.captions_per_image)}
-            results[name] = {**counts, **recalls(ranking)}
+            results[name] = dict(scored.metrics)
             if files.gallery is not None:
-                shown.append(GallerySet(name, dataset, settings.captions_per_image, *features, ranking, results[name]))
+                shown.append(scored)
     if results:
         print(format_retrieval(results))
         _write(files, encoder.model, settings, results, shown)
     return results
+
+
+Loaded = tuple[nn.Module, Callable[[Any], Tensor], Callable[[list[str]], Tensor], torch.device]
+
+
+def score_set(
+    loaded: Loaded,
+    name: str,
+    dataset: RetrievalSet,
+    settings: RetrievalSettings,
+    *,
+    encoder: Encoder,
+    ranks: Ranks | None = None,
+) -> GallerySet | None:
+    """Features, ranks and metrics of a loaded model on one set.
+
+    Args:
+        loaded: model, transform, tokenizer and device, as `Encoder.load` gives them; the transform is used as it is.
+        encoder: how many images at once, by how many loader processes.
+
+    Returns:
+        `metrics` has the counts `images` and `captions` too. None on all ranks but the first.
+
+    Raises:
+        UserError: what `encode_retrieval` and `retrieval_ranks` refuse.
+    """
+    model, preprocess, tokenizer, device = loaded
+
+    def batches(part: RetrievalSet) -> Any:
+        return retrieval_batches(
+            part,
+            preprocess,
+            captions_per_image=settings.captions_per_image,
+            batch_size=encoder.batch_size,
+            num_workers=encoder.workers,
+        )
+
+    features = encode_on_ranks(model, dataset, batches, tokenizer, ranks or Ranks(), device=device)
+    if features is None:
+        return None
+    ranking = retrieval_ranks(*features)
+    counts = {"images": len(dataset), "captions": dataset.num_captions(settings.captions_per_image)}
+    metrics = {**counts, **recalls(ranking)}
+    return GallerySet(name, dataset, settings.captions_per_image, *features, ranking, metrics)
 
 
 def _write(

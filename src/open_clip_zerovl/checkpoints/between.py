@@ -1,0 +1,171 @@
+"""Weights between two models: before (A) and after (B) fine-tuning (WiSE-FT: Wortsman et al., CVPR 2022).
+
+    w(alpha) = A + alpha * (B - A), for each tensor; 0 gives A and 1 gives B, bit for bit
+
+In between each number is computed in float64 and rounded once. `logit_scale` holds a logarithm and is treated like all other
+parameters, so that the temperature between two ends is their geometric mean, and lies between them. Running means and variances
+of batch norm are averaged like weights. Integers are not averaged: position ids are the same in both, and counts of batches
+(`num_batches_tracked`), which nothing reads in evaluation, are those of the nearer end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
+from open_clip_zerovl.checkpoints.loading import Encoder, Preprocess, Tokenizer
+from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.errors import UserError
+
+# Entries of a model's config that say where files lie or how it was trained, and nothing of the function that it computes.
+_PLACES = frozenset({"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"})
+_TRAINING = frozenset({"patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias"})
+_OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
+_COUNT = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Two models with the same tensors.
+
+    Attributes:
+        names: how A and B were named.
+        spec: A's.
+        model: built once; `at` fills it with weights.
+        preprocess, tokenizer, device: A's, which are B's too.
+        before, after: weights of A and of B, on the CPU.
+    """
+
+    names: tuple[str, str]
+    spec: ModelSpec
+    model: nn.Module
+    preprocess: Preprocess
+    tokenizer: Tokenizer
+    device: torch.device
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+
+    def weights(self, alpha: float) -> dict[str, Tensor]:
+        """`weights_between` the two ends."""
+        return weights_between(self.before, self.after, alpha)
+
+    def at(self, alpha: float) -> nn.Module:
+        """The model with the weights at `alpha`; the next call changes it."""
+        self.model.load_state_dict(self.weights(alpha))
+        return self.model.eval()
+
+
+def open_ends(before: Encoder, after: Encoder) -> Ends:
+    """Load two models and check that weights between them make sense.
+
+    Raises:
+        UserError: a model that cannot be loaded; two of another architecture, transform or tokenizer (the sentence names the
+            first key that differs); weights that are not finite.
+    """
+    specs = before.spec(), after.spec()
+    names = before.model, after.model
+    _require_same(names, "model_cfg", specs[0].model_cfg, specs[1].model_cfg, _PLACES | _TRAINING)
+    model, preprocess, tokenizer, device = before.load()
+    other, _, other_tokenizer, _ = after.load()
+    # Of the models as built: a config leaves out what the model fills in, such as the size of its pictures.
+    transforms: list[Any] = [each.visual.preprocess_cfg for each in (model, other)]
+    _require_same(names, "preprocess_cfg", transforms[0], transforms[1], frozenset())
+    configs = [
+        module.text.config.to_dict() for module in (model, other) if hasattr(getattr(module, "text", None), "config")
+    ]
+    if len(configs) == 2:
+        _require_same(names, "the text tower's config", configs[0], configs[1], _OF_FILES)
+    weights = [{key: value.cpu().clone() for key, value in each.state_dict().items()} for each in (model, other)]
+    check_same_tensors(names, *weights)
+    for text in PROBE_TEXTS:
+        if not torch.equal(tokenizer([text]), other_tokenizer([text])):
+            raise UserError(
+                f"the tokenizers of {names[0]} and {names[1]} read {text[:20]!r} differently: their text towers are "
+                "not of one kind; give two checkpoints of one model"
+            )
+    return Ends(names, specs[0], model, preprocess, tokenizer, device, weights[0], weights[1])
+
+
+def weights_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """The weights at `alpha` of the way from `before` to `after`; the module's text says how each kind is treated.
+
+    Args:
+        before, after: the same names and shapes.
+        alpha: 0 to 1.
+
+    Raises:
+        UserError: `alpha` is outside of 0 to 1.
+    """
+    if not 0 <= alpha <= 1:
+        raise UserError(f"alpha {alpha:g} is not between the two models; give 0 (before) to 1 (after)")
+    if alpha in (0, 1):
+        return dict(after if alpha else before)
+    return {key: _between(tensor, after[key], alpha) for key, tensor in before.items()}
+
+
+def _between(before: Tensor, after: Tensor, alpha: float) -> Tensor:
+    if not before.is_floating_point():
+        return before if alpha < 0.5 else after
+    start = before.double()
+    return (start + alpha * (after.double() - start)).to(before.dtype)
+
+
+def check_same_tensors(names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """UserError unless both have the same tensors of the same shapes, all finite, with the same integers."""
+    a, b = names
+    if different := sorted(before.keys() ^ after.keys()):
+        where, lacks = (a, b) if different[0] in before else (b, a)
+        raise UserError(f"{a} and {b} are different models: {different[0]} is in {where} and not in {lacks}")
+    for key, tensor in before.items():
+        other = after[key]
+        if tensor.shape != other.shape:
+            raise UserError(
+                f"{a} and {b} are different models: {key} has the shape {tuple(tensor.shape)} in the first and "
+                f"{tuple(other.shape)} in the second"
+            )
+        if tensor.is_floating_point():
+            for name, one in ((a, tensor), (b, other)):
+                if not bool(one.isfinite().all()):
+                    raise UserError(
+                        f"{key} of {name} is not finite: that training has diverged; give an earlier checkpoint"
+                    )
+        elif not key.endswith(_COUNT) and not torch.equal(tensor, other):
+            raise UserError(
+                f"{a} and {b} are different models: the whole numbers in {key} differ and cannot be averaged"
+            )
+
+
+def _require_same(
+    names: tuple[str, str], part: str, first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
+) -> None:
+    """UserError that names the first entry in which two configs differ."""
+    left, right = (dict(_entries(config, ignored)) for config in (first, second))
+    for key in sorted(left.keys() | right.keys()):
+        a, b = left.get(key), right.get(key)
+        if a != b and (a or b):  # an absent switch is one that is off
+            raise UserError(
+                f"{names[0]} and {names[1]} are different models: {key} of {part} is {_shown(a)} in the first and {_shown(b)} "
+                "in the second; give two checkpoints of one model"
+            )
+
+
+def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "") -> list[tuple[str, Any]]:
+    """The entries of a nested config under dotted names."""
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if key in ignored:
+            continue
+        if isinstance(value, Mapping):
+            found += _entries(value, ignored, f"{prefix}{key}.")
+        else:
+            found.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
