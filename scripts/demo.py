@@ -36,7 +36,8 @@ from tqdm import tqdm
 from open_clip_zerovl.bias.run import measure_bias
 from open_clip_zerovl.bias.samples import SourceSample
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji
+from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
+from open_clip_zerovl.datasets.emoji import EMOJI
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.emoji.page import demo_page
@@ -115,11 +116,11 @@ def run(settings: Settings) -> None:
     """Data, two trainings, measurements, table, picture, export."""
     start = time.monotonic()
     print("1/4 Data: four emoji sets as four sources", flush=True)
-    prepare_emoji(settings.data)
+    prepare_drawn(EMOJI, settings.data)
     print("2/4 Training: the same model with debiased and with random sampling, at the same time", flush=True)
     train(settings)
     print("3/4 Measuring both on pairs that were held out of their source", flush=True)
-    samples = load_emoji_split(settings.data, settings.split)
+    samples = load_drawn_split(EMOJI, settings.data, settings.split)
     pool = Pool.of(samples)
     runs = {sampling: training_run(settings, sampling) for sampling in SAMPLINGS}
     encoders = {sampling: Encoder.of(run.checkpoint) for sampling, run in runs.items()}

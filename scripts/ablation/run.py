@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji
+from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
+from open_clip_zerovl.datasets.emoji import EMOJI
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, TABLES
@@ -196,7 +197,7 @@ class Measurements:
 
     def __init__(self, ablation: Ablation) -> None:
         self.ablation = ablation
-        self.samples = load_emoji_split(ablation.data, ablation.split)
+        self.samples = load_drawn_split(EMOJI, ablation.data, ablation.split)
         self.pool = Pool.of(self.samples)
         self.contexts: ContextPairs | None = None
         self._ready: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
@@ -389,7 +390,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--epochs and --jobs are 1 or more, seeds 0 or more: got {epochs}, {arguments.jobs}, {text}")
     out = arguments.out / "quick" if arguments.quick else arguments.out
     ablation = Ablation(arguments.data, out, epochs, arguments.split)
-    prepare_emoji(ablation.data)
+    prepare_drawn(EMOJI, ablation.data)
     jobs = ablation.plan(seeds, names)
     kept = sum(ablation.is_recorded(Job(seed, name)) for seed in seeds for name in names)
     print(f"{len(jobs)} runs to train, {arguments.jobs} at a time; {kept} finished runs are kept in {out}", flush=True)

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from open_clip_zerovl.bias.measures import SourceFeatures
-from open_clip_zerovl.datasets.emoji import EmojiSample
+from open_clip_zerovl.datasets.drawn import DrawnSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics
@@ -88,19 +88,19 @@ def _framed_pair(pair: Sample) -> Sample:
 class ContextPairs:
     """The held-out pairs of the source by context: pictures with their own context's frame, and with the other's."""
 
-    own: dict[str, list[EmojiSample]]
-    other: dict[str, list[EmojiSample]]
+    own: dict[str, list[DrawnSample]]
+    other: dict[str, list[DrawnSample]]
 
     @classmethod
-    def of(cls, samples: Sequence[EmojiSample], contexts: Path) -> ContextPairs:
+    def of(cls, samples: Sequence[DrawnSample], contexts: Path) -> ContextPairs:
         """
         Args:
             samples: the source's held-out samples.
             contexts: folder of `write_contexts`; its training captions set the length that divides the contexts.
         """
         bound = tuple(json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"])
-        own: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
-        other: dict[str, list[EmojiSample]] = {context: [] for context in CONTEXTS}
+        own: dict[str, list[DrawnSample]] = {context: [] for context in CONTEXTS}
+        other: dict[str, list[DrawnSample]] = {context: [] for context in CONTEXTS}
         for sample in samples:
             if sample.held_out:
                 context = "long" if length(sample.caption) >= bound else "short"

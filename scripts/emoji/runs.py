@@ -20,7 +20,7 @@ from torch import Tensor
 
 from open_clip_zerovl.bias.measures import SourceFeatures, mean_log_p_negatives, pool_metrics, source_probe_accuracy
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.datasets.emoji import EmojiSample
+from open_clip_zerovl.datasets.drawn import DrawnSample
 from open_clip_zerovl.errors import UserError
 from scripts.emoji.records import POOLS, RunRecord, read_training_log
 
@@ -183,11 +183,11 @@ class Pool:
         rows: source -> which of the source's samples are held out of it.
     """
 
-    samples: list[EmojiSample]
+    samples: list[DrawnSample]
     rows: dict[str, Tensor]
 
     @classmethod
-    def of(cls, samples: Mapping[str, list[EmojiSample]]) -> Pool:
+    def of(cls, samples: Mapping[str, list[DrawnSample]]) -> Pool:
         rows = {
             source: torch.tensor([index for index, sample in enumerate(own) if sample.held_out])
             for source, own in samples.items()
@@ -234,7 +234,7 @@ class Encoder:
         return scale.exp().item()
 
     @torch.inference_mode()
-    def __call__(self, samples: list[EmojiSample]) -> SourceFeatures:
+    def __call__(self, samples: list[DrawnSample]) -> SourceFeatures:
         """L2-normalised features of one source's samples."""
         key = (repr(self.preprocess), id(samples))
         if key not in self.ready:  # the list is kept with its pictures, so that no other object gets its id
@@ -250,7 +250,7 @@ class Encoder:
 
 
 def measure(
-    run: TrainingRun, encoder: Encoder, samples: Mapping[str, list[EmojiSample]], pool: Pool, *, seed: int
+    run: TrainingRun, encoder: Encoder, samples: Mapping[str, list[DrawnSample]], pool: Pool, *, seed: int
 ) -> tuple[RunRecord, tuple[Tensor, Tensor, float]]:
     """A run's record (RSUM in three pools, source probe, log p of negatives), and its features (P, D) and logit scale."""
     by_source = {source: encoder(own) for source, own in samples.items()}

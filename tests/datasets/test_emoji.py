@@ -14,7 +14,6 @@ import os
 import random
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +21,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.datasets import drawings, emoji, fetch, vocabulary
-from open_clip_zerovl.datasets.emoji import load_emoji_split, prepare_emoji, split_concepts
+from open_clip_zerovl.datasets import drawings, drawn, fetch, vocabulary
+from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
+from open_clip_zerovl.datasets.emoji import EMOJI, split_concepts
 from open_clip_zerovl.datasets.emoji_sources import PACKAGES, SOURCES, concept_of, read_sources
 from open_clip_zerovl.datasets.fetch import NpmPackage, fetch_npm_package, find_npm
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import report
 from open_clip_zerovl.tar import members, shards
+from support.npm import Registry, tarball
 
 #: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
 SMALL = {"px": 16, "shard_size": 5, "held_out_per_source": 2, "vocab_size": 300, "progress": False}
@@ -39,16 +40,6 @@ FLAG = "1F1EB-1F1F7"
 
 
 # ------------------------------------------------------------------------------------------------ fake packages
-
-
-def tarball(path: Path, package: NpmPackage, files: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = {"package.json": json.dumps({"name": package.name, "version": package.version}), **files}
-    with tarfile.open(path, "w:gz") as tar:
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"package/{name}")
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
 
 
 def disc(i: int, side: int, fill: str) -> str:
@@ -120,51 +111,9 @@ def fake_packages(folder: Path) -> dict[str, Path]:
     return {key: folder / PACKAGES[key].file_name for key in PACKAGES}
 
 
-class Registry:
-    """A folder of tarballs, and an `npm` on PATH that hands them out and writes down every call."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "registry"
-        self.log = folder / "npm.log"
-        self.faults = folder / "faults"  # one line a call to spoil: "broken" or "fail"
-        self.tarballs = fake_packages(self.folder)
-        script = folder / "bin" / "npm"
-        script.parent.mkdir()
-        script.write_text(f"#!{sys.executable}\n{_NPM.format(folder=str(folder))}")
-        script.chmod(0o755)
-        self.bin = script.parent
-
-    @property
-    def calls(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-
-_NPM = """
-import pathlib, sys
-home = pathlib.Path({folder!r})
-assert sys.argv[1] == "pack"
-name, _, version = sys.argv[2].rpartition("@")
-with (home / "npm.log").open("a") as log:
-    log.write(sys.argv[2] + "\\n")
-faults = (home / "faults").read_text().split() if (home / "faults").exists() else []
-(home / "faults").write_text(" ".join(faults[1:]))
-file = name.lstrip("@").replace("/", "-") + "-" + version + ".tgz"
-data = (home / "registry" / file).read_bytes()
-if faults[:1] == ["fail"]:
-    sys.stderr.write("npm error code ECONNRESET\\n")
-    sys.exit(1)
-pathlib.Path(file).write_bytes(data[: len(data) // 2] if faults[:1] == ["broken"] else data)
-"""
-
-
 @pytest.fixture
 def registry(tmp_path, monkeypatch) -> Registry:
-    registry = Registry(tmp_path)
-    monkeypatch.setenv("PATH", f"{registry.bin}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(fetch, "sleep", lambda seconds: None)
-    for key, package in PACKAGES.items():  # the made-up tarballs have other hashes
-        monkeypatch.setitem(PACKAGES, key, replace(package, sha512=""))
-    return registry
+    return Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -240,7 +189,7 @@ def test_blank_drawings_are_recognised_and_bad_ones_refused():
 
 def test_data_report_tells_what_was_prepared(registry, tmp_path):
     out = tmp_path / "emoji"
-    card = prepare_emoji(out, **SMALL)
+    card = prepare_drawn(EMOJI, out, **SMALL)
     lines = {line.split("  ")[0]: line.split()[1:] for line in report([out]).splitlines()}
     for source in SOURCES:
         pairs = str(card["sources"][source]["pairs"] - 4)  # two are held out for the test set, two for validation
@@ -251,7 +200,7 @@ def test_data_report_tells_what_was_prepared(registry, tmp_path):
 
 def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path):
     out = tmp_path / "emoji"
-    card = prepare_emoji(out, **SMALL)
+    card = prepare_drawn(EMOJI, out, **SMALL)
     assert {str(package) for package in PACKAGES.values()} == set(registry.calls)
     held: dict[str, set[str]] = {}
     for split in ("test", "val"):
@@ -283,15 +232,15 @@ def test_sizes_are_what_open_clip_reads(registry, tmp_path):
     from open_clip_train.data import get_dataset_size
 
     out = tmp_path / "emoji"
-    card = prepare_emoji(out, **SMALL)
+    card = prepare_drawn(EMOJI, out, **SMALL)
     samples, count = get_dataset_size(str(out / "noto" / "train-{00000..00003}.tar"))
     assert (samples, count) == (card["sources"]["noto"]["train"], 4)
 
 
 def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(registry, tmp_path):
     out = tmp_path / "emoji"
-    prepare_emoji(out, **SMALL)
-    samples = load_emoji_split(out, "test")
+    prepare_drawn(EMOJI, out, **SMALL)
+    samples = load_drawn_split(EMOJI, out, "test")
     concepts = [s.concept for s in samples["noto"]]
     assert len(concepts) == 8
     assert all([s.concept for s in samples[source]] == concepts for source in SOURCES)
@@ -303,20 +252,20 @@ def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(reg
         )
         assert samples[source][0].image.size == (16, 16)
         assert samples[source][0].source == source
-    validation = load_emoji_split(out, "val")
+    validation = load_drawn_split(EMOJI, out, "val")
     assert not {s.concept for s in validation["noto"]} & set(concepts)
     with pytest.raises(UserError, match="'dev' is unknown"):
-        load_emoji_split(out, "dev")
+        load_drawn_split(EMOJI, out, "dev")
     with pytest.raises(UserError, match="no retrieval set"):
-        load_emoji_split(tmp_path, "test")
+        load_drawn_split(EMOJI, tmp_path, "test")
 
 
 def test_clip_benchmark_reads_the_held_out_sets(registry, tmp_path):
     from clip_benchmark.datasets.builder import build_dataset
 
     out = tmp_path / "emoji"
-    prepare_emoji(out, **SMALL)
-    own = {s.caption for s in load_emoji_split(out, "test")["twemoji"] if s.held_out}
+    prepare_drawn(EMOJI, out, **SMALL)
+    own = {s.caption for s in load_drawn_split(EMOJI, out, "test")["twemoji"] if s.held_out}
     for folder, count in (("test", 2), ("test-across", 8)):
         dataset = build_dataset(
             "wds/emoji",
@@ -334,10 +283,10 @@ def test_clip_benchmark_reads_the_held_out_sets(registry, tmp_path):
 
 def test_the_same_settings_give_the_same_bytes(registry, tmp_path):
     first, second, other = (tmp_path / name for name in ("first", "second", "other"))
-    prepare_emoji(first, **SMALL)
-    prepare_emoji(second, **SMALL)
+    prepare_drawn(EMOJI, first, **SMALL)
+    prepare_drawn(EMOJI, second, **SMALL)
     assert contents(first) == contents(second)
-    prepare_emoji(other, **SMALL, seed=1)
+    prepare_drawn(EMOJI, other, **SMALL, seed=1)
     assert contents(first)["test/noto/test/0.tar"] != contents(other)["test/noto/test/0.tar"]
 
 
@@ -346,11 +295,11 @@ def test_the_same_settings_give_the_same_bytes(registry, tmp_path):
 
 def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch, capsys):
     out = tmp_path / "emoji"
-    card = prepare_emoji(out, **SMALL)
+    card = prepare_drawn(EMOJI, out, **SMALL)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     calls = len(registry.calls)
-    monkeypatch.setattr(emoji, "fetch_npm_package", None)  # whoever calls it, fails
-    assert prepare_emoji(out, **{**SMALL, "progress": True}) == card
+    monkeypatch.setattr(drawn, "fetch_npm_package", None)  # whoever calls it, fails
+    assert prepare_drawn(EMOJI, out, **{**SMALL, "progress": True}) == card
     assert "nothing to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
     assert len(registry.calls) == calls
@@ -358,18 +307,18 @@ def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch,
 
 def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, tmp_path):
     out, fresh = tmp_path / "emoji", tmp_path / "fresh"
-    prepare_emoji(out, **SMALL)
+    prepare_drawn(EMOJI, out, **SMALL)
     calls = len(registry.calls)
     before = contents(out)
     (out / "noto" / "train-00000.tar").unlink()
-    prepare_emoji(out, **SMALL)
+    prepare_drawn(EMOJI, out, **SMALL)
     assert contents(out) == before
     # Fewer, larger shards: none of the old ones may stay behind.
     larger = {**SMALL, "shard_size": 100}
-    prepare_emoji(out, **larger)
+    prepare_drawn(EMOJI, out, **larger)
     assert sorted(path.name for path in (out / "noto").glob("*.tar")) == ["train-00000.tar"]
     assert len(registry.calls) == calls
-    prepare_emoji(fresh, **larger)
+    prepare_drawn(EMOJI, fresh, **larger)
     assert contents(out) == contents(fresh)
 
 
@@ -380,43 +329,43 @@ def test_an_interrupted_call_is_taken_up(registry, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(emoji, "write_bert", interrupt)
-        prepare_emoji(out, **SMALL)
+        patch.setattr(drawn, "write_bert", interrupt)
+        prepare_drawn(EMOJI, out, **SMALL)
     assert contents(out) == {}  # nothing half-made in sight
-    monkeypatch.setattr(emoji, "rasterise", interrupt)  # the drawings are kept, ...
+    monkeypatch.setattr(drawn, "rasterise", interrupt)  # the drawings are kept, ...
     monkeypatch.setattr(fetch, "find_npm", interrupt)  # ... and so are the packages
-    prepare_emoji(out, **SMALL)
+    prepare_drawn(EMOJI, out, **SMALL)
     assert (out / "manifest.json").is_file()
     assert not (out / ".cache" / "staging").exists()
 
 
 def test_drawing_cut_off_midway_leaves_no_half_set_of_pictures(registry, tmp_path, monkeypatch):
     out = tmp_path / "emoji"
-    drawn = []
+    pictures = []
 
     def stop_at_ten(svg: str, px: int) -> bytes:
-        if len(drawn) == 10:
+        if len(pictures) == 10:
             raise KeyboardInterrupt
-        drawn.append(svg)
+        pictures.append(svg)
         return drawings.rasterise(svg, px)
 
-    monkeypatch.setattr(emoji, "rasterise", stop_at_ten)
+    monkeypatch.setattr(drawn, "rasterise", stop_at_ten)
     with pytest.raises(KeyboardInterrupt):
-        prepare_emoji(out, **SMALL)
+        prepare_drawn(EMOJI, out, **SMALL)
     assert list((out / ".cache" / "pictures").iterdir()) == []
 
 
 def test_foreign_folders_and_bad_settings_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="is not empty and holds no emoji data"):
-        prepare_emoji(tmp_path, **SMALL)
+        prepare_drawn(EMOJI, tmp_path, **SMALL)
     with pytest.raises(UserError, match="is a file"):
-        prepare_emoji(tmp_path / "thesis.tex", **SMALL)
+        prepare_drawn(EMOJI, tmp_path / "thesis.tex", **SMALL)
     for name in ("px", "shard_size", "held_out_per_source", "vocab_size"):
         with pytest.raises(UserError, match=f"{name} is 0"):
-            prepare_emoji(tmp_path / "new", **{**SMALL, name: 0})
+            prepare_drawn(EMOJI, tmp_path / "new", **{**SMALL, name: 0})
     with pytest.raises(UserError, match="seed is -1"):
-        prepare_emoji(tmp_path / "new", **SMALL, seed=-1)
+        prepare_drawn(EMOJI, tmp_path / "new", **SMALL, seed=-1)
 
 
 # ------------------------------------------------------------------------------------------------ fetching
@@ -521,7 +470,7 @@ def test_the_bert_folder_works_in_open_clip_offline(registry, tmp_path, monkeypa
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     out = tmp_path / "emoji"
-    prepare_emoji(out, **SMALL)
+    prepare_drawn(EMOJI, out, **SMALL)
     tokenizer = HFTokenizer(str(out / "bert"), context_length=25)
     pieces = tokenizer.tokenizer
     assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.datasets.emoji import EmojiSample
+from open_clip_zerovl.datasets.drawn import DrawnSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import write_retrieval_set, write_source
@@ -218,7 +218,7 @@ def test_the_longer_captions_get_the_frame_and_the_swap_exchanges_it(tmp_path):
     assert len(halves["long"]) == len(halves["short"]) == 20 and min(lengths["long"]) >= max(lengths["short"])
 
     grey = Image.new("RGB", (16, 16), "grey")
-    samples = [EmojiSample(grey, " ".join(["a"] * n), str(n), "twemoji", "g", n < 9) for n in range(1, 11)]
+    samples = [DrawnSample(grey, " ".join(["a"] * n), str(n), "twemoji", "g", n < 9) for n in range(1, 11)]
     pairs = ablation_sources.ContextPairs.of(samples, tmp_path / "contexts")
     red = ablation_sources.FRAME
     for context, frame, other in (("long", True, False), ("short", False, True)):

@@ -1,9 +1,11 @@
-"""SVG drawings to square PNG pictures on white."""
+"""SVG drawings, of Iconify's packages too, to square PNG pictures on white."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from PIL import Image
 
@@ -54,3 +56,26 @@ def _square(svg: str) -> str:
     tag = re.sub(r'\s(?:viewBox|width|height|preserveAspectRatio)="[^"]*"', "", found[0])
     tag = f'<svg viewBox="{view_box}"{tag[len("<svg") :]}'
     return svg[: found.start()] + tag + svg[found.end() :]
+
+
+def iconify_svg(icons: Mapping[str, Any], name: str) -> str:
+    """An icon's SVG. An alias is another icon, mirrored or rotated by quarter turns; aliases of aliases add up."""
+    mirrored_x = mirrored_y = False
+    quarter_turns = 0
+    while name not in icons["icons"]:
+        alias = icons["aliases"][name]
+        mirrored_x ^= alias.get("hFlip", False)
+        mirrored_y ^= alias.get("vFlip", False)
+        quarter_turns += alias.get("rotate", 0)
+        name = alias["parent"]
+    icon = icons["icons"][name]
+    left, top = icon.get("left", 0), icon.get("top", 0)
+    width = icon.get("width", icons.get("width", 16))
+    height = icon.get("height", icons.get("height", 16))
+    x, y = left + width / 2, top + height / 2  # the centre, which rotations and reflections keep
+    turn = f"rotate({90 * (quarter_turns % 4)} {x} {y})"
+    mirror = f"translate({x} {y}) scale({-1 if mirrored_x else 1} {-1 if mirrored_y else 1}) translate({-x} {-y})"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{left} {top} {width} {height}"><g transform="{turn} {mirror}">{icon["body"]}</g></svg>'
+    )

@@ -17,10 +17,11 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.datasets.drawings import iconify_svg
+from open_clip_zerovl.datasets.drawn_data import Drawing, Licence
 from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
 
 #: The packages of the demo's data, 48 MB in all. The hashes are npm's `dist.integrity`. Another version changes the data's
@@ -72,16 +73,6 @@ PACKAGES = {
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")
 
 
-@dataclass(frozen=True)
-class Licence:
-    """The licence of a set's drawings: its name, its SPDX id, whom to credit, and the packages with the drawings."""
-
-    title: str
-    spdx: str
-    credit: str
-    packages: tuple[str, ...]
-
-
 LICENCES = {
     "noto": Licence(
         "Apache License 2.0 (most of the country flags are in the public domain)",
@@ -105,14 +96,12 @@ LICENCES = {
 }
 
 
-@dataclass(frozen=True)
-class Emoji:
-    """One concept as one source has it: its drawing (an SVG document), its caption (one line), its group."""
-
-    concept: str
-    svg: str
-    caption: str
-    group: str
+CAPTION_STYLES = {
+    "noto": "short names and category, from emoji-datasource",
+    "twemoji": "English keyword list, from Unicode CLDR",
+    "openmoji": '"group: subgroup: annotation", from OpenMoji\'s own table',
+    "fluent": "words of the drawing's file name",
+}
 
 
 def concept_of(code_points: str) -> str:
@@ -120,7 +109,7 @@ def concept_of(code_points: str) -> str:
     return "-".join(f"{int(x, 16):X}" for x in code_points.split("-") if int(x, 16) != 0xFE0F)
 
 
-def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Emoji]]:
+def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
     """Read the four sources from the fetched packages.
 
     Args:
@@ -152,33 +141,12 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Emoji]]:
     }
     return {
         source: {
-            concept: Emoji(concept, drawings[source][concept], captions[source][concept], row["category"])
+            concept: Drawing(concept, drawings[source][concept], captions[source][concept], row["category"])
             for concept, row in names.items()
             if concept in drawings[source] and captions[source].get(concept)
         }
         for source in SOURCES
     }
-
-
-def licence_text(source: str, tarballs: Mapping[str, Path]) -> str:
-    """The text of a source's LICENSE file: the licence of its drawings, and the licence texts in its packages."""
-    licence = LICENCES[source]
-    parts = [
-        f"The pictures in this folder: {licence.credit}.\n"
-        f"Licence: {licence.title} (SPDX: {licence.spdx}).\n"
-        "Changes: rasterised on a white square, nothing else.\n"
-        f"Drawings from the npm package(s) {', '.join(str(PACKAGES[key]) for key in licence.packages)}.\n"
-    ]
-    for key in licence.packages:
-        texts = read_npm_package(tarballs[key], lambda name: name.lower() in {"license", "license.txt", "license.md"})
-        if not texts:
-            parts.append(f"The package {PACKAGES[key]} names this licence in its metadata and ships no text of it.\n")
-        for name, text in sorted(texts.items()):
-            parts.append(
-                f"The package {PACKAGES[key]} ships this text as its {name} (a packager's own terms, where it differs "
-                f"from the licence above):\n\n{text.decode().strip()}\n"
-            )
-    return f"\n{'-' * 72}\n\n".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------- captions
@@ -230,31 +198,8 @@ def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
     icons, names = json.loads(files["icons.json"]), json.loads(files["chars.json"])
     drawings: dict[str, tuple[str, str]] = {}
     for code_points, name in sorted(names.items()):
-        drawings.setdefault(concept_of(code_points), (name, _iconify_svg(icons, name)))
+        drawings.setdefault(concept_of(code_points), (name, iconify_svg(icons, name)))
     return drawings
-
-
-def _iconify_svg(icons: Mapping[str, Any], name: str) -> str:
-    """An icon's SVG. An alias is another icon, mirrored or rotated by quarter turns; aliases of aliases add up."""
-    mirrored_x = mirrored_y = False
-    quarter_turns = 0
-    while name not in icons["icons"]:
-        alias = icons["aliases"][name]
-        mirrored_x ^= alias.get("hFlip", False)
-        mirrored_y ^= alias.get("vFlip", False)
-        quarter_turns += alias.get("rotate", 0)
-        name = alias["parent"]
-    icon = icons["icons"][name]
-    left, top = icon.get("left", 0), icon.get("top", 0)
-    width = icon.get("width", icons.get("width", 16))
-    height = icon.get("height", icons.get("height", 16))
-    x, y = left + width / 2, top + height / 2  # the centre, which rotations and reflections keep
-    turn = f"rotate({90 * (quarter_turns % 4)} {x} {y})"
-    mirror = f"translate({x} {y}) scale({-1 if mirrored_x else 1} {-1 if mirrored_y else 1}) translate({-x} {-y})"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="{left} {top} {width} {height}"><g transform="{turn} {mirror}">{icon["body"]}</g></svg>'
-    )
 
 
 def _svgmoji_drawings(tarball: Path) -> dict[str, str]:

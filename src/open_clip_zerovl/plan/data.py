@@ -16,6 +16,7 @@ from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.schedule import Batching, source_schedule
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.datasets.emoji_sources import SOURCES as EMOJI_SOURCES
+from open_clip_zerovl.datasets.icons import SOURCES as ICON_SOURCES
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings
@@ -301,6 +302,8 @@ def _made_by(name: str, folder: Path) -> str:
         return f"zerovl data {name} --out {folder}"
     if name in EMOJI_SOURCES:
         return f"zerovl data emoji --out {folder.parent}"
+    if name in ICON_SOURCES:
+        return f"zerovl data icons --out {folder.parent}"
     return "correct the path, or write shards as docs/data.md says"
 
 

@@ -1,26 +1,17 @@
-"""The data card of the demo's emoji data, as a dictionary and as Markdown."""
+"""The data card of a set of drawings, as a dictionary and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from open_clip_zerovl.datasets.emoji_sources import LICENCES, PACKAGES, SOURCES, Emoji
-
-_CAPTION_STYLES = {
-    "noto": "short names and category, from emoji-datasource",
-    "twemoji": "English keyword list, from Unicode CLDR",
-    "openmoji": '"group: subgroup: annotation", from OpenMoji\'s own table',
-    "fluent": "words of the drawing's file name",
-}
-
-#: Concepts that are shown as examples.
-_EXAMPLES = ("1F600", "1F436", "1F355", "1F697", "1F3B8", "2602", "1F30B", "1F52C")
+from open_clip_zerovl.datasets.drawn_data import Drawings, DrawnData
 
 
 def data_card(
+    data: DrawnData,
     settings: Mapping[str, int],
-    emoji: Mapping[str, Mapping[str, Emoji]],
+    drawings: Drawings,
     counts: Mapping[str, Mapping[str, int]],
     split: Mapping[str, Mapping[str, list[str]]],
     blank: Mapping[str, list[str]],
@@ -28,8 +19,8 @@ def data_card(
     """The data card; its entry `text` is the Markdown.
 
     Args:
-        settings: of `prepare_emoji`.
-        emoji: source -> concept -> emoji.
+        data, settings: of `prepare_drawn`.
+        drawings: source -> concept -> drawing.
         counts: source -> kind -> number of pairs.
         split: "test" or "val" -> source -> held-out concepts.
         blank: source -> concepts left out because their drawing is blank.
@@ -38,17 +29,17 @@ def data_card(
         source: {
             **counts[source],
             "blank": blank[source],
-            "licence": LICENCES[source].spdx,
-            "credit": LICENCES[source].credit,
-            "caption_style": _CAPTION_STYLES[source],
-            "examples": {c: emoji[source][c].caption for c in _EXAMPLES if c in emoji[source]},
+            "licence": data.licences[source].spdx,
+            "credit": data.licences[source].credit,
+            "caption_style": data.caption_styles[source],
+            "examples": {c: drawings[source][c].caption for c in data.examples if c in drawings[source]},
         }
-        for source in SOURCES
+        for source in data.sources
     }
-    in_every_source = set.intersection(*(set(emoji[source]) for source in SOURCES))
+    in_every_source = set.intersection(*(set(drawings[source]) for source in data.sources))
     card: dict[str, Any] = {
         "settings": dict(settings),
-        "packages": {key: str(package) for key, package in PACKAGES.items()},
+        "packages": {key: str(package) for key, package in data.packages.items()},
         "sources": sources,
         "concepts_in_every_source": len(in_every_source),
         "held_out_concepts": {name: sum(map(len, held.values())) for name, held in split.items()},
@@ -57,17 +48,17 @@ def data_card(
             for name, held in split.items()
         },
     }
-    return {**card, "text": _markdown(card)}
+    return {**card, "text": _markdown(data, card)}
 
 
-def _markdown(card: Mapping[str, Any]) -> str:
+def _markdown(data: DrawnData, card: Mapping[str, Any]) -> str:
     sources = card["sources"]
     px = card["settings"]["px"]
     lines = [
-        "# Four emoji sets as four sources",
+        f"# {data.title}",
         "",
-        f"Pictures of {px} x {px} pixels on white (PNG), one caption each. Made by `zerovl data emoji` from packages",
-        "of the npm registry. Skin tones are left out. `docs/data.md` of open_clip_zerovl describes the layout.",
+        f"Pictures of {px} x {px} pixels on white (PNG), one caption each. Made by `zerovl data {data.name}` from packages",
+        f"of the npm registry. {data.notes} `docs/data.md` of open_clip_zerovl describes the layout.",
         "",
         "## Counts",
         "",
@@ -85,7 +76,9 @@ def _markdown(card: Mapping[str, Any]) -> str:
         f"{card['concepts_in_every_source']} concepts are in every source. Held out are",
         f"{held['test']} concepts for the test ({everywhere['test']} of them in every source) and",
         f"{held['val']} for validation ({everywhere['val']} of them in every source),",
-        "each held out in exactly one source and kept in the training sets of the others.",
+        "each held out in exactly one source and kept in the training sets of the others."
+        if data.across
+        else "drawn for each source by itself.",
         "",
         "## Licences",
         "",
@@ -97,14 +90,14 @@ def _markdown(card: Mapping[str, Any]) -> str:
         ),
         "",
         "Each folder with pictures holds the LICENSE of its set. No folder holds pictures of two sets.",
-        "Metadata: emoji-datasource (MIT), Unicode CLDR (Unicode-3.0), OpenMoji (CC-BY-SA-4.0).",
+        f"Metadata: {data.metadata}.",
         "",
         "## Captions by example",
         "",
         f"| concept | {' | '.join(sources)} |",
         f"|---|{'---|' * len(sources)}",
     ]
-    for concept in _EXAMPLES:
+    for concept in data.examples:
         captions = [facts["examples"].get(concept, "") for facts in sources.values()]
         if any(captions):
             lines.append(f"| {concept} | {' | '.join(captions)} |")
