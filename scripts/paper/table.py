@@ -14,7 +14,7 @@ SOURCES_14M = ("sbu", "vg", "cc3m", "cc12m")
 IMAGENET: Flags = {"image-mean": "0.485 0.456 0.406", "image-std": "0.229 0.224 0.225"}
 HALF: Flags = {"image-mean": "0.5 0.5 0.5", "image-std": "0.5 0.5 0.5"}
 
-# Section 2.2 and A.9; warm-up, betas and epsilon from the paper's released code. "" is a switch, None removes a flag.
+# Section 2.2 and A.9; warm-up, betas, epsilon and the parameter of the temperature from the paper's released code. "" is a switch, None removes a flag.
 BASE: Flags = {
     "model": "zerovl-ViT-B-16-BERT-base",
     "pretrained-image": "",
@@ -30,6 +30,7 @@ BASE: Flags = {
     "beta2": "0.98",
     "eps": "1e-6",
     "warmup-share": "0.025",
+    "temperature-parameter": "temperature",
     "precision": "amp",
     "workers": "8",
     "save-every-steps": "250",
@@ -213,7 +214,7 @@ RECIPES: dict[str, Recipe] = {
         8192,
         {
             **dict.fromkeys(("pretrained-image", "auto-augment", "text-augment", "image-mean", "image-std", "aug-cfg")),
-            **dict.fromkeys(("lr-min", "eps", "beta1", "warmup-share")),
+            **dict.fromkeys(("lr-min", "eps", "beta1", "warmup-share", "temperature-parameter")),
             "model": "ViT-B-16",
             "sampling": "random",
             "teacher": "shards:768,768",

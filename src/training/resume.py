@@ -23,7 +23,7 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.files import UNREADABLE
 from open_clip_zerovl.randomness import STREAMS_VERSION
-from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, marked_temperature, parameter_groups
 
 #: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
 FORMAT = STREAMS_VERSION
@@ -251,6 +251,8 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
         if not usable or not _is_count(checkpoint.get("epoch", 0), 0):
             wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
             raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
+        if trains and isinstance(optimizer, dict):
+            _require_same_temperature(optimizer, getattr(args, "temperature_parameter", LOGIT_SCALE), file_path)
         return {**checkpoint, "state_dict": state}
     return state
 
@@ -279,6 +281,15 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
         "state": {number: kept[id(p)] for number, p in enumerate(own) if id(p) in kept},
         "param_groups": optimizer.state_dict()["param_groups"],
     }
+
+
+def _require_same_temperature(optimizer: dict, wanted: str, path: str) -> None:
+    """UserError where the temperature's moments are in another parameter's units than this run's."""
+    if (saved := marked_temperature(optimizer)) != wanted:
+        raise UserError(
+            f"--resume {path} was trained with --temperature-parameter {saved}, this run has {wanted}, and the optimizer's "
+            "moments of one do not fit the other; give it as it was, or start a new run with --init-from"
+        )
 
 
 def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> None:

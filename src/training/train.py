@@ -103,6 +103,7 @@ class Trainer:
                 mixup=self.mixup,
                 cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
+                temperature_parameter=self.config.temperature_parameter,
                 sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,

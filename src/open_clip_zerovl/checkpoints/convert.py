@@ -41,14 +41,19 @@ from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
+from open_clip_zerovl.models.configs import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    INITIAL_TEMPERATURE,
+    TEMPERATURE_RANGE,
+    logit_scale_of,
+)
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 
 log = logging.getLogger(__name__)
 
 NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
 CONTEXT_LENGTH = 25  # of the released configurations
-TEMPERATURE_RANGE = (0.001, 0.5)  # to which the released code clamps the temperature
 TOLERANCE = 1e-5  # largest difference that --verify allows in an entry of an L2-normalised embedding
 
 # prefix in the file -> piece; the longer prefixes come first

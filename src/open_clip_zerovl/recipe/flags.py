@@ -47,6 +47,7 @@ from open_clip_zerovl.releases import line_here
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
+TEMPERATURE_PARAMETERS = ("logit-scale", "temperature")  # `recipe.optimizer` says what they are
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -421,6 +422,33 @@ class OptimizerFlags:
     """Optimisation (sections 2.2, A.9)"""
 
     temperature_constant: bool = flag(False, "keep the temperature at its initial value")
+    temperature_parameter: str = flag(
+        "logit-scale",
+        "what the optimizer sees of the temperature: open_clip's logit scale, bounded by temperatures 0.01 and 1, or the "
+        "temperature itself, bounded by 0.001 and 0.5, as in the paper's released code (default %(default)s)",
+        choices=TEMPERATURE_PARAMETERS,
+        planned=False,
+        contradicts=(
+            Contradiction(
+                "--temperature-constant",
+                lambda given: given.temperature_constant,
+                "a constant has no parameter; give one of them",
+                flag="--temperature-parameter temperature",
+            ),
+            Contradiction(
+                "--siglip",
+                lambda given: given.siglip,
+                "its bounds are those of the softmax loss; leave it out",
+                flag="--temperature-parameter temperature",
+            ),
+            Contradiction(
+                "--precision {precision}",
+                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
+                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
+                flag="--temperature-parameter temperature",
+            ),
+        ),
+    )
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
@@ -542,7 +570,8 @@ class RecipeConfig(
     def step_flags(self) -> bool:
         """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
-        return self.coin_flip_mixup or any(getattr(self, each.name) != each.default for each in of_step)
+        of_ours = self.coin_flip_mixup or self.temperature_parameter != RecipeConfig.temperature_parameter
+        return of_ours or any(getattr(self, each.name) != each.default for each in of_step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

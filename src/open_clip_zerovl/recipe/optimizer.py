@@ -1,18 +1,34 @@
-"""The optimizer (sections 2.2 and A.9): parameter groups, clipping, the temperature's bounds.
+"""The optimizer (sections 2.2 and A.9): parameter groups, clipping, the temperature's parameter and bounds.
 
 open_clip exempts parameters from weight decay that have fewer than two axes, or the name of a norm, a bias or the logit scale.
 So it decays class tokens and position and word embeddings, which are lookup tables and not matrices of a product.
+
+The temperature tau is learned in one of two parameters:
+
+    logit-scale   s = ln(1 / tau), open_clip's; clamped to 0..ln 100, tau from 0.01 to 1
+    temperature   tau itself, as in the paper's released code; clamped to 0.001..0.5
+
+The model holds s in both cases, so that its checkpoints stay open_clip's. With `temperature`, s is replaced by tau and its
+gradient by d loss / d tau = -(d loss / d s) / tau while gradients are clipped and the optimizer steps; then s = -ln tau is put
+back. The optimizer thus does with tau what it would do if tau were the parameter: its moments are those of tau. They are in the
+checkpoint, and an entry in the optimizer's group says so.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.configs import TEMPERATURE_RANGE, logit_scale_of
+
+LOGIT_SCALE, TEMPERATURE = "logit-scale", "temperature"  # what the optimizer sees of the temperature
+MARK = "temperature_parameter"  # entry of an optimizer's group whose logit scale has the moments of TEMPERATURE
 
 MAX_LOGIT_SCALE = math.log(100)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
 
@@ -78,27 +94,67 @@ def optimizer_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
     grad_clip_norm: float | None = None,
+    temperature_parameter: str = LOGIT_SCALE,
 ) -> None:
     """Clip the gradients, step, and clamp the temperature to its bounds.
 
     Args:
         model: plain, compiled or in DistributedDataParallel.
         scaler: the GradScaler that multiplied the gradients, if any; it skips a step with infinite ones and lowers its scale.
-        grad_clip_norm: largest norm of all gradients together.
+        grad_clip_norm: largest norm of all gradients together, the temperature's in its parameter's units.
+        temperature_parameter: LOGIT_SCALE or TEMPERATURE; for the latter `mark_temperature` has marked the optimizer.
     """
-    if grad_clip_norm is not None:
+    scales = [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"]
+    with as_temperatures(scales) if temperature_parameter == TEMPERATURE else nullcontext():
+        if grad_clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm)
         if scaler is not None:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm)
-    if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    if temperature_parameter == LOGIT_SCALE:
+        with torch.no_grad():
+            for scale in scales:
+                scale.clamp_(0, MAX_LOGIT_SCALE)
+
+
+@contextmanager
+def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block each logit scale s holds tau = exp(-s) and the gradient of the loss for tau; see the module's text.
+
+    Afterwards s = -ln tau, with tau clamped to TEMPERATURE_RANGE. Where the optimizer has not changed tau (a step that a
+    GradScaler skips), s is as it was, to the bit. Nothing waits for the device.
+    """
+    low, high = TEMPERATURE_RANGE
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.rpartition(".")[2] == "logit_scale":
-                parameter.clamp_(0, MAX_LOGIT_SCALE)
+        kept = [scale.clone() for scale in scales]
+        for scale in scales:
+            scale.copy_((-scale).exp())
+            if scale.grad is not None:
+                scale.grad.div_(-scale)
+        begun = [scale.clone() for scale in scales]
+    yield
+    with torch.no_grad():
+        for scale, before, tau in zip(scales, kept, begun, strict=True):
+            unchanged = before.clamp(logit_scale_of(high), logit_scale_of(low))
+            scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
+
+
+def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: str) -> None:
+    """Note in the optimizer's groups, and so in its checkpoints, which parameter the moments of logit scales are of."""
+    scales = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"}
+    for group in optimizer.param_groups:
+        group.pop(MARK, None)
+        if temperature_parameter != LOGIT_SCALE and any(id(p) in scales for p in group["params"]):
+            group[MARK] = temperature_parameter
+
+
+def marked_temperature(state: Mapping[str, Any]) -> str:
+    """Which parameter the moments of logit scales are of in an optimizer's state."""
+    return next((str(group[MARK]) for group in state["param_groups"] if MARK in group), LOGIT_SCALE)
 
 
 def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:

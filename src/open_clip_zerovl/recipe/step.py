@@ -24,7 +24,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.optimizer import optimizer_step
+from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 # images (B, C, H, W), texts (B, L), origin (B, 2 or 4) where the loss or a cache asks who the samples are, and with stored
@@ -105,6 +105,7 @@ class RecipeStep:
         mixup: attached to the model.
         cache: of a frozen tower's features, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
+        temperature_parameter: what the optimizer sees of the temperature (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
@@ -121,6 +122,7 @@ class RecipeStep:
         mixup: CoinFlipMixup | None = None,
         cache: FrozenCache | None = None,
         grad_clip_norm: float | None = None,
+        temperature_parameter: str = LOGIT_SCALE,
         sort_text: bool = False,
         retain: int | str = 1,
         check: str = "first",
@@ -130,6 +132,8 @@ class RecipeStep:
         without_host_waits(unwrapped(model)[0])
         self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
         self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
+        self.temperature_parameter = temperature_parameter
+        mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
@@ -178,5 +182,11 @@ class RecipeStep:
                 )
         if self.cache is not None:
             self.cache.forget()
-        optimizer_step(self.model, self.optimizer, scaler=self.scaler, grad_clip_norm=self.grad_clip_norm)
+        optimizer_step(
+            self.model,
+            self.optimizer,
+            scaler=self.scaler,
+            grad_clip_norm=self.grad_clip_norm,
+            temperature_parameter=self.temperature_parameter,
+        )
         return losses

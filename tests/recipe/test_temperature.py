@@ -1,0 +1,212 @@
+"""`--temperature-parameter temperature`: the steps that a plain torch parameter tau would take, in a stock model."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models.configs import TEMPERATURE_RANGE
+from open_clip_zerovl.recipe.optimizer import MARK, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.step import RecipeStep
+from support.dga_reference import batches, bert_clip
+from training.params import parse
+from training.resume import load_checkpoint
+
+LOW, HIGH = TEMPERATURE_RANGE
+LR = 3e-3  # large, so that the temperature moves by a multiple of itself
+
+
+def start(tau: float, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A tiny model without dice whose temperature is tau."""
+    model = bert_clip(dtype, patch_dropout=0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
+    with torch.no_grad():
+        model.logit_scale.fill_(-math.log(tau))
+    return model
+
+
+def adamw(groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
+
+
+def groups_of(model: nn.Module, extra: list[nn.Parameter] | None = None) -> list[dict]:
+    spared, decayed = parameter_groups(model, 1e-3)
+    return [{**spared, "params": spared["params"] + (extra or [])}, decayed]
+
+
+def by_torch(model: nn.Module, tau: float, steps: list, clip: float | None) -> list[float]:
+    """tau after each step, where tau is the parameter: one graph of the whole batch, torch's AdamW, then the clamp."""
+    model.logit_scale.requires_grad_(False)
+    parameter = nn.Parameter(torch.tensor(tau, dtype=torch.float64))
+    optimizer = adamw(groups_of(model, [parameter]))
+    seen = []
+    for micro_batches in steps:
+        optimizer.zero_grad()
+        images, texts = (torch.cat(part) for part in zip(*micro_batches, strict=True))
+        logits = model.encode_image(images, normalize=True) @ model.encode_text(texts, normalize=True).T / parameter
+        labels = torch.arange(len(images))
+        ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([*model.parameters(), parameter], clip)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.clamp_(LOW, HIGH)
+        seen.append(parameter.item())
+    return seen
+
+
+def by_the_recipe(model: nn.Module, steps: list, clip: float | None, parameter: str) -> list[float]:
+    optimizer = adamw(groups_of(model))
+    step = RecipeStep(
+        model, ContrastiveLoss(), optimizer, precision="fp32", grad_clip_norm=clip, temperature_parameter=parameter
+    )
+    seen = []
+    for number, micro_batches in enumerate(steps):
+        step.take(micro_batches, number)
+        seen.append(math.exp(-model.logit_scale.item()))
+    return seen
+
+
+@pytest.mark.parametrize(("tau", "clip"), [(0.05, None), (0.05, 0.5), (0.0035, None), (0.498, None)])
+def test_steps_are_those_of_a_parameter_tau(tau, clip):
+    """Inside the bounds, with clipped gradients, and driven against either bound; K = 2, fp64."""
+    model = start(tau)
+    steps = [batches((4, 4), seed=seed) for seed in range(6)]
+    expected_model, other = copy.deepcopy(model), copy.deepcopy(model)
+    expected = by_torch(expected_model, tau, steps, clip)
+    found = by_the_recipe(model, steps, clip, "temperature")
+    assert found == pytest.approx(expected, rel=1e-11)
+    for (name, weight), reference in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+        if name != "logit_scale":
+            torch.testing.assert_close(weight, reference, rtol=1e-9, atol=1e-11)
+    # Negative control: Adam on the logit scale takes other steps.
+    assert by_the_recipe(other, steps, clip, "logit-scale") != pytest.approx(expected, rel=1e-2)
+    assert max(abs(value - tau) for value in expected) > 1e-4
+    if tau == 0.0035:
+        assert min(expected) >= LOW
+    if tau == 0.498:
+        assert max(expected) == HIGH
+
+
+@pytest.mark.parametrize(("given", "expected"), [(7.2, math.log(1000)), (0.1, math.log(2)), (3.9, 3.9)])
+def test_the_bounds_hold_and_a_skipped_step_moves_nothing(given, expected):
+    model = start(0.02, torch.float32)
+    with torch.no_grad():
+        model.logit_scale.fill_(given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    before = model.logit_scale.item()
+    optimizer_step(model, optimizer, scaler=scaler, temperature_parameter="temperature")
+    assert scaler.get_scale() == 4.0
+    assert model.logit_scale.item() == pytest.approx(expected, abs=1e-6)
+    if given == 3.9:
+        assert model.logit_scale.item() == before  # to the bit
+
+
+def test_the_scaled_gradient_is_that_of_tau():
+    for scale in (None, 1024.0):
+        model = start(0.02)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
+        if scaler is not None:
+            scaler.scale(torch.zeros(()))
+        model.logit_scale.grad = torch.tensor(0.5 * (scale or 1.0), dtype=torch.float64)
+        optimizer_step(model, optimizer, scaler=scaler, temperature_parameter="temperature")
+        # d loss / d tau = -0.5 / 0.02 = -25, so tau rises by 25e-4
+        assert math.exp(-model.logit_scale.item()) == pytest.approx(0.02 + 25e-4, rel=1e-9)
+
+
+def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
+    """The model's state has open_clip's names and no others; the optimizer's says whose moments it has."""
+    steps = [batches((4, 4), torch.float32, seed=seed) for seed in range(4)]
+    whole, model = start(0.02, torch.float32), start(0.02, torch.float32)
+    stock_names = set(model.state_dict())
+    expected = by_the_recipe(whole, steps, None, "temperature")
+
+    def run(model: nn.Module, part: list, state: dict | None) -> torch.optim.Optimizer:
+        optimizer = adamw(groups_of(model))
+        if state is not None:
+            optimizer.load_state_dict(state)
+        step = RecipeStep(
+            model, ContrastiveLoss(), optimizer, precision="fp32", temperature_parameter="temperature"
+        )  # fmt: skip
+        for number, micro_batches in enumerate(part):
+            step.take(micro_batches, number)
+        return optimizer
+
+    optimizer = run(model, steps[:2], None)
+    file = tmp_path / "epoch_1.pt"
+    torch.save({"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    resumed = start(0.5, torch.float32)
+    args = argparse.Namespace(model="tiny", train_data="a=x", temperature_parameter="temperature")
+    checkpoint = load_checkpoint(resumed, args, str(file))
+    assert (
+        set(checkpoint["state_dict"]) == stock_names
+        and checkpoint["optimizer"]["param_groups"][0][MARK] == "temperature"
+    )
+    resumed.load_state_dict(checkpoint["state_dict"])
+    run(resumed, steps[2:], checkpoint["optimizer"])
+    assert math.exp(-resumed.logit_scale.item()) == expected[-1]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+    # The other parameter is refused, both ways, and also by a run of open_clip's own flags, whose namespace has none of ours.
+    for other in (argparse.Namespace(**{**vars(args), "temperature_parameter": "logit-scale"}),
+                  argparse.Namespace(model="tiny", train_data="a=x")):  # fmt: skip
+        with pytest.raises(
+            UserError, match="trained with --temperature-parameter temperature, this run has logit-scale"
+        ):
+            load_checkpoint(resumed, other, str(file))
+    plain = start(0.02, torch.float32)
+    by_log = adamw(groups_of(plain))
+    RecipeStep(plain, ContrastiveLoss(), by_log, precision="fp32").take(steps[0], 0)
+    assert MARK not in by_log.param_groups[0]
+    torch.save({"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file)
+    with pytest.raises(UserError, match="--temperature-parameter logit-scale, this run has temperature"):
+        load_checkpoint(plain, args, str(file))
+
+
+def test_stock_open_clip_loads_what_was_trained(tmp_path):
+    model = start(0.0012)
+    by_the_recipe(model, [batches((4, 4), seed=3)], None, "temperature")
+    same = bert_clip(torch.float64)
+    open_clip.load_checkpoint(same, str(saved(tmp_path, model)), strict=True)
+    assert same.logit_scale.exp().item() == pytest.approx(model.logit_scale.exp().item(), rel=1e-12)
+    assert same.logit_scale.exp().item() > 100  # beyond open_clip's own bound, and loaded all the same
+
+
+def saved(folder, model: nn.Module):
+    torch.save({"state_dict": model.state_dict()}, folder / "epoch_1.pt")
+    return folder / "epoch_1.pt"
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ("--temperature-constant", "--temperature-constant does not work with --temperature-parameter temperature"),
+        ("--siglip", "--siglip does not work with --temperature-parameter temperature"),
+        ("--precision pure_bf16", "--precision pure_bf16 does not work with --temperature-parameter temperature"),
+        ("--distill-model x --distill-pretrained y", "--distill-model does not work with"),
+        ("--model coca_ViT-B-32", "--model coca_ViT-B-32 does not work with"),
+    ],
+)
+def test_what_it_does_not_work_with(other, sentence):
+    words = ["--train-data", "a=/x", "--temperature-parameter", "temperature", *other.split()]
+    with pytest.raises(UserError) as refused:
+        parse(words)
+    assert str(refused.value).startswith(sentence)
