@@ -3,8 +3,7 @@
     python -m scripts.paper.launch --ranks 8 -- TRAINING ARGUMENTS            this machine alone
     srun ... python -m scripts.paper.launch --ranks 8 --slurm -- ARGUMENTS    one on each node of a job, see train.sbatch
 
-SIGTERM and SIGUSR1 are passed on to the ranks as SIGUSR1, which asks them to agree on a step, save it and end. torchrun does
-not get the signal: it would kill the ranks after 30 s, and an optimizer step with its checkpoint can take longer.
+SIGTERM, SIGUSR1 and Ctrl-C are passed on to the ranks (`open_clip_zerovl.processes.supervise`).
 
 Exit status: training's own; 85 if it was stopped with a step checkpoint, from which the same command goes on.
 """
@@ -12,20 +11,13 @@ Exit status: training's own; 85 if it was stopped with a step checkpoint, from w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER, end_with_parent
-
-REMIND_SECONDS = 5.0  # a rank that is still starting ignores the signal, so it is sent again
-# Removed for the ranks: open_clip would take the launcher's SLURM task number for the rank.
-SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER, SLURM_RANKS, supervise
 
 
 @dataclass(frozen=True)
@@ -91,69 +83,11 @@ def run_node(node: Node, arguments: Sequence[str], *, cwd: Path | None = None) -
     if marker is not None and node.index == 0:
         # Left by an earlier stop: a run that fails to start must not look like a stopped one.
         marker.unlink(missing_ok=True)
-    with StopSignals() as stop:
-        child = subprocess.Popen(command_line(node, arguments), cwd=cwd, env=environment, preexec_fn=begin_child)
-        single = node.ranks * node.nodes == 1
-        while True:
-            try:
-                status = child.wait(timeout=REMIND_SECONDS if stop.asked else 0.2)
-                break
-            except subprocess.TimeoutExpired:
-                if stop.asked:
-                    for pid in [child.pid] if single else children_of(child.pid):
-                        _ask_to_stop(pid)
+    single = node.ranks * node.nodes == 1
+    status = supervise(command_line(node, arguments), torchrun=not single, cwd=cwd, environment=environment)
     if status != 0 and marker is not None and marker.exists():
         return PREEMPTED_STATUS
-    return status if status >= 0 else 128 - status
-
-
-def begin_child() -> None:
-    """Runs first in torchrun or the single rank: ignore SIGUSR1, and end with this launcher.
-
-    A scheduler may send SIGUSR1 to all processes of a job, and it would end torchrun. The ranks inherit this until they set
-    their own handler. Without the second, ranks of a killed launcher would train on while the job is started again.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    end_with_parent(signal.SIGTERM)
-
-
-class StopSignals:
-    """Within its block, remembers SIGTERM and SIGUSR1 in `asked`."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._kept: dict[int, object] = {}
-
-    def __enter__(self) -> StopSignals:
-        self._kept[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._ask)
-        self._kept[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _ask(self, number: int, frame: object) -> None:
-        self.asked = True
-
-
-def children_of(parent: int) -> list[int]:
-    """The running child processes of a process, from /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # "pid (name) state ppid ...", where a name may hold blanks and brackets
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended since it was listed
-            continue
-        if int(ppid) == parent and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def _ask_to_stop(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
+    return status
 
 
 def main() -> int:

@@ -1,15 +1,32 @@
-"""Processes: ending with the one that started them, and what a stopped training leaves for its launcher."""
+"""Processes: ending with the one that started them, stopping a training from outside, and what it then leaves behind.
+
+SIGTERM and SIGUSR1 are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a step, save it and end.
+Ctrl-C is passed on as it is, once each time it is pressed. torchrun gets none of them: it would kill the ranks after 30 s, and
+an optimizer step with its checkpoint can take longer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 PREEMPTED_STATUS = 85  # exit status of a training that was stopped with a step checkpoint; torchrun turns it into 1
 REQUEUE_MARKER = "requeue"  # a file in the run's folder: the launcher is to start this run again with --resume latest
 
+REMIND_SECONDS = 5.0  # a rank that is still starting ignores SIGUSR1, so it is sent again
+# Removed for the ranks that torchrun starts: open_clip would take a launcher's SLURM task number for the rank.
+SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_SECONDS = 0.2
+_PATIENCE = 2  # Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
@@ -27,3 +44,93 @@ def end_with_parent(number: int, parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    torchrun: bool,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run a training and pass stop signals on to its ranks.
+
+    Args:
+        torchrun: the command is torchrun, whose children are the ranks; else it is the single rank.
+
+    Returns:
+        Its exit status; 128 + N where signal N ended it.
+    """
+    with _StopSignals() as stop:
+        child = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=_begin_child)
+        passed_on, remind_at = 0, 0.0
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(timeout=_POLL_SECONDS)
+                return status if status >= 0 else 128 - status
+            ranks = children_of(child.pid) if torchrun else [child.pid]
+            if stop.asked and time.monotonic() >= remind_at:
+                _send(signal.SIGUSR1, ranks)
+                remind_at = time.monotonic() + REMIND_SECONDS
+            if stop.interrupts > passed_on:
+                passed_on = stop.interrupts
+                if ranks and passed_on <= _PATIENCE:
+                    _send(signal.SIGINT, ranks)
+                else:
+                    child.terminate()
+
+
+def children_of(parent: int) -> list[int]:
+    """The running child processes of a process, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state ppid ...", where a name may hold blanks and brackets
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended since it was listed
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _send(number: int, processes: Sequence[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _begin_child() -> None:
+    """Runs first in torchrun or the single rank: a group of its own, SIGUSR1 ignored, an end with its supervisor.
+
+    A terminal's Ctrl-C goes to a whole group; so it reaches the supervisor alone, and each rank gets it once. A scheduler may
+    send SIGUSR1 to all processes of a job, and it would end torchrun. The ranks inherit this until they set their own handler.
+    Without the third, ranks of a killed launcher would train on while the job is started again.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    end_with_parent(signal.SIGTERM)
+
+
+class _StopSignals:
+    """Within its block, remembers SIGTERM and SIGUSR1 in `asked`, and counts Ctrl-C in `interrupts`."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.interrupts = 0
+        self._kept: dict[int, object] = {}
+
+    def __enter__(self) -> _StopSignals:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self._kept[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._kept.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _ask(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            self.interrupts += 1
+        else:
+            self.asked = True

@@ -21,15 +21,11 @@ import torch
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.processes import children_of
 from scripts.paper import finetune_report
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.finetune_report import Comparison
-from scripts.paper.launch import (
-    Node,
-    children_of,
-    command_line,
-    run_folder,
-)
+from scripts.paper.launch import Node, command_line, run_folder
 from scripts.paper.recipes import Hardware, batching_of, cores_of_a_node, crowded, missing_for
 from scripts.paper.table import (
     RECIPES,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.paper.launch import children_of
+from open_clip_zerovl.processes import children_of
 from scripts.soak import processes_of
 from support import ROOT
 from support.programs import SCRIPT

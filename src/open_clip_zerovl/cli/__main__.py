@@ -2,7 +2,7 @@
 
 import sys
 
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,7 @@ from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.teacher import add_teacher
+from open_clip_zerovl.cli.train import add_train
 from open_clip_zerovl.cli.values import captions, positive, seed
 from open_clip_zerovl.errors import sentence_of
 
@@ -63,11 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="zerovl",
-        description="Data, evaluation and export around open_clip training with the ZeroVL recipe "
-        "(training itself: python -m training.main --help).",
+        description="open_clip training with the ZeroVL recipe, and data, evaluation and export around it.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is, and end")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_train(commands)
     add_plan(commands)
     add_doctor(commands)
     add_data(commands)

@@ -1,0 +1,66 @@
+"""`zerovl train`: the training program, as a process in this one's place (see launch.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.launch import training_command
+
+_GPUS = "--gpus"
+
+
+def add_train(commands) -> None:
+    """Add the line of `zerovl --help`. The command's words are read by `become_training`, before there is a parser."""
+    commands.add_parser(
+        "train",
+        add_help=False,
+        help="train a model: the flags of python -m training.main, in one process for each visible GPU",
+    )
+
+
+def become_training(words: Sequence[str]) -> int:
+    """Put the training program in this process's place: signals, terminal and exit status are its own.
+
+    Args:
+        words: those of `python -m training.main`, and `--gpus N`.
+
+    Returns:
+        2, after one sentence: `--gpus` without a number, or a training program that is not whole.
+    """
+    try:
+        gpus, arguments = take_gpus(words)
+        asks_help = any(word in ("-h", "--help") for word in arguments)
+        command = training_command(arguments, 1 if asks_help else gpus)
+    except UserError as error:
+        print(f"zerovl: error: {error}", file=sys.stderr)
+        return 2
+    if asks_help:
+        print(
+            "zerovl train [--gpus N] FLAGS: one process for each GPU that CUDA_VISIBLE_DEVICES leaves visible, or N; with "
+            "--device cpu one, or N.\nThe flags are those of python -m training.main:\n",
+            flush=True,
+        )
+    return os.execv(command[0], command)
+
+
+def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The number of `--gpus` (None if it is not given), and the other words.
+
+    Raises:
+        UserError: it is no number.
+    """
+    gpus, rest, left = None, [], list(words[1:] if words[:1] == ["--"] else words)
+    while left:
+        word = left.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag != _GPUS:
+            rest.append(word)
+            continue
+        value = value if has_value else left.pop(0) if left else ""
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"{_GPUS} {value}".strip() + ": give the number of processes, 1 or more")
+        gpus = int(value)
+    return gpus, rest
