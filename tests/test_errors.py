@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from open_clip_zerovl.datasets.index import check_report, check_shards
+from open_clip_zerovl.datasets.index import check_shards
 from open_clip_zerovl.errors import UserError, printable
 from open_clip_zerovl.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.tar.faults import check_report
 from support.tars import png, write_tar
 
 KEY = "a\x1b[2J\x1b]0;title\x07\u202e"

@@ -28,7 +28,7 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.datasets.index import check_report, check_shards, index_shards
+from open_clip_zerovl.datasets.index import check_shards, index_shards
 from open_clip_zerovl.datasets.inputs import find_member
 from open_clip_zerovl.datasets.karpathy import read_karpathy
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
@@ -38,6 +38,7 @@ from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.probe.sets import open_probe_set
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.tar.faults import check_report
 from open_clip_zerovl.tar.members import read_samples
 from scripts.fuzz import inputs
 from training import checkpointing, resume

@@ -154,10 +154,14 @@ def test_samples_are_spread_over_shards_and_bad_ones_counted(tmp_path: Path):
     write_tar(tmp_path / "b" / "0.tar", [("1.png", b"broken"), ("1.txt", b"text")])
     with pytest.raises(UserError, match="source 'b' has no pair"):
         read_source_samples(parse_sources(f"b={tmp_path / 'b'}"), 6)
-    with pytest.raises(UserError, match="reads local shards"):
+    with pytest.raises(UserError, match="is remote, and local shards are read here"):
         read_source_samples([Source("c", ("https://example.org/0.tar",), (3,))], 6)
-    with pytest.raises(UserError, match="'a' is a cluster read by the index"):
-        read_source_samples([dataclasses.replace(sources[0], picked=np.arange(3))], 6)
+    # A cluster's own samples, and those alone: numbers 1 and 5 of the first shard, 2 of the last.
+    cluster = dataclasses.replace(
+        sources[0], shards=sources[0].shards[::2], sizes=(2, 1), picked=np.array([1, 5, 2], dtype=np.int32)
+    )
+    samples, _ = read_source_samples([cluster], 6)
+    assert [sample.caption for sample in samples] == ["caption 0 1", "caption 0 5", "caption 2 2"]
 
 
 def test_names_of_models():

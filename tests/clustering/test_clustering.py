@@ -20,10 +20,13 @@ from open_clip_zerovl.clustering.folders import train_data, write_clusters
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, spherical_kmeans
 from open_clip_zerovl.clustering.run import ClusterSettings
 from open_clip_zerovl.data.clusters import load_clustering
+from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.datasets.index import check_shards
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import read_samples
+from open_clip_zerovl.teacher.manifest import describe_source
 from support.programs import COMMON, launch
 from support.tars import write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_run
@@ -101,7 +104,7 @@ def test_the_assignment_report_and_previews_are_written(clustered):
         path = Path(shard)
         assert path.is_absolute() and path.stat().st_size == size_bytes
         assert (path.parent / ".zerovl-index" / f"{path.name}.npz").is_file()  # for training, built in passing
-    assert [len(set(loaded.labels_of_shard(k))) for k in range(5)] == [3] * 5
+    assert [len(set(loaded.labels[9 * k : 9 * k + 9])) for k in range(5)] == [3] * 5
     assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)
     for cluster in range(3):
         with Image.open(out / "preview" / f"{cluster:03d}.png") as sheet:
@@ -202,6 +205,49 @@ def test_refusals(model, source, tmp_path):
     write_tar(tmp_path / "s/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
     with pytest.raises(UserError, match="the picture of sample 'k' cannot be read"):
         cluster(f"s={shards}", model, tmp_path / "b", clusters=2, device="cpu", progress=False)
+
+
+@pytest.fixture
+def table(source, tmp_path) -> Path:
+    """The source's pairs as a table with its pictures."""
+    rows = ["filepath\ttitle"]
+    for shard in sorted(Path(source.partition("=")[2]).glob("*.tar")):
+        for sample in read_samples(shard):
+            (tmp_path / f"{sample.key}.png").write_bytes(sample.files["png"])
+            rows.append(f"{sample.key}.png\t{sample.files['txt'].decode()}")
+    (tmp_path / "pairs.tsv").write_text("\n".join(rows) + "\n")
+    return tmp_path / "pairs.tsv"
+
+
+def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, table, tmp_path):
+    _, shards, arguments = clustered
+    out = tmp_path / "clusters"
+    result = cluster(f"cc={table}", model, out, **{**arguments, "reshard": False})
+    assert np.array_equal(result.labels, shards.labels) and (out / "preview/002.png").is_file()
+    assert result.shards == (str(table),) and result.sizes == (45,)
+    whole = {text for _, text in table_rows(f"cc={table}")}
+    for _ in range(2):  # out of the table, then as shards
+        sources = parse_sources(train_data(out))
+        assert [source.num_samples for source in sources] == shards.counts.tolist()
+        seen = [[sample.files["txt"] for n in range(len(s.shards)) for sample in samples_of(s, n)] for s in sources]
+        assert [len({text.split()[1] for text in own}) for own in seen] == [1, 1, 1]  # one colour a cluster
+        assert {text for own in seen for text in own} == whole
+        write_clusters(load_clustering(out), out, shard_size=10, progress=False)
+    in_table = f"cc={out}/assignment.npz"
+    for source, own in zip(parse_sources(in_table), sources, strict=True):  # what training reads is the same
+        read = [raw.caption.encode() for n in range(len(source.shards)) for raw in Reading(source, 0).samples(n, 0, 0)]
+        assert read == [s.files["txt"] for n in range(len(own.shards)) for s in samples_of(own, n)]
+    assert len({str(describe_source(source)) for source in parse_sources(in_table)}) == 3
+    with pytest.raises(UserError, match="makes the rows of an image one sample"):
+        parse_sources(in_table, captions="one-per-epoch")
+    table.write_text(table.read_text() + "k0.png\tone more\n")
+    with pytest.raises(UserError, match="when it was clustered"):
+        parse_sources(in_table)
+
+
+def table_rows(data: str) -> list[tuple[str, bytes]]:
+    (source,) = parse_sources(data)
+    return [(s.key, s.files["txt"]) for n in range(len(source.shards)) for s in samples_of(source, n)]
 
 
 def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):

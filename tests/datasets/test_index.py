@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl.data.check import check_table
 from open_clip_zerovl.data.sources import count_tar_samples
-from open_clip_zerovl.datasets.index import check_report, check_shards, index_shards
+from open_clip_zerovl.datasets.index import check_shards, index_shards
 from open_clip_zerovl.datasets.manifest import sha256_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import holdings, report
+from open_clip_zerovl.tar.faults import check_report
 from open_clip_zerovl.tar.headers import BrokenTar, Member, plain_run, walk_tar
 from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import write_retrieval_set, write_shard
@@ -262,6 +264,40 @@ def test_check_finds_every_kind_of_fault(tmp_path):
     )
     with pytest.raises(UserError, match="no manifest.json with hashes"):
         check_shards(tmp_path, hashes=True, progress=False)
+
+
+def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, capsys):
+    jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
+    pictures = {"a.jpg": png((1, 2, 3)), "cut.jpg": jpg[:-2], "b.gif": b"<html>", "whole.jpg": jpg}
+    for name, content in pictures.items():
+        (tmp_path / name).write_bytes(content)
+    rows = [
+        "a.jpg,a dog",
+        "cut.jpg,a cat",
+        "b.gif,a page",
+        "gone.jpg,a bird",
+        "a.jpg,",
+        "a.jpg,a dog, running",
+        "whole.jpg",
+    ]
+    (tmp_path / "pairs.csv").write_bytes("\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n")
+    faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
+    assert faults == {
+        "picture is cut off": 1,
+        "picture cannot be opened (UnidentifiedImageError)": 1,
+        "no picture file that can be read": 1,
+        "caption is empty": 1,
+        "row has more fields than the header, or is too long": 1,
+        "no caption": 1,
+        "caption is not UTF-8": 1,
+    }
+    assert cli.main(["data", "check", str(tmp_path), "--decode"]) == 2  # the folder's one table
+    printed = capsys.readouterr()
+    assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
+    assert "picture cannot be decoded (UnidentifiedImageError): 1 (00000007-whole)" in printed.out
+    assert "faults: see above" in printed.err
+    assert cli.main(["data", "check", str(tmp_path), "--hash"]) == 2 and cli.main(["data", "index", str(tmp_path)]) == 2
+    assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
 
 
 def test_report_puts_table_2_beside_what_is_there(tmp_path):

@@ -111,6 +111,43 @@ def test_three_formats_of_one_set_hold_the_same(sets):
             assert other.read_image(i).tobytes() == first.read_image(i).tobytes()
 
 
+def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
+    """A folder of shards, a list of them, open_clip's table with commas or tabs, and a folder with it hold the same images."""
+    truth = open_retrieval_set(sets / "wds").samples
+    captions_of = {sample.key: sample.captions for sample in truth}
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"{shard:05d}.tar", "w") as tar:
+            for sample in truth[5 * shard : 5 * shard + 5]:
+                image = sample.file.read_bytes()[sample.offset_bytes :][: sample.size_bytes]
+                add_file(tar, f"{sample.key}.jpg", image)
+                add_file(tar, f"{sample.key}.txt", "\n".join(sample.captions).encode())
+    lists = f"{tmp_path}/{{00000..00002}}.tar"
+    for where in (tmp_path, lists):
+        found = open_retrieval_set(where)
+        assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
+        assert found.read_image(12).tobytes() == open_retrieval_set(sets / "wds").read_image(12).tobytes()
+    assert len(open_retrieval_set(f"{tmp_path}/00001.tar")) == 5
+    with pytest.raises(UserError, match=r"00003\.tar is missing"):
+        open_retrieval_set(f"{tmp_path}/{{00000..00003}}.tar")
+    rows = [
+        (f"COCO_val2014_{int(key) - 1000:012d}.jpg", text, key) for key, texts in captions_of.items() for text in texts
+    ]
+    own = tmp_path / "own"
+    shutil.copytree(sets / "flat", own)
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        with (own / f"pairs{suffix}").open("w", newline="") as file:
+            csv.writer(file, delimiter=separator).writerows([("filepath", "title"), *(row[:2] for row in rows)])
+        for where in (own / f"pairs{suffix}", own, f"{own}/pairs{suffix}@{sets / 'flat'}"):
+            found = open_retrieval_set(where)
+            # Rows with one path are captions of one image.
+            assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
+        (own / f"pairs{suffix}").unlink()
+    names = parse_retrieval_data(f"{tmp_path}::{lists.replace(tmp_path.name, 'b')}::c/pairs.tsv")
+    assert list(names) == [tmp_path.name, "b", "pairs"]
+    with pytest.raises(UserError, match=r"is remote, and its images are read by position"):
+        open_retrieval_set("https://example.org/0.tar")
+
+
 def test_splits_of_karpathys_file(sets):
     assert [s.key for s in open_retrieval_set(karpathy(sets), "val").samples] == ["1013"]
     assert [s.key for s in open_retrieval_set(karpathy(sets), "train").samples] == ["1014"]
@@ -151,7 +188,8 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
     (tmp_path / "other.json").write_text('{"images": [{"id": 1}]}')
     refused(tmp_path / "other.json", r"entry 0 of .*other\.json is no image of Karpathy's form")
     refused(
-        a_table([(name, "a cat")], header=("filepath", "title")), "no column 'image': .* this one has filepath, title"
+        a_table([(name, "a cat")], header=("file", "title")),
+        "no columns 'filepath' and 'title' or 'image' and 'caption', but file, title",
     )
     refused(a_table([]), "holds no rows")
     refused(a_table([(name, 1)]), "line 2: the row has fewer fields")

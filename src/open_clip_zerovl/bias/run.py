@@ -224,7 +224,8 @@ def run_bias(
 
     Args:
         encoders: the checkpoints, by the names that the report gives them.
-        data: `name=shards::name=shards`, as `--train-data`; held-out pairs tell more than pairs trained on.
+        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs tell
+            more than pairs trained on.
 
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -235,7 +236,7 @@ def run_bias(
     require_matplotlib()
     settings, out = settings or BiasSettings(), Path(out)
     check_writable(out, folder=True)
-    sources = parse_sources(data)
+    sources = parse_sources(data, evaluation=True)
     if len(sources) < 2:
         raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")
     samples, skipped = read_source_samples(sources, settings.samples_per_source, concept_field=settings.concept_field)

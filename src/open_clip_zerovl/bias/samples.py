@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from PIL import Image
 
 from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import TEXT_EXTENSION, image_of, read_samples
-from open_clip_zerovl.tar.remote import REMOTE
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, image_of
 
 SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
 
@@ -40,38 +40,32 @@ def read_source_samples(
     can be decoded, is passed over and counted.
 
     Args:
-        concept_field: a field of each sample's json that names its concept. The source probe keeps all samples of a concept
-            in one fold (`measures.source_probe_accuracy`).
+        concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
+            samples of a concept in one fold (`measures.source_probe_accuracy`).
 
     Returns:
         The samples, source by source; source -> samples passed over.
 
     Raises:
-        UserError: a limit below 2, remote shards, clusters read by index, a shard that is no tar, a source without a usable
-            pair, a sample without the field.
+        UserError: a limit below 2, remote shards, a shard that is no tar, a source without a usable pair, a sample without the
+            field.
     """
     if limit < 2:
         raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
     samples: list[SourceSample] = []
     skipped: dict[str, int] = {}
     for source in sources:
-        if remote := [shard for shard in source.shards if REMOTE.match(shard)]:
-            raise UserError(f"the bias report reads local shards, and {remote[0]} of source {source.name!r} is not")
-        if source.picked is not None:
-            raise UserError(
-                f"the bias report reads whole shards, and {source.name!r} is a cluster read by the index; write the clusters "
-                "as sources first, with `zerovl cluster --reshard`"
-            )
-        spaced = source.shards[:: -(-len(source.shards) // SHARDS_READ)]
+        numbers = range(len(source.shards))
+        spaced = numbers[:: -(-len(numbers) // SHARDS_READ)]
         share = -(-limit // len(spaced))
         own: list[SourceSample] = []
         skipped[source.name] = 0
-        for shard in [*spaced, *(shard for shard in source.shards if shard not in spaced)]:
+        for shard in [*spaced, *(number for number in numbers if number not in spaced)]:
             taken = 0
-            for sample in read_samples(shard):
+            for sample in samples_of(source, shard):
                 if taken == share or len(own) == limit:
                     break
-                pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {shard}")
+                pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {source.shards[shard]}")
                 if pair is None:
                     skipped[source.name] += 1
                 else:

@@ -154,11 +154,17 @@ def _add_shard_tools(datasets) -> None:
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.set_defaults(run=_run_report)
     index = datasets.add_parser("index", help="count the samples of existing shards into sizes.json")
-    index.add_argument("folder", metavar="DIR|s3://...", help="a source's folder, or a URL that fsspec opens")
+    index.add_argument(
+        "folder",
+        metavar="DIR|s3://...",
+        help="a source's folder of shards, or a URL that fsspec opens; tables need no count",
+    )
     index.add_argument("--threads", type=positive, default=8, help="shards at the same time (default %(default)s)")
     index.set_defaults(run=_run_index)
-    check = datasets.add_parser("check", help="read every sample of every shard; status 2 if one has a fault")
-    check.add_argument("folder", type=Path, metavar="DIR", help="a source's folder")
+    check = datasets.add_parser(
+        "check", help="read every sample of every shard, or every row of a table; status 2 if one has a fault"
+    )
+    check.add_argument("folder", metavar="DIR|TABLE", help="a source's folder, or a .csv or .tsv of pairs")
     check.add_argument("--hash", action="store_true", help="also compare with the manifest's hashes")
     check.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
     check.add_argument("--threads", type=positive, default=4, help="shards at the same time (default %(default)s)")
@@ -172,18 +178,34 @@ def _run_report(arguments: argparse.Namespace) -> None:
 
 
 def _run_index(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.data.table import find_table
     from open_clip_zerovl.datasets.index import index_shards
     from open_clip_zerovl.files import check_writable
 
+    if (table := find_table(arguments.folder)) is not None:
+        raise UserError(
+            f"{table} is a table, whose rows are counted whenever it is opened: it needs no sizes.json; `zerovl data check` "
+            "reads its rows"
+        )
     if Path(arguments.folder).is_dir():
         check_writable(Path(arguments.folder, "sizes.json"))
     index_shards(arguments.folder, threads=arguments.threads)
 
 
 def _run_check(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.index import check_report, check_shards
+    from open_clip_zerovl.data.check import check_table
+    from open_clip_zerovl.data.table import find_table
+    from open_clip_zerovl.datasets.index import check_shards
+    from open_clip_zerovl.tar.faults import check_report
 
-    result = check_shards(arguments.folder, threads=arguments.threads, hashes=arguments.hash, decode=arguments.decode)
+    if (table := find_table(arguments.folder)) is not None:
+        if arguments.hash:
+            raise UserError(f"{table} is a table, for which no hashes are kept: check it without --hash")
+        result = check_table(table, threads=arguments.threads, decode=arguments.decode)
+    else:
+        result = check_shards(
+            arguments.folder, threads=arguments.threads, hashes=arguments.hash, decode=arguments.decode
+        )
     print(check_report(result))
     if result.faults:
         raise UserError(f"{arguments.folder} has {sum(result.faults.values())} faults: see above.")
@@ -199,7 +221,9 @@ def add_cluster(commands) -> None:
         "shards of its own.",
     )
     cluster.add_argument("model", metavar="MODEL", help="as for retrieval")
-    cluster.add_argument("--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data")
+    cluster.add_argument(
+        "--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data: shards or a table"
+    )
     cluster.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     cluster.add_argument("--clusters", type=positive, default=100, metavar="K", help="default %(default)s")
     cluster.add_argument(

@@ -99,8 +99,8 @@ def _add_retrieval(commands) -> None:
         "--data",
         required=True,
         metavar="NAME=SET::...",
-        help="a set is a folder in CLIP_benchmark's webdataset layout, dataset_coco.json@PICTURES (Karpathy) or "
-        "valid_anno.csv@PICTURES (ZeroVL)",
+        help="a set is a folder in CLIP_benchmark's webdataset layout, shards as training reads them, a table of pairs "
+        "(pairs.csv, or valid_anno.csv@PICTURES) or dataset_coco.json@PICTURES (Karpathy)",
     )
     add_encoder_flags(retrieval)
     retrieval.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
@@ -212,7 +212,10 @@ def _add_bias(commands) -> None:
         "models", nargs="+", metavar="[NAME=]MODEL", help="exported folders, training checkpoints, NAME/pretrained"
     )
     bias.add_argument(
-        "--data", required=True, metavar="NAME=SHARDS::...", help="named sources as --train-data takes them, held out"
+        "--data",
+        required=True,
+        metavar="NAME=SHARDS::...",
+        help="named sources as --train-data takes them, or retrieval sets; held out",
     )
     bias.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
     bias.add_argument(

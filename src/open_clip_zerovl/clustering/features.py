@@ -23,10 +23,11 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.items import read_batches
+from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import Sample, ShardError, image_of, read_samples
+from open_clip_zerovl.tar.members import Sample, ShardError, image_of
 
 
 class _Samples(IterableDataset):
@@ -47,7 +48,7 @@ class _Samples(IterableDataset):
             if number % count != index:
                 continue
             begin, seen = int(starts[number]), 0
-            for sample in read_samples(shard):
+            for sample in samples_of(self.source, number):
                 # As an item and not raised: see `data.items`.
                 try:
                     picture = self._picture(sample, shard)
@@ -56,6 +57,8 @@ class _Samples(IterableDataset):
                     return
                 yield begin + seen, picture, sample.files.get("txt", b"").decode("utf-8", "replace")
                 seen += 1
+            if self.source.table is not None:
+                continue
             if seen != self.source.sizes[number]:
                 yield UserError(
                     f"{shard} holds {seen} samples and sizes.json says {self.source.sizes[number]}: count it again with "

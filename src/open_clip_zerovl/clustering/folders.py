@@ -19,9 +19,11 @@ from tqdm import tqdm
 from open_clip_zerovl.clustering.features import open_picture
 from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clustering
 from open_clip_zerovl.data.images import BadImage
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import clustered_source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.tar.members import Sample
 from open_clip_zerovl.tar.shards import SIZES_FILE
 
 
@@ -44,10 +46,11 @@ def write_previews(
         wanted.update({int(position): (cluster, place) for place, position in enumerate(nearest)})
     side = int(np.ceil(np.sqrt(pictures)))
     sheets = [Image.new("RGB", (side * px, side * px), "white") for _ in clustering.centroids]
-    starts = np.concatenate(([0], np.cumsum(clustering.sizes)))
+    source = clustered_source(clustering)
+    starts = source.starts
     needed = sorted({int(np.searchsorted(starts, position, side="right")) - 1 for position in wanted})
     for shard in tqdm(needed, desc="previews", unit="shard", disable=not progress):
-        for position, sample in enumerate(read_samples(clustering.shards[shard]), start=int(starts[shard])):
+        for position, sample in enumerate(samples_of(source, shard), start=int(starts[shard])):
             if position not in wanted:
                 continue
             cluster, place = wanted[position]
@@ -114,11 +117,12 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
     shutil.rmtree(staging, ignore_errors=True)
     names = [f"cluster-{cluster:03d}" for cluster in range(len(clustering.centroids))]
     writers = [_ClusterWriter(staging / name, shard_size) for name in names]
+    source = clustered_source(clustering)
     try:
-        for number, shard in enumerate(tqdm(clustering.shards, desc="reshard", unit="shard", disable=not progress)):
-            labels = clustering.labels_of_shard(number)
+        for number, shard in enumerate(tqdm(source.shards, desc="reshard", unit="shard", disable=not progress)):
+            labels = clustering.labels[source.starts[number] : source.starts[number + 1]]
             seen = 0
-            for sample in read_samples(shard):
+            for sample in samples_of(source, number):
                 if seen < len(labels):
                     writers[labels[seen]].add(Sample(f"{number:05d}-{sample.key.replace('/', '-')}", sample.files))
                 seen += 1

@@ -93,7 +93,7 @@ def cluster_source(
     """Cluster one source; writes the assignment, a report, previews and, with `reshard`, shards of each cluster.
 
     Args:
-        data: one source in `--train-data` syntax (`cc12m=/d/cc12m`).
+        data: one source in `--train-data` syntax (`cc12m=/d/cc12m`, `my=/d/pairs.csv`).
         encoder: the model that makes the features.
         out: a folder for the results.
 
@@ -103,12 +103,10 @@ def cluster_source(
     """
     settings = settings or ClusterSettings()
     out = Path(out).expanduser()
-    sources = parse_sources(data, on_bad_sample="fail")
+    sources = parse_sources(data, on_bad_sample="fail", evaluation=True)
     if len(sources) != 1:
         raise UserError(f"{data!r} names {len(sources)} sources: cluster one at a time.")
     (source,) = sources
-    if source.table is not None:
-        raise UserError(f"{source.name} is a table of pairs: clustering reads webdataset shards.")
     if source.num_samples < settings.clusters:
         raise UserError(
             f"{source.name} holds {source.num_samples} samples, fewer than {settings.clusters} clusters: lower --clusters."
@@ -119,7 +117,7 @@ def cluster_source(
             "--min-size."
         )
     check_writable(out, folder=True)
-    source = replace(source, shards=_absolute(source))
+    source = _absolute(source)
     _claim(out, source, encoder.model, settings.features)
     file = out / f"features-{settings.features}.npy"
     table = extract_features(source, encoder, file, kind=settings.features, progress=progress)
@@ -130,8 +128,12 @@ def cluster_source(
             f"{settings.clusters - len(centroids)} clusters below {settings.min_size:,} samples were dissolved into their "
             "neighbours."
         )
-    shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
-    clustering = Clustering(source.name, source.shards, source.sizes, labels, distances, centroids, shard_bytes)
+    # The blocks of a table are one file.
+    shards, sizes = source.shards, source.sizes
+    if source.table is not None:
+        shards, sizes = (source.table.path,), (source.num_samples,)
+    shard_bytes = tuple(os.path.getsize(shard) for shard in shards)
+    clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, shard_bytes)
     save_clustering(clustering, out)
     write_atomically(out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n")
     if settings.preview:
@@ -144,14 +146,16 @@ def cluster_source(
     return clustering
 
 
-def _absolute(source: Source) -> tuple[str, ...]:
-    """The shards' absolute paths. UserError for remote shards."""
+def _absolute(source: Source) -> Source:
+    """The source with the absolute paths of its shards or its table. UserError for remote shards."""
     if remote := [shard for shard in source.shards if local_path(shard) is None]:
         raise UserError(
             f"shards of {source.name} are remote, first {remote[0]}: clustering reads local shards. Copy them here; the shards "
             "that --reshard writes may lie anywhere."
         )
-    return tuple(os.path.abspath(local_path(shard) or shard) for shard in source.shards)
+    shards = tuple(os.path.abspath(local_path(shard) or shard) for shard in source.shards)
+    table = None if source.table is None else replace(source.table, path=shards[0])
+    return replace(source, shards=shards, table=table)
 
 
 def _claim(out: Path, source: Source, model: str, features: str) -> None:

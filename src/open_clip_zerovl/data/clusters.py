@@ -209,11 +209,6 @@ class Clustering:
         """(K,) samples of each cluster."""
         return np.bincount(self.labels, minlength=len(self.centroids))
 
-    def labels_of_shard(self, shard: int) -> NDArray[np.int32]:
-        """Labels of one shard's samples, in their order."""
-        begin = sum(self.sizes[:shard])
-        return self.labels[begin : begin + self.sizes[shard]]
-
 
 def save_clustering(clustering: Clustering, out: Path) -> Path:
     """Write `assignment.npz` into the folder `out`, without pickle; returns its path."""

@@ -212,7 +212,7 @@ class Reading:
                     )
                     yield RawSample(b"", "", self.index, position + offset - start, path, table.path, fault)
                     continue
-                image = _picture_file(path)
+                image = picture_file(path)
                 texts = [text for _, text in rows if text is not None]
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
@@ -435,7 +435,7 @@ def _caption(text: bytes) -> str | Fault:
     return caption[:MAX_CAPTION_CHARACTERS] if caption.strip() else Fault("empty caption", "has an empty caption")
 
 
-def _picture_file(path: str) -> bytes | None:
+def picture_file(path: str) -> bytes | None:
     """The bytes of a picture's file; None where it cannot be read, or is no regular file."""
     try:
         with regular_file(path) as file:

@@ -9,6 +9,7 @@ Components are separated by `::`. A component is one of
     webdataset shards, as a brace-expanded list or a folder with *.tar
     a table of pairs (.csv or .tsv), or a folder with one
     a folder that `zerovl cluster` wrote: each of its clusters is a source
+    where models are evaluated: a retrieval set in CLIP_benchmark's layout, which stands for the shards of its test split
 
 A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
@@ -30,15 +31,15 @@ from pathlib import Path
 import braceexpand
 import numpy as np
 
-from open_clip_zerovl.data.clusters import Cluster, find_clustering, open_clusters
+from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
 from open_clip_zerovl.data.names import CAPTIONS, NAME, caption_fields, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
-from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, find_table, open_table
+from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
 from open_clip_zerovl.tar.members import ShardError, locate_samples, stream_samples
 from open_clip_zerovl.tar.remote import REMOTE, check_openable, local_path
-from open_clip_zerovl.tar.shards import read_sizes
+from open_clip_zerovl.tar.shards import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def parse_sources(
     table_format: CsvFormat | None = None,
     on_bad_sample: str = "replace",
     timeout_seconds: float = 600,
+    evaluation: bool = False,
 ) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
 
@@ -106,6 +108,7 @@ def parse_sources(
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
+        evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
@@ -124,14 +127,30 @@ def parse_sources(
         pattern = match["shards"] if match else component
         if not pattern.strip():
             raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
-        name, contents = _contents(match["name"] if match else None, pattern, strict)
+        name, contents = _contents(match["name"] if match else None, pattern, strict, evaluation)
         if name in members or contents.keys() & named.keys():
             raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
         named.update(contents)
         members[name] = list(contents)
     factors = _parse_weights(weights, members)
+    tables: dict[str, CsvTable] = {}  # those whose clusters are sources: scanned once
+
+    def table_of(content: _Content) -> CsvTable | None:
+        if content.table is None:
+            return None
+        if content.cluster is None or content.cluster.picked is None:
+            return open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
+        if captions == "one-per-epoch":
+            raise UserError(
+                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {content.table} are of "
+                "single rows; leave it out"
+            )
+        if content.table not in tables:
+            tables[content.table] = open_table(content.table, table_format, strict=strict)
+        return tables[content.table].part(content.cluster.picked)
+
     return tuple(
-        _source(name, content, factors[name], captions, table_format, strict, timeout_seconds)
+        _source(name, content, table_of(content), factors[name], captions, strict, timeout_seconds)
         for name, content in named.items()
     )
 
@@ -146,40 +165,68 @@ class _Content:
     cluster: Cluster | None = None
 
 
-def _contents(name: str | None, pattern: str, strict: bool) -> tuple[str, dict[str, _Content]]:
+def _contents(
+    name: str | None, pattern: str, strict: bool, evaluation: bool = False
+) -> tuple[str, dict[str, _Content]]:
     """The name of a component, given or found, and its sources by name: several for a clustering, else one."""
+    name, pattern = _retrieval_set(name, pattern, evaluation)
     if (clustering := find_clustering(pattern)) is not None:
         source, clusters = open_clusters(*clustering, strict=strict)
         name = name or source
-        return name, {f"{name}-{i:03d}": _Content(c.shards, cluster=c) for i, c in enumerate(clusters)}
+        tables = [c.shards[0] if c.shards and c.shards[0].lower().endswith(EXTENSIONS) else None for c in clusters]
+        contents = (_Content(c.shards, table=t, cluster=c) for c, t in zip(clusters, tables, strict=True))
+        return name, {f"{name}-{i:03d}": content for i, content in enumerate(contents)}
     if (table := find_table(pattern)) is not None:
         name = name or _folder_name(table)
         return name, {name: _Content(table=table)}
     pattern, sizes_file = split_sizes_file(pattern)
-    shards = _expand(pattern)
+    shards = expand_shards(pattern)
     name = name or _folder_name(shards[0])
     for shard in shards:
         check_openable(shard)
     return name, {name: _Content(shards, sizes_file)}
 
 
+def _retrieval_set(name: str | None, pattern: str, evaluation: bool) -> tuple[str | None, str]:
+    """Name and pattern of a component; for a retrieval set in CLIP_benchmark's layout those of its test split.
+
+    Raises:
+        UserError: a retrieval set where a source to train on is asked for, or annotations of a form that sources do not have.
+    """
+    if re.match(r"[^@]+\.json(@|$)", pattern, re.IGNORECASE) and not REMOTE.match(pattern):
+        raise UserError(
+            f"{pattern!r} names annotations as JSON, which `zerovl retrieval` and --retrieval-data take; a source is a folder "
+            "of shards, a list of shards or a table (`zerovl data coco` and `f30k` write shards of Karpathy's JSON)"
+        )
+    folder = Path(pattern)
+    if REMOTE.match(pattern) or not (folder / RETRIEVAL_MARK).is_file() or any(folder.glob("*.tar")):
+        return name, pattern
+    splits = [str(entry) for entry in sorted(folder.iterdir()) if (entry / SHARD_COUNT).is_file()]
+    test = str(folder / "test")
+    if not evaluation or test not in splits:
+        raise UserError(
+            f"{pattern} is a retrieval set, whose shards are in its splits; name the shards to read: "
+            f"{' or '.join(splits) or test}"
+        )
+    return name or folder.absolute().name, test
+
+
 def _source(
     name: str,
     content: _Content,
+    table: CsvTable | None,
     weight: float,
     captions: str | None,
-    table_format: CsvFormat | None,
     strict: bool,
     timeout_seconds: float,
 ) -> Source:
-    if content.table is not None:
+    if table is not None:
         if caption_fields(captions):
             raise UserError(
                 f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
             )
-        table = open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
         sizes = block_sizes(len(table))
-        return Source(name, (content.table,) * len(sizes), sizes, weight, table, captions)
+        return Source(name, (table.path,) * len(sizes), sizes, weight, table, captions)
     cluster, each_caption = content.cluster, captions == "all"
     if cluster is not None and cluster.picked is not None:
         if each_caption:
@@ -193,6 +240,20 @@ def _source(
     return Source(
         name, content.shards, _sizes(name, content.shards, known, each_caption, strict), weight, captions=captions
     )
+
+
+def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
+    """A table as a source, each row a sample. UserError where it cannot be read."""
+    table = open_table(path, style)
+    sizes = block_sizes(len(table))
+    return Source(name, (table.path,) * len(sizes), sizes, table=table)
+
+
+def clustered_source(clustering: Clustering) -> Source:
+    """The source that was clustered, with all its samples in the order of the labels. UserError for an unreadable table."""
+    if clustering.shards[0].lower().endswith(EXTENSIONS):
+        return table_source(clustering.source, clustering.shards[0])
+    return Source(clustering.source, clustering.shards, clustering.sizes)
 
 
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
@@ -234,8 +295,12 @@ def count_tar_captions(path: str | Path) -> int:
         ) from error
 
 
-def _expand(pattern: str) -> tuple[str, ...]:
-    """The shards of a folder, or of a brace pattern."""
+def expand_shards(pattern: str) -> tuple[str, ...]:
+    """The shards of a folder, or of a brace pattern.
+
+    Raises:
+        UserError: a folder without tars, or braces that do not match.
+    """
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
         # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
         listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}

@@ -20,7 +20,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,6 +62,7 @@ class CsvTable:
     Attributes:
         path: of the table.
         separator: between columns.
+        columns: the header.
         image_column, caption_column: their numbers.
         rows: (R, 2) offset and length in bytes of each row; the length is negative where quotes are plain characters, and 0
             where the row cannot be shown.
@@ -72,6 +73,7 @@ class CsvTable:
 
     path: str
     separator: str
+    columns: tuple[str, ...]
     image_column: int
     caption_column: int
     rows: np.ndarray
@@ -86,8 +88,13 @@ class CsvTable:
         """Row numbers of a sample."""
         return self.members[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
-    def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
-        """Path of the image and bytes of the caption of one row; None for a caption that the row does not have.
+    def part(self, samples: np.ndarray) -> CsvTable:
+        """The table of these samples alone, (n,) numbers. Each sample of the table must be a single row."""
+        assert len(self.members) == len(self.ends)
+        return replace(self, members=self.members[samples], ends=np.arange(1, len(samples) + 1))
+
+    def read_fields(self, descriptor: int, row: int) -> list[str]:
+        """The fields of one row, with bytes that are no UTF-8 as surrogates; a short row has fewer than there are columns.
 
         Args:
             descriptor: of the opened table.
@@ -95,9 +102,15 @@ class CsvTable:
         offset, length = self.rows[row].tolist()
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
-            fields = _as_it_stands(text, self.separator)
-        else:
-            fields = next(csv.reader([text], delimiter=self.separator), [])
+            return _as_it_stands(text, self.separator)
+        return next(csv.reader([text], delimiter=self.separator), [])
+
+    def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
+        """Path of the image and bytes of the caption of one row; None for a caption that the row does not have."""
+        return self.image_and_caption(self.read_fields(descriptor, row))
+
+    def image_and_caption(self, fields: Sequence[str]) -> tuple[str, bytes | None]:
+        """`read_row` of fields that have been read."""
         image = fields[self.image_column] if len(fields) > self.image_column else ""
         if len(fields) <= self.caption_column:
             return image, None
@@ -191,7 +204,9 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
     members, ends = np.arange(len(rows)), np.arange(1, len(rows) + 1)
     if by_image:
         members, ends = np.argsort(images, kind="stable"), np.cumsum(np.bincount(images))
-    return CsvTable(path, separator, image, caption, np.array(rows, dtype=np.int64), members, ends, stamp)
+    return CsvTable(
+        path, separator, tuple(header), image, caption, np.array(rows, dtype=np.int64), members, ends, stamp
+    )
 
 
 def block_sizes(samples: int) -> tuple[int, ...]:

@@ -11,33 +11,22 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.datasets.manifest import read_manifest
-from open_clip_zerovl.errors import UserError, printable
+from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.tar.faults import PICTURE_MARKS, FolderCheck, ShardCheck, caption_fault, mark_fault, picture_fault
 from open_clip_zerovl.tar.headers import BrokenTar, Member, end_of, plain_run, walk_tar
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, group, image_of
-from open_clip_zerovl.tar.pictures import BadPicture, decoded
 from open_clip_zerovl.tar.shards import SIZES_FILE, read_sizes
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-#: First and last bytes of a whole picture, by extension (those of `members.IMAGE_EXTENSIONS`).
-_MARKS = {
-    "jpg": (b"\xff\xd8\xff", b"\xff\xd9"),
-    "jpeg": (b"\xff\xd8\xff", b"\xff\xd9"),
-    "png": (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"),
-    "webp": (b"RIFF", b""),
-}
-_EXAMPLES = 5
 _WINDOW_BYTES = 4 << 20
 
 
@@ -128,52 +117,6 @@ def _file_system(url: str) -> tuple[Any, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ShardCheck:
-    """What `check_shards` found in one shard.
-
-    Attributes:
-        shard: file name.
-        faults: kind of fault -> how many.
-        examples: kind of fault -> the first keys that have it.
-    """
-
-    shard: str
-    samples: int = 0
-    size_bytes: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def fault(self, kind: str, key: str = "") -> None:
-        """Count a fault, of the sample with this key."""
-        self.faults[kind] += 1
-        if key and len(self.examples.setdefault(kind, [])) < _EXAMPLES:
-            self.examples[kind].append(key)
-
-
-@dataclass(frozen=True)
-class FolderCheck:
-    """What `check_shards` found in the shards of a folder, and how long it took."""
-
-    shards: list[ShardCheck]
-    seconds: float
-
-    @property
-    def samples(self) -> int:
-        """Of all shards."""
-        return sum(shard.samples for shard in self.shards)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all shards."""
-        return sum(shard.size_bytes for shard in self.shards)
-
-    @property
-    def faults(self) -> Counter[str]:
-        """Kind of fault -> how many, in all shards."""
-        return sum((shard.faults for shard in self.shards), Counter())
-
-
 def check_shards(
     folder: str | Path, *, threads: int = 4, hashes: bool = False, decode: bool = False, progress: bool = True
 ) -> FolderCheck:
@@ -227,21 +170,6 @@ def check_shards(
             shards.append(found)
             bar.update()
     return FolderCheck(shards, time.perf_counter() - begin)
-
-
-def check_report(result: FolderCheck) -> str:
-    """The result as text: totals and rate, then the faults of each shard."""
-    lines = [
-        f"{result.samples:,} samples in {len(result.shards):,} shards, {result.size_bytes / 1e9:.2f} GB read in "
-        f"{result.seconds:.1f} s ({result.size_bytes / 1e6 / max(result.seconds, 1e-9):,.0f} MB/s)"
-    ]
-    for shard in result.shards:
-        for kind, count in shard.faults.items():
-            keys = shard.examples.get(kind, [])
-            shown = printable(", ".join(keys)) + (", ..." if count > len(keys) else "")
-            lines.append(printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else ""))
-    lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
-    return "\n".join(lines)
 
 
 class _Window:
@@ -345,26 +273,9 @@ def _fault(window: _Window, member: Member, decode: bool) -> str:
     name, offset, size = member
     extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
     if extension == TEXT_EXTENSION:
-        try:
-            return "" if window(offset, size).decode("utf-8").strip() else "caption is empty"
-        except UnicodeDecodeError:
-            return "caption is not UTF-8"
-    if extension not in _MARKS:
+        return caption_fault(bytes(window(offset, size)))
+    if extension not in PICTURE_MARKS:
         return ""
-    first, last = _MARKS[extension]
-    content = window(offset, size) if decode else b""
-    begins, ends = (
-        window.frame(offset, size, first, last)
-        if not decode
-        else (content.startswith(first), content.endswith(last, len(first)))
-    )
-    if not begins:
-        return f"picture is no {extension}"
-    if not ends:
-        return "picture is cut off"
     if decode:
-        try:
-            decoded(bytes(content), Image.Image.load)
-        except BadPicture as error:
-            return f"picture cannot be decoded ({type(error.__cause__).__name__})"
-    return ""
+        return picture_fault(bytes(window(offset, size)), extension, decode=True)
+    return mark_fault(*window.frame(offset, size, *PICTURE_MARKS[extension]), extension)

@@ -1,4 +1,4 @@
-"""How retrieval sets lie on disk: three layouts, each read into images with their captions.
+"""How retrieval sets lie on disk: layouts, each read into images with their captions.
 
 **CLIP_benchmark's webdataset layout**, so that one folder serves both programs:
 
@@ -6,13 +6,17 @@
     FOLDER/SPLIT/nshards.txt    the number n of shards
     FOLDER/SPLIT/0.tar ...      n uncompressed tars; a sample is KEY.(webp|png|jpg|jpeg) and KEY.txt, a caption a line
 
-**Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) and **ZeroVL's table** (CSV with the columns
-`image,image_id,caption,caption_id`), both with the pictures as files in a folder:
+**Shards as training reads them**, a folder of *.tar or a list like `/d/{00000..00003}.tar`: samples as above.
+
+**Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) and **tables** (CSV or TSV, with the columns
+`image,image_id,caption,caption_id` of ZeroVL or `filepath,title` of open_clip), both with the pictures as files in a folder:
 
     ANNOTATIONS@PICTURES        the file of annotations, and the folder of its pictures
     ANNOTATIONS                 the pictures lie beside it, or in `images/` beside it
+    FOLDER                      with one table and no tar
 
-A table is one split; `--split` does not matter for it.
+Rows with one image_id are captions of one image; in a table without that column, rows with one path. Shards and tables are one
+split; `--split` does not matter for them.
 
 No picture is decoded here, but each is looked up, so that a missing one is named before a model is loaded.
 """
@@ -27,6 +31,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.data.sources import expand_shards
+from open_clip_zerovl.data.table import EXTENSIONS, LAYOUTS, find_table
 from open_clip_zerovl.datasets.karpathy import read_karpathy
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import (
@@ -37,8 +43,7 @@ from open_clip_zerovl.tar.members import (
     locate_samples,
     opened,
 )
-
-_TABLE_COLUMNS = ("image", "image_id", "caption", "caption_id")
+from open_clip_zerovl.tar.shards import RETRIEVAL_MARK, SHARD_COUNT
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,9 @@ class RetrievalFormat:
 def split_location(location: Path) -> tuple[Path, Path | None]:
     """`/ann/dataset_coco.json@/data/coco` -> (/ann/dataset_coco.json, /data/coco); (location, None) without an at sign.
 
-    Only after .json or .csv does an at sign mean this; elsewhere it is part of a name.
+    Only after .json, .csv or .tsv does an at sign mean this; elsewhere it is part of a name.
     """
-    match = re.fullmatch(r"(.+\.(?:json|csv))@(.+)", str(location), re.IGNORECASE)
+    match = re.fullmatch(r"(.+\.(?:json|csv|tsv))@(.+)", str(location), re.IGNORECASE)
     if match is None:
         return location, None
     return Path(match[1]).expanduser(), Path(match[2]).expanduser()
@@ -104,15 +109,17 @@ def _read_table(file: Path, pictures: Path | None, split: str) -> list[Retrieval
     names: dict[str, str] = {}  # image id -> the picture's file, in the order of the table
     captions: dict[str, list[str]] = {}
     ids: set[tuple[str, str]] = set()
-    for line, (image, image_id, caption, caption_id) in _table_rows(file):
-        if names.setdefault(image_id, image) != image:
-            raise UserError(f"{file}, line {line}: image_id {image_id} is {image} here and {names[image_id]} before")
-        if (image_id, caption_id) in ids:
-            raise UserError(f"{file}, line {line}: caption_id {caption_id} of image {image_id} appears twice")
-        if not caption.strip():
-            raise UserError(f"{file}, line {line}: caption {caption_id} of image {image_id} is empty")
-        ids.add((image_id, caption_id))
-        captions.setdefault(image_id, []).append(caption)
+    for line, row in _table_rows(file):
+        if names.setdefault(row.image_id, row.image) != row.image:
+            raise UserError(
+                f"{file}, line {line}: image_id {row.image_id} is {row.image} here and {names[row.image_id]} before"
+            )
+        if (row.image_id, row.caption_id) in ids:
+            raise UserError(f"{file}, line {line}: caption_id {row.caption_id} of image {row.image_id} appears twice")
+        if not row.caption.strip():
+            raise UserError(f"{file}, line {line}: caption {row.caption_id} of image {row.image_id} is empty")
+        ids.add((row.image_id, row.caption_id))
+        captions.setdefault(row.image_id, []).append(row.caption)
     if not names:
         raise UserError(f"{file} holds no rows below its header")
     found = _Pictures(file, pictures)
@@ -121,27 +128,50 @@ def _read_table(file: Path, pictures: Path | None, split: str) -> list[Retrieval
     return samples
 
 
-def _table_rows(file: Path) -> Iterator[tuple[int, tuple[str, str, str, str]]]:
-    """(line, fields of _TABLE_COLUMNS) of each row. UserError for a table of another form."""
+def _read_table_of(folder: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
+    table = find_table(str(folder))
+    assert table is not None  # as `recognises` has found
+    return _read_table(Path(table), pictures, split)
+
+
+@dataclass(frozen=True)
+class _TableRow:
+    """A caption: without a column for it, `image_id` is the picture's path and `caption_id` the line."""
+
+    image: str
+    image_id: str
+    caption: str
+    caption_id: str
+
+
+def _table_rows(file: Path) -> Iterator[tuple[int, _TableRow]]:
+    """(line, row) of each row. UserError for a table of another form."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
-            reader = csv.DictReader(text, strict=True)
-            header = reader.fieldnames or []
-            if missing := [column for column in _TABLE_COLUMNS if column not in header]:
+            separator = "\t" if "\t" in text.readline() else ","
+            text.seek(0)
+            reader = csv.DictReader(text, delimiter=separator, strict=True)
+            header = list(reader.fieldnames or [])
+            layout = next((one for one in LAYOUTS if one[0] in header and one[1] in header), None)
+            if layout is None:
+                known = " or ".join(f"{image!r} and {caption!r}" for image, caption, _ in LAYOUTS)
                 raise UserError(
-                    f"{file} has no column '{missing[0]}': ZeroVL's table has the columns {', '.join(_TABLE_COLUMNS)}, "
-                    f"this one has {', '.join(header) or 'none'}"
+                    f"{file} has no columns {known}, but {', '.join(header) or 'none'}; rename its columns so"
                 )
             for row in reader:
-                image, image_id, caption, caption_id = (row[column] for column in _TABLE_COLUMNS)
+                line = reader.line_num
                 if any(row.get(None) or ()):  # DictReader's key for fields without a column
                     raise UserError(
-                        f"{file}, line {reader.line_num}: the row has more fields than the header; put quotes around a caption "
+                        f"{file}, line {line}: the row has more fields than the header; put quotes around a caption "
                         "with commas"
                     )
-                if image is None or image_id is None or caption is None or caption_id is None:
-                    raise UserError(f"{file}, line {reader.line_num}: the row has fewer fields than the header")
-                yield reader.line_num, (image, image_id, caption, caption_id)
+                if None in row.values():
+                    raise UserError(f"{file}, line {line}: the row has fewer fields than the header")
+                image = row[layout[0]]
+                yield (
+                    line,
+                    _TableRow(image, row.get("image_id", image), row[layout[1]], row.get("caption_id", f"{line}")),
+                )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{file} cannot be read as a table ({error})") from error
 
@@ -193,12 +223,12 @@ class _Pictures:
 
 
 def _read_clip_benchmark(folder: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
-    kind = _read_text(folder / "dataset_type.txt").strip().lower()
+    kind = _read_text(folder / RETRIEVAL_MARK).strip().lower()
     if kind != "retrieval":
         raise UserError(f"{folder / 'dataset_type.txt'} says '{kind}', a retrieval set says 'retrieval'")
-    count_file = folder / split / "nshards.txt"
+    count_file = folder / split / SHARD_COUNT
     if not count_file.parent.is_dir():
-        splits = sorted(entry.name for entry in folder.iterdir() if (entry / "nshards.txt").is_file())
+        splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())
         raise UserError(f"{folder} has no split '{split}'; it has {', '.join(splits) or 'none'}")
     count = _read_text(count_file).strip()
     if not count.isdecimal() or len(count) > 9 or int(count) == 0:
@@ -206,6 +236,13 @@ def _read_clip_benchmark(folder: Path, pictures: Path | None, split: str) -> lis
     samples = [sample for i in range(int(count)) for sample in _read_shard(folder / split / f"{i}.tar")]
     if not samples:
         raise UserError(f"the shards of {folder / split} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")
+    return samples
+
+
+def _read_shards(pattern: Path, pictures: Path | None, split: str) -> list[RetrievalSample]:
+    samples = [sample for shard in expand_shards(str(pattern)) for sample in _read_shard(Path(shard))]
+    if not samples:
+        raise UserError(f"the shards of {pattern} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")
     return samples
 
 
@@ -220,7 +257,9 @@ def _read_text(file: Path) -> str:
 
 def _read_shard(shard: Path) -> list[RetrievalSample]:
     if not shard.is_file():
-        raise UserError(f"shard {shard} is missing; nshards.txt beside it counts it")
+        raise UserError(
+            f"shard {shard} is missing; fetch it, or correct the number in nshards.txt or the list of shards"
+        )
     samples = []
     try:
         with opened(shard) as descriptor:
@@ -259,6 +298,20 @@ def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
 
 RETRIEVAL_FORMATS: list[RetrievalFormat] = [
     RetrievalFormat(
+        description="a folder of webdataset shards, or a list of them (/d/{00000..00003}.tar)",
+        recognises=lambda path: (
+            any(path.glob("*.tar")) if path.is_dir() else path.suffix.lower() == ".tar" or "{" in path.name
+        ),
+        read=_read_shards,
+    ),
+    RetrievalFormat(
+        description="a folder with one table (.csv or .tsv) and its pictures",
+        recognises=lambda path: (
+            path.is_dir() and not (path / RETRIEVAL_MARK).is_file() and find_table(str(path)) is not None
+        ),
+        read=_read_table_of,
+    ),
+    RetrievalFormat(
         description="a folder in CLIP_benchmark's webdataset layout (dataset_type.txt, test/nshards.txt, test/0.tar)",
         recognises=Path.is_dir,
         read=_read_clip_benchmark,
@@ -269,8 +322,8 @@ RETRIEVAL_FORMATS: list[RetrievalFormat] = [
         read=_read_karpathy,
     ),
     RetrievalFormat(
-        description="ZeroVL's .csv with a folder of pictures (valid_anno.csv@/data/coco)",
-        recognises=lambda path: path.suffix.lower() == ".csv",
+        description="a .csv or .tsv with a folder of pictures (valid_anno.csv@/data/coco)",
+        recognises=lambda path: path.suffix.lower() in EXTENSIONS,
         read=_read_table,
     ),
 ]

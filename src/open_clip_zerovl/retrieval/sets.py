@@ -22,6 +22,7 @@ from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.retrieval.formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
+from open_clip_zerovl.tar.remote import REMOTE
 
 __all__ = [
     "RETRIEVAL_FORMATS",
@@ -133,7 +134,7 @@ def retrieval_batches(
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
     """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
 
-    A set without a name takes that of its folder, or of its file of annotations without the ending.
+    A set without a name takes that of its folder, of its file of annotations without the ending, or of its shards' folder.
 
     Raises:
         UserError: an empty entry, a name with other characters than letters, digits and ._-, or a name given twice.
@@ -148,7 +149,9 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
             raise UserError(f"retrieval data '{spec}' has an empty entry: write name=folder::name=folder")
         folder = Path(path).expanduser()
         annotations, _ = split_location(folder)
-        name = name or re.sub(r"\.(json|csv)$", "", annotations.absolute().name, flags=re.IGNORECASE)
+        named = annotations.absolute()
+        named = named.parent if named.suffix == ".tar" or "{" in named.name else named
+        name = name or re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
             raise UserError(f"'{name}' cannot name a retrieval set: use letters, digits, '.', '_' and '-'")
         if name in sets:
@@ -170,8 +173,10 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
         UserError: a path that does not exist or is of no known format, a missing or wrong number of shards, a shard that is no
             tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
+    if REMOTE.match(os.fspath(path)):
+        raise UserError(f"retrieval set {path} is remote, and its images are read by position; copy it to a disk")
     path, pictures = split_location(Path(path).expanduser())
-    if not path.exists():
+    if not path.exists() and "{" not in str(path):
         raise UserError(f"retrieval set {path} does not exist")
     for retrieval_format in RETRIEVAL_FORMATS:
         if retrieval_format.recognises(path):

@@ -24,6 +24,8 @@ from open_clip_zerovl.files import atomic_file, write_atomically
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of, read_samples
 
 SIZES_FILE = "sizes.json"
+RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
+SHARD_COUNT = "nshards.txt"  # in the folder of each of its splits
 MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
 
 
@@ -100,8 +102,8 @@ def write_retrieval_set(
     shard_count = -(-len(samples) // shard_size)
     for k in range(shard_count):
         write_shard(folder / split / f"{k}.tar", samples[k * shard_size : (k + 1) * shard_size])
-    write_atomically(folder / split / "nshards.txt", f"{shard_count}\n")
-    write_atomically(folder / "dataset_type.txt", "retrieval\n")
+    write_atomically(folder / split / SHARD_COUNT, f"{shard_count}\n")
+    write_atomically(folder / RETRIEVAL_MARK, "retrieval\n")
     return len(samples)
 
 
@@ -112,7 +114,7 @@ def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[S
         UserError: the folder holds no such set.
     """
     folder = Path(folder) / split
-    count_file = folder / "nshards.txt"
+    count_file = folder / SHARD_COUNT
     if not count_file.is_file():
         raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
     for k in range(int(count_file.read_text())):

@@ -51,7 +51,10 @@ def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
 
 def describe_source(source: Source) -> dict[str, Any]:
     """What embeddings of a source are of: its name, how many samples, and marks by which other data is noticed."""
-    picked = None if source.picked is None else hashlib.blake2b(source.picked.tobytes(), digest_size=16).hexdigest()
+    own = source.picked
+    if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
+        own = source.table.members
+    picked = None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest()
     marks = [_shard_mark(shard) for shard in dict.fromkeys(source.shards)]
     return {
         "name": source.name,

@@ -1,0 +1,80 @@
+"""`zerovl data check` of a table: every row with its picture. Shards are checked by `datasets.index`."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from PIL import Image
+from tqdm import tqdm
+
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import Source, table_source
+from open_clip_zerovl.data.table import CsvFormat
+from open_clip_zerovl.tar.faults import PICTURE_MARKS, FolderCheck, ShardCheck, caption_fault, picture_fault
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of
+from open_clip_zerovl.tar.pictures import BadPicture, decoded
+
+
+def check_table(
+    path: str, style: CsvFormat | None = None, *, threads: int = 4, decode: bool = False, progress: bool = True
+) -> FolderCheck:
+    """Check every row of a table of pairs: that it can be read, its caption, and its picture's file.
+
+    Faults that are found are rows with more fields than the header, rows without a picture's file or a caption, captions that
+    are empty or not UTF-8, and pictures of no known format or that do not end as theirs does. A picture's kind is told by its
+    bytes, not by its name. Stray quotes are logged by line.
+
+    Args:
+        style: columns and separator; None for those that the header shows.
+        threads: blocks of rows read at the same time.
+        decode: also decode every picture.
+
+    Raises:
+        UserError: no such table, or one without usable columns or rows.
+    """
+    begin = time.perf_counter()
+    source = table_source("table", path, style)
+    found = ShardCheck(os.path.basename(path), size_bytes=os.path.getsize(path))
+    with ThreadPoolExecutor(threads) as pool:
+        blocks = pool.map(lambda block: _block(source, block, decode), range(len(source.shards)))
+        for faults, size_bytes in tqdm(blocks, total=len(source.shards), unit="block", disable=not progress):
+            found.size_bytes += size_bytes
+            for key, kinds in faults:
+                found.samples += 1
+                for kind in kinds:
+                    found.fault(kind, key)
+    return FolderCheck([found], time.perf_counter() - begin)
+
+
+def _block(source: Source, block: int, decode: bool) -> tuple[list[tuple[str, list[str]]], int]:
+    """(key, faults) of each row of a block, and the bytes of their pictures."""
+    found, size_bytes = [], 0
+    for sample in samples_of(source, block):
+        found.append((sample.key, _faults(sample, decode)))
+        size_bytes += len(image_of(sample.files) or b"")
+    return found, size_bytes
+
+
+def _faults(sample: Sample, decode: bool) -> list[str]:
+    if not sample.files:
+        return ["row has more fields than the header, or is too long"]
+    caption, picture = sample.files.get(TEXT_EXTENSION), image_of(sample.files)
+    faults = ["no caption" if caption is None else caption_fault(caption)]
+    if picture is None:
+        faults.append("no picture file that can be read")
+    else:
+        faults.append(_picture_fault(picture, decode))
+    return [fault for fault in faults if fault]
+
+
+def _picture_fault(content: bytes, decode: bool) -> str:
+    kind = next((kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first)), None)
+    if kind is not None:
+        return picture_fault(content, kind, decode=decode)
+    try:
+        decoded(content, Image.Image.load if decode else Image.Image.getbands)
+    except BadPicture as error:
+        return f"picture cannot be opened ({type(error.__cause__).__name__})"
+    return ""

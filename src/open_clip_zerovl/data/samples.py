@@ -1,0 +1,82 @@
+"""The samples of a source with all their files, in order: how evaluation, clustering and checks read whatever a source is.
+
+    tar        000.jpg 000.txt 000.json                      ->  Sample("000", {jpg, txt, json})
+    table      image,caption,place / a.jpg,a dog,Oslo        ->  Sample("00000001-a", {jpg: a.jpg's bytes, txt: b"a dog",
+                                                                 json: {"image": "a.jpg", "caption": "a dog", "place": "Oslo"}})
+
+A row of a table thus has its columns where a sample of a shard has its json. Rows count from 1 below the header. Training reads
+by `reading`, which replaces bad samples; here they are yielded as they are, without the file that they lack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from open_clip_zerovl.data.reading import picture_file
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, opened, read_samples
+from open_clip_zerovl.tar.remote import local_path
+
+
+def samples_of(source: Source, shard: int) -> Iterator[Sample]:
+    """The samples of one shard of a source; of a table, those of one block of rows; of a cluster, its own samples only.
+
+    Args:
+        shard: its number in `source.shards`.
+
+    Raises:
+        UserError: a remote shard, a shard or a table that cannot be read, or a table that has changed since it was opened.
+    """
+    where = source.shards[shard]
+    if source.table is not None:
+        yield from _rows(source, shard)
+        return
+    path = local_path(where)
+    if path is None:
+        raise UserError(
+            f"{where} of source {source.name!r} is remote, and local shards are read here; copy it to a disk"
+        )
+    if source.picked is None:
+        yield from read_samples(path)
+        return
+    own = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
+    yield from (sample for number, sample in enumerate(read_samples(path)) if number in own)
+
+
+def _rows(source: Source, block: int) -> Iterator[Sample]:
+    table, first = source.table, int(source.starts[block])
+    assert table is not None
+    try:
+        with opened(table.path) as descriptor:
+            table.check_unchanged(descriptor)
+            for number in range(first, first + source.sizes[block]):
+                members = table.rows_of(number).tolist()
+                rows = [table.read_fields(descriptor, row) for row in members]
+                image, _ = table.image_and_caption(rows[0])
+                captions = [caption for _, caption in map(table.image_and_caption, rows) if caption is not None]
+                files: dict[str, bytes] = {}
+                if table.is_readable(members[0]):
+                    if (content := picture_file(table.image_path(image))) is not None:
+                        files[_extension(image)] = content
+                    if captions:
+                        files[TEXT_EXTENSION] = b"\n".join(captions)
+                    columns = dict(zip(table.columns, rows[0], strict=False))
+                    files["json"] = json.dumps(columns).encode()
+                yield Sample(_key(members[0], image), files)
+    except ShardError as error:
+        raise UserError(f"table {table.path} cannot be read ({error}); correct its path") from error
+
+
+def _extension(image: str) -> str:
+    """The suffix under which a picture stands: that of its file where it is one of a picture's. Decoders go by its bytes."""
+    suffix = Path(image).suffix.lower().removeprefix(".")
+    return suffix if suffix in IMAGE_EXTENSIONS else IMAGE_EXTENSIONS[0]
+
+
+def _key(row: int, image: str) -> str:
+    """A key without dots or slashes, unique in its table, that tells the row and the picture."""
+    return f"{row + 1:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(image).stem)[:60]}".rstrip("-")
