@@ -218,7 +218,7 @@ RECIPES: dict[str, Recipe] = {
             "model": "ViT-B-16",
             "sampling": "random",
             "teacher": "shards:768,768",
-            "captions": "txt=0.5,syn.json:syn_text=0.5",
+            "captions": "txt+syn.json:syn_text",
             "distill-weight": "1.0",
             "distill-temperature": "0.01",
             "lr": "1e-3",

@@ -70,7 +70,7 @@ THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
 STEP_FLAGS = (
     "--dga-steps, --dga-retain, --dga-check, --sort-text, --loss-chunk, --cross-source-weight, --positives, --teacher, "
-    "--temperature-parameter or --ablate"
+    "--captions FIELD+FIELD, --temperature-parameter or --ablate"
 )
 
 PROGRAM = (

@@ -34,11 +34,10 @@ from training.step_log import StepLog
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
     """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours."""
     asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
-    plain = config.loss_chunk is None and asked == {name: getattr(RecipeConfig(), name) for name in asked}
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:
-        if plain and config.teacher is None:
+        if not config.changes("loss_chunk", "teacher", *asked) and config.texts_per_image == 1:
             return create_stock_loss(args)
         return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
     return ContrastiveLoss(
@@ -129,7 +128,10 @@ class Trainer:
             self.config.dga_steps,
             tb_writer,
             [source.name for source in sources],
-            judged=isinstance(loss, ContrastiveLoss) and not self._changes_the_loss(),
+            # With these the loss of chance is another than ln N.
+            judged=isinstance(loss, ContrastiveLoss)
+            and not self.config.changes("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
+            and self.config.texts_per_image == 1,
         )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
@@ -152,12 +154,6 @@ class Trainer:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         if self.config.dga_retain == "auto":
             self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
-
-    def _changes_the_loss(self) -> bool:
-        """Whether the loss of chance is another than ln N."""
-        config, plain = self.config, RecipeConfig()
-        names = ("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
-        return any(getattr(config, name) != getattr(plain, name) for name in names)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""

@@ -12,7 +12,7 @@ from torchvision import transforms
 from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.names import caption_fields
+from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
@@ -96,6 +96,72 @@ def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
 def test_captions_are_counted_for_teachers(folder):
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
+    (source,) = parse_sources(f"a={folder}", captions=TOGETHER)  # one that lacks a field is never shown
+    assert caption_starts(source).tolist() == [0, 4, 8, 12, 13, 17, 18, 22, 23, 24, 28, 32, 36]
+
+
+TOGETHER = "txt + syn+other.json:long"
+
+
+def shown_together(folder, *, epoch=0, start=0, workers=0):
+    """(sample, its captions of one step), and what was lost, in the order of the epoch."""
+    mixture = Mixture(
+        parse_sources(f"a={folder}", captions=TOGETHER),
+        Batching(2, 1, 1, max(1, workers)),
+        Preprocessing(
+            transforms.PILToTensor(),
+            tokens_of,
+            augment_caption=lambda caption, seed: f"{caption}|{seed % 10**6}",
+            with_content=True,
+        ),
+        sampling=Sampling("random"),
+        seed=3,
+    )
+    loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
+    loader.set_epoch(epoch, start)
+    found = []
+    for images, texts, origin in loader:
+        assert len(texts) == 3 * len(images) and origin.shape == (len(images), 6)
+        sets = [[text_of(row).split("|") for row in part] for part in texts.chunk(3)]
+        found += [
+            (
+                int(position) % 12,
+                tuple(caption for caption, _ in captions),
+                tuple(seed for _, seed in captions),
+                numbers,
+            )
+            for (_, position, *numbers), *captions in zip(origin.tolist(), *sets, strict=True)
+        ]
+    return found, loader.lost
+
+
+def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_one_is_replaced(folder):
+    seen = Counter()
+    for epoch in range(40):
+        samples, lost = shown_together(folder, epoch=epoch)
+        assert lost == {"a": {"no caption": 3, "bad json": 1}} and len(samples) == 12
+        for number, captions, seeds, hashes in samples:
+            assert captions[0] == f"txt {number}" and captions[2] == f"long {number}"
+            assert captions[1] in (f"syn {number} a", f"syn {number} b")
+            seen[captions[1]] += 1
+            assert len(set(seeds)) == 3  # each caption's words are augmented by draws of its own
+            assert len(set(hashes)) == 4  # of the picture and of three captions
+    assert {number for number, *_ in samples} == {0, 1, 2, 4, 6, 9, 10, 11}
+    assert min(seen.values()) >= 10 and len(seen) == 16  # both synthetic captions of each
+
+
+def test_draws_of_several_captions_are_of_the_seed_epoch_and_sample_alone(folder):
+    whole, _ = shown_together(folder, epoch=1)
+    assert whole[4:] == shown_together(folder, epoch=1, start=2)[0]
+    by_sample = {(number, captions) for number, captions, *_ in whole}
+    others = {(number, captions) for number, captions, *_ in shown_together(folder, epoch=2)[0]}
+    assert by_sample != others
+
+
+@pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
+def test_fields_together_that_are_none_are_refused(text):
+    with pytest.raises(UserError, match="each field beside another is given once"):
+        caption_sets(text)
 
 
 @pytest.mark.parametrize("text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"])
@@ -106,7 +172,7 @@ def test_shares_that_are_none_are_refused(text):
 
 def test_other_words_and_tables_are_refused(tmp_path):
     assert next(out_of_range(AllFlags(captions="some"))).startswith(
-        "--captions some is out of range; give one-per-epoch, all or"
+        "--captions some is out of range; give one-per-epoch, all, FIELD=SHARE,... or FIELD+FIELD"
     )
     with pytest.raises(UserError, match="unknown --captions 'some'"):
         parse_sources(f"a={tmp_path}", captions="some")

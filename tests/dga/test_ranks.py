@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from support.dense_loss import DenseLoss, sample_ids, teacher_features
+from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, bert_folder, error, one_graph
 
 STEPS = 2
@@ -46,6 +46,7 @@ class Case:
     compile: bool = False
     shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would be others
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
+    texts: int = 1  # of each image
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
@@ -59,8 +60,12 @@ class Case:
         inputs: dict[str, Any] = {}
         if self.options:
             inputs["ids"] = sample_ids(sum(sizes), seed)
+            inputs["ids"]["caption"] = sample_ids(self.texts * sum(sizes), seed)["caption"]
         if self.options.get("distill_weight"):
-            inputs["teacher_features"] = teacher_features(sum(sizes), seed)
+            several = [teacher_features(sum(sizes), seed + 100 * number) for number in range(self.texts)]
+            inputs["teacher_features"] = [
+                (of_one[0][0], torch.cat([texts for _, texts in of_one])) for of_one in zip(*several, strict=True)
+            ]
         if self.mixup_lambda is not None:
             inputs |= {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
             if "ids" in inputs:  # partners of one source
@@ -72,15 +77,27 @@ class Case:
         each = [self.loss_inputs(rank, step) for rank in range(world_size)]
         joined = dict(each[0])
         if "ids" in joined:
-            joined["ids"] = {name: torch.cat([one["ids"][name] for one in each]) for name in joined["ids"]}
+            joined["ids"] = {name: torch.cat([one["ids"][name] for one in each]) for name in ("source", "image")}
+            joined["ids"]["caption"] = set_by_set([one["ids"]["caption"] for one in each], self.texts)
         if "teacher_features" in joined:
             teachers = zip(*(one["teacher_features"] for one in each), strict=True)
             joined["teacher_features"] = [
-                tuple(torch.cat(rows) for rows in zip(*of_ranks, strict=True)) for of_ranks in teachers
+                (
+                    torch.cat([images for images, _ in of_ranks]),
+                    set_by_set([texts for _, texts in of_ranks], self.texts),
+                )
+                for of_ranks in teachers
             ]
         if "partner" in joined:
             joined["partner"] = reversed_partner([size for rank in range(world_size) for size in self.sizes(rank)])
         return joined
+
+
+class FirstTextAlone(DenseLoss):
+    """The loss of each image's first text."""
+
+    def forward(self, image_features, text_features, *scalars, texts_per_image, **inputs):
+        return super().forward(image_features, text_features[: len(image_features)], *scalars, **inputs)
 
 
 def ours(chunk_size: int = 3, **options: Any) -> dict[str, Any]:
@@ -162,6 +179,25 @@ CASES |= {
     for sizes in (ragged, one_micro_batch)
     for name, options in {"plain": {}, "all options": ALL_OPTIONS}.items()
 }
+CASES |= {
+    f"two texts an image, {name}, {sizes.__name__}": Case(sizes=sizes, texts=2, **kind)
+    for sizes in (ragged, one_micro_batch)
+    for name, kind in {
+        "plain": ours(),
+        "all options": ours(**ALL_OPTIONS),
+    }.items()
+} | {
+    "two texts an image, frozen text": Case(texts=2, freeze="text", **ours()),
+    "two texts an image, mixup, ragged": Case(texts=2, sizes=ragged, mixup_lambda=0.8, retain=0, **ours()),
+    "two texts an image, in another order, ragged": Case(texts=2, sizes=ragged, shuffle_texts=True, **ours()),
+    "three texts an image, sigmoid": Case(
+        partial(SigmoidLoss, chunk_size=3),
+        partial(DenseLoss, sigmoid=True),
+        texts=3,
+        model={"bias": True},
+        options={"sigmoid": True},
+    ),
+}
 SLOW_CASES = {
     "ours, compiled DDP": Case(ContrastiveLoss, compile=True),
     "ours, compiled DDP, frozen text": Case(ContrastiveLoss, compile=True, freeze="text"),
@@ -182,12 +218,16 @@ CONTROLS = {
             "two teachers": {"distill_weight": 0.6, "distill_temperature": 0.1},
         }.items()
     },
+    "two texts an image against the first one alone": (
+        Case(texts=2, **ours() | {"reference_loss": FirstTextAlone}),
+        0.01,
+    ),
     "ClipLoss in an ordinary DDP loop: 1/W": (Case(ClipLoss, sizes=lambda rank: [4], use_dga=False), 0.4),
 }
 
 
 def rank_batches(case: Case, rank: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return batches(case.sizes(rank), seed=1000 * step + rank)
+    return batches(case.sizes(rank), seed=1000 * step + rank, texts_per_image=case.texts)
 
 
 def rank_seed(rank: int, step: int) -> int:
@@ -211,10 +251,10 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
             order = {}
             if case.shuffle_texts:
                 images, texts = zip(*micro_batches, strict=True)
-                order["text_order"] = torch.randperm(sum(case.sizes(rank)))
-                texts = torch.cat(texts)[order["text_order"]].split(case.sizes(rank))
+                order["text_order"] = torch.randperm(case.texts * sum(case.sizes(rank)))
+                texts = torch.cat(texts)[order["text_order"]].split([len(part) for part in texts])
                 micro_batches = list(zip(images, texts, strict=True))
-            dga.backward(micro_batches, **order, **case.loss_inputs(rank, step))
+            dga.backward(micro_batches, texts_per_image=case.texts, **order, **case.loss_inputs(rank, step))
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -236,7 +276,9 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             micro_batches += of_rank
             states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
         inputs = case.all_loss_inputs(world_size, step)
-        _, grads = one_graph(model, case.reference_loss(), micro_batches, rng_states=states, **inputs)
+        _, grads = one_graph(
+            model, case.reference_loss(), micro_batches, rng_states=states, texts_per_image=case.texts, **inputs
+        )
         found.append(grads)
         for name, parameter in model.named_parameters():
             parameter.grad = grads.get(name)
@@ -377,7 +419,7 @@ def test_every_rank_has_the_gradient_of_one_graph(ranks, name):
                 assert torch.equal(gradient, found[0][name][step][parameter]), f"ranks drift apart in {parameter}"
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options or case.texts > 1])
 def test_one_rank_has_the_gradient_of_one_graph(name):
     found, wanted = run_case(CASES[name], 0, 1), reference(CASES[name], 1)
     for step in range(STEPS):

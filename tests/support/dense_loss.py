@@ -5,6 +5,7 @@ Everything is a matrix (N, N) here: weights w_ij of the negatives, targets Y, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,27 @@ class DenseLoss(nn.Module):
         partner=None,
         ids=None,
         teacher_features=(),
+        texts_per_image=1,
     ):
+        if texts_per_image > 1:  # one loss for each text of the images, summed
+            captions = ids["caption"].chunk(texts_per_image) if ids else [None] * texts_per_image
+            texts = [features.chunk(texts_per_image) for _, features in teacher_features]
+            losses = [
+                self(
+                    image_features,
+                    of_set,
+                    logit_scale,
+                    logit_bias,
+                    mixup_lambda=mixup_lambda,
+                    partner=partner,
+                    ids=ids and {**ids, "caption": captions[number]},
+                    teacher_features=[
+                        (teachers[0], of[number]) for teachers, of in zip(teacher_features, texts, strict=True)
+                    ],
+                )
+                for number, of_set in enumerate(text_features.chunk(texts_per_image))
+            ]
+            return {"contrastive_loss": sum(losses)} if output_dict else sum(losses)
         n = len(image_features)
         positive = torch.eye(n, dtype=torch.bool)
         for name in {"pair": [], "both": ["caption", "image"]}.get(self.positives, [self.positives]):
@@ -91,6 +112,12 @@ def sample_ids(b: int, seed: int) -> dict[str, Tensor]:
         name: torch.randint(0, kinds, (b,), generator=generator)
         for name, kinds in (("source", 3), ("caption", 5), ("image", 7))
     }
+
+
+def set_by_set(parts: Sequence[Tensor], texts_per_image: int) -> Tensor:
+    """Rows of several batches, each with the first texts of its images and then the second, in this order as one batch."""
+    chunks = [part.chunk(texts_per_image) for part in parts]
+    return torch.cat([chunk[number] for number in range(texts_per_image) for chunk in chunks])
 
 
 def teacher_features(b: int, seed: int, widths: tuple[int, ...] = (6, 9), **like: Any) -> list[tuple[Tensor, Tensor]]:

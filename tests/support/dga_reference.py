@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig
 
+from support.dense_loss import set_by_set
+
 # From ARCHITECTURE, invariant 1.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
 CONTEXT = 12
@@ -72,12 +74,14 @@ def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: i
     return model.to(dtype).train()
 
 
-def batches(sizes: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    sizes: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 1, texts_per_image: int = 1
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         (
             torch.randn(size, 3, 32, 32, generator=generator, dtype=dtype),
-            torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator),
+            torch.randint(1, VOCABULARY, (size * texts_per_image, CONTEXT), generator=generator),
         )
         for size in sizes
     ]
@@ -104,6 +108,7 @@ def one_graph(
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     autocast: Callable[[], Any] = nullcontext,
     rng_states: Sequence[Tensor | None] | None = None,
+    texts_per_image: int = 1,
     **loss_inputs: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the whole batch in one graph: all forwards, one loss, one backward.
@@ -119,7 +124,12 @@ def one_graph(
             images, texts = prepare(images, texts)
         with autocast():
             outputs.append(model(images, texts))
-    features = {name: torch.cat([output[name] for output in outputs]) for name in ("image_features", "text_features")}
+    features = {
+        "image_features": torch.cat([output["image_features"] for output in outputs]),
+        "text_features": set_by_set([output["text_features"] for output in outputs], texts_per_image),
+    }
+    if texts_per_image > 1:
+        loss_inputs["texts_per_image"] = texts_per_image
     features = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in features.items()}
     scalars = {name: outputs[-1][name] for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
     value = loss(**features, **scalars, **loss_inputs, output_dict=True)["contrastive_loss"]

@@ -6,7 +6,9 @@ picture beside it, bit for bit, or of another one.
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.teacher.manifest import augmentation_of
 from open_clip_zerovl.teacher.rows import TeacherRows
@@ -113,6 +116,32 @@ def test_a_teacher_of_another_size_sees_the_view_resized(place):
         seen = (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255).round().to(torch.uint8)
         assert seen.shape == (3, 20, 20)
         assert torch.equal(stored, as_kept(hashed(seen[None], 2))[0])
+
+
+def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
+    """Also where the store was made for drawing between the fields; not for the fields in another order."""
+    members = []
+    for number in range(8):
+        captions = {"syn": [f"synthetic {number} {c}" for c in range(1 + number % 3)]}
+        members += [
+            (f"{number:04d}.jpg", noise_jpeg(number, 60, 50)),
+            (f"{number:04d}.txt", f"picture {number}".encode()),
+            (f"{number:04d}.json", json.dumps(captions).encode()),
+        ]
+    write_tar(tmp_path / "a" / "00000.tar", members)
+    data, settings = f"a={tmp_path}/a", replace(SETTINGS, captions="txt=0.5,syn=0.5")
+    encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2)]
+    store = embed_sources(data, encoders, tmp_path / "teacher", settings, progress=False)
+    together = replace(SETTINGS, captions="txt+syn")
+    for images, tokens, _, embeddings in batches(data, store, settings=together):
+        assert len(tokens) == 2 * len(images) and len(embeddings) == 6
+        assert [bytes(row.tolist()).split()[0] for row in tokens[::4]] == [b"picture", b"synthetic"]
+        for teacher, salt in ((0, 1), (1, 2)):
+            of_images, *of_texts = embeddings[3 * teacher : 3 * teacher + 3]
+            assert torch.equal(of_images, as_kept(hashed(images, salt)))
+            assert torch.equal(torch.cat(of_texts), as_kept(hashed(tokens.to(torch.uint8), salt)))
+    with pytest.raises(UserError, match="read captions with --captions txt=0.5,syn=0.5, and this run has syn\\+txt"):
+        batches(data, store, settings=replace(SETTINGS, captions="syn+txt"))
 
 
 def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place, tmp_path):

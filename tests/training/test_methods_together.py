@@ -14,6 +14,7 @@ from open_clip_zerovl.recipe.mixup import Mix
 from support.dense_loss import DenseLoss
 from support.dga_reference import errors as relative_errors
 from support.programs import COMMON, launch
+from support.replayed import features_of, gradient_errors
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
 
@@ -56,20 +57,10 @@ def one_graph(entries, mix: Mix, *, replay_masks: bool = True) -> tuple[dict[str
     mixup = CoinFlipMixup(1.0)
     mixup.attach(model)
     assert all(entry["loss_inputs"]["mixup_lambda"] == mix.weight for entry in entries)
-    features = {"image_features": [], "text_features": []}
-    sizes = []
+    sizes = [len(images) for entry in entries for images, _ in entry["prepared"]]
     with mixup.applied(mix):
-        for number, entry in enumerate(entries):
-            torch.set_rng_state(entry["rng"]) if replay_masks else torch.manual_seed(number)
-            for images, texts in entry["prepared"]:
-                outputs = model(images, texts)
-                sizes.append(len(images))
-                for name, parts in features.items():
-                    parts.append(outputs[name])
-        joined = {name: torch.cat(parts) for name, parts in features.items()}
-        loss = ContrastiveLoss()(
-            **joined, logit_scale=outputs["logit_scale"], mixup_lambda=mix.weight, partner=reversed_partner(sizes)
-        )
+        features = features_of(model, entries, replay_masks=replay_masks)
+        loss = ContrastiveLoss()(**features, mixup_lambda=mix.weight, partner=reversed_partner(sizes))
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}, float(loss.detach())
 
@@ -140,18 +131,7 @@ def test_ids_travel_with_the_batch_and_make_the_dense_loss_gradient(repeated):
         model.load_state_dict(entries[0]["weights"])
         found = {}
         for name, loss in (("wanted", DenseLoss(**LOSS_FLAGS)), ("plain", DenseLoss())):
-            features = {"image_features": [], "text_features": []}
-            for entry in entries:
-                torch.set_rng_state(entry["rng"])
-                for micro_batch in entry["prepared"]:
-                    outputs = model(*micro_batch)
-                    for modality, parts in features.items():
-                        parts.append(outputs[modality])
-            joined = {modality: torch.cat(parts) for modality, parts in features.items()}
-            model.zero_grad()
-            loss(**joined, logit_scale=outputs["logit_scale"], ids=ids).backward()
-            gradients = {parameter: value.grad.clone() for parameter, value in model.named_parameters()}
-            found[name] = [max(relative_errors(entry["gradients"], gradients).values()) for entry in entries]
+            _, found[name] = gradient_errors(model, entries, loss, ids=ids)
         assert max(found["wanted"]) <= 5e-5
         assert min(found["plain"]) >= 0.05
 

@@ -56,7 +56,7 @@ def add_teacher(commands) -> None:
     as_in_training.add_argument("--pixel-path", choices=PIXEL_PATHS, default=PIXEL_PATH, help="default %(default)s")
     as_in_training.add_argument(
         "--captions",
-        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
+        metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
         help="several captions of an image; all are embedded",
     )
     as_in_training.add_argument("--on-bad-sample", choices=POLICIES, default="replace", help="default %(default)s")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Sequence
 
 import numpy as np
 
 from open_clip_zerovl.data.fields import captions_of, member_of
-from open_clip_zerovl.data.names import caption_fields
+from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
@@ -22,13 +21,13 @@ def caption_starts(source: Source) -> np.ndarray | None:
 
         samples of 1, 3 and 2 captions  ->  [0, 1, 4, 6]
 
-    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each caption is a sample of
-    its own. In a shard that cannot be read each sample counts one caption.
+    Samples have several captions with `--captions one-per-epoch`, FIELD=SHARE,... and FIELD+FIELD; with `all` each caption is a
+    sample of its own. In a shard that cannot be read each sample counts one caption.
 
     Raises:
         UserError: remote or compressed shards, whose captions cannot be counted.
     """
-    fields = caption_fields(source.captions)
+    fields = field_names(source.captions)
     if source.captions != "one-per-epoch" and not fields:
         return None
     if source.table is not None:
@@ -43,7 +42,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
                 f"here, or leave '--captions {source.captions}' out"
             )
         try:
-            found = _counts_of_fields(path, fields) if fields else open_index(path).captions
+            found = _counts_of_fields(path, source.captions) if fields else open_index(path).captions
         except ShardError:
             continue
         except tarfile.ReadError as error:
@@ -58,14 +57,14 @@ def caption_starts(source: Source) -> np.ndarray | None:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _counts_of_fields(path: str, fields: Sequence[tuple[str, float]]) -> np.ndarray:
+def _counts_of_fields(path: str, captions: str | None) -> np.ndarray:
     """(n,) number of captions of each whole sample of a plain local tar, at least 1."""
-    wanted, counts = {member_of(field) for field, _ in fields}, []
+    wanted, counts = {member_of(field) for field in field_names(captions)}, []
     with opened(path) as descriptor:
         try:
             for _, members in locate_samples(path):
                 content = {name: os.pread(descriptor, at[1], at[0]) for name, at in members.items() if name in wanted}
-                found = captions_of(content, fields)
+                found = captions_of(content, captions)
                 counts.append(max(1, len(found)) if isinstance(found, list) else 1)
         except ShardError:
             if not counts:

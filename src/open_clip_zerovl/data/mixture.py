@@ -121,16 +121,18 @@ class Preprocessing:
 
     Attributes:
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
-        tokenizer: list of captions -> LongTensor (B, L).
+        tokenizer: list of captions -> LongTensor (B, L). Where a step shows several captions of each sample, C of them, texts
+            are (C*B, L): the first caption of all samples, then the second.
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
             in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
         reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`images.Crop`).
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
-            and a number of the image file. Equal texts (but for case and white space) have the same number, equal files too.
+            and a number of the image file; then one of each further caption. Equal texts (but for case and white space) have
+            the same number, equal files too.
         teachers: show the views that these teachers have embedded, in place of new augmentations. Their embeddings are the
-            fourth item, a tuple of two tensors (B, D), of pictures and captions, for each teacher. The third item is yielded
+            fourth item, a tuple of tensors (B, D): of pictures and of captions, for each teacher. The third item is yielded
             too.
         shard_teachers: the same for teachers whose embeddings are in the shards. Pictures are then decoded at full size, since
             stored crops are measured in it.
@@ -331,12 +333,13 @@ class Mixture(IterableDataset):
                     picture, of_teachers = teachers.show(sample, image, self.transform, draw)
                     images.append(picture)
                     embeddings.append(of_teachers)
-                captions.append(self._caption(sample))
+                captions.append(self._captions(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if loss is not None:
                     report.losses.append(loss)
-        others: list[Any] = [wanted.tokenizer(captions)]
+        texts = [caption for beside in zip(*captions, strict=True) for caption in beside]
+        others: list[Any] = [wanted.tokenizer(texts)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
@@ -348,22 +351,26 @@ class Mixture(IterableDataset):
         block, memory = found
         return (Lent.of(worker, block, collate_images(images, memory), others), report)
 
-    def _caption(self, sample: RawSample) -> str:
+    def _captions(self, sample: RawSample) -> list[str]:
         augment = self.preprocessing.augment_caption
         if augment is None:
-            return sample.caption
-        return augment(sample.caption, stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place))
+            return [caption for _, caption in sample.shown]
+        key = sample.source, sample.place
+        return [
+            augment(caption, stream_seed(self.seed, Purpose.WORDS, *key, *([number] if number else [])))
+            for number, (_, caption) in enumerate(sample.shown)
+        ]
 
     def _decode(self, sample: RawSample) -> Any:
         return self.decode(sample.image, self.crop)
 
 
 def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, int]:
-    """source -> texts (B, L) whose last place is not padding."""
+    """source -> samples of whose texts (B, L), or (C*B, L), one has no padding in its last place."""
     if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
         return {}
     full: dict[int, int] = {}
-    for row in (texts[:, -1] != padding).nonzero().flatten().tolist():
+    for row in (texts[:, -1] != padding).view(-1, len(sources)).any(dim=0).nonzero().flatten().tolist():
         full[sources[row]] = full.get(sources[row], 0) + 1
     return full
 
@@ -375,10 +382,13 @@ def padding_of(tokenizer: Any) -> int | None:
     return getattr(tokenizer.tokenizer, "pad_token_id", None) if isinstance(tokenizer, HFTokenizer) else None
 
 
-def content_numbers(sample: RawSample) -> tuple[int, int]:
-    """(number of the caption, number of the image file), both int64: hashes, equal in every process for equal content."""
-    caption = " ".join(sample.caption.casefold().split()).encode()
-    return tuple(  # type: ignore[return-value]
+def content_numbers(sample: RawSample) -> tuple[int, ...]:
+    """Numbers of the caption, of the image file, and of further captions shown beside the first, all int64.
+
+    They are hashes, equal in every process for equal content.
+    """
+    first, *beside = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
+    return tuple(
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-        for content in (caption, sample.image)
+        for content in (first, sample.image, *beside)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from open_clip_zerovl.errors import UserError
@@ -17,6 +18,7 @@ PIXEL_PATH = "arrays"  # of training and of stored teachers, which see its pictu
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 
+@functools.cache
 def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
     """The fields from which captions are drawn, each with its probability; () for values of another form.
 
@@ -47,9 +49,37 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
     return tuple(fields)
 
 
+@functools.cache
+def caption_sets(captions: str | None) -> tuple[str, ...]:
+    """The fields of which each shows a caption in every step, beside the others'; () for values of another form.
+
+        caption_sets("txt+syn")  ->  ("txt", "syn")
+
+    Raises:
+        UserError: an empty field, or one given twice.
+    """
+    if captions is None or "+" not in captions or "=" in captions:
+        return ()
+    names = tuple(part.strip() for part in captions.split("+"))
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(f"--captions {captions}: each field beside another is given once; write txt+KEY")
+    return names
+
+
+def field_names(captions: str | None) -> tuple[str, ...]:
+    """The fields that `--captions` names, in either form; () for none."""
+    return caption_sets(captions) or tuple(name for name, _ in caption_fields(captions))
+
+
+def captions_in_a_step(captions: str | None) -> int:
+    """How many captions of a sample a step shows: 1, or as many as `caption_sets` has."""
+    return max(1, len(caption_sets(captions)))
+
+
 def is_captions(captions: str) -> bool:
-    """Whether a `--captions` value is one of CAPTIONS, or has the form of `caption_fields`; UserError as there."""
-    return captions in CAPTIONS or bool(caption_fields(captions))
+    """Whether a `--captions` value is one of CAPTIONS, or has the form of `caption_fields` or `caption_sets`; UserError as
+    there."""
+    return captions in CAPTIONS or bool(field_names(captions))
 
 
 def is_named(train_data: str | None) -> bool:

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from open_clip_zerovl.data.fields import DrawnCaptions, captions_of, member_of
+from open_clip_zerovl.data.fields import CaptionSets, DrawnCaptions, captions_of, member_of
 from open_clip_zerovl.data.health import Fault, Loss
-from open_clip_zerovl.data.names import caption_fields
+from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import regular_file
@@ -61,6 +61,7 @@ class RawSample:
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
         caption_number: number of `caption` among the sample's captions, from 0.
+        beside: (number, caption) of those shown in the same step beside `caption` (`--captions FIELD+FIELD`).
         captions: all captions, "" for one that cannot be shown; empty without `Reading.every_caption`.
         stored: the result of `ShardTeachers.stored_view`.
         fault: why it cannot be shown; None for a good sample.
@@ -76,8 +77,14 @@ class RawSample:
     fault: Fault | None = None
     stands_for: Loss | None = None
     caption_number: int = 0
+    beside: tuple[tuple[int, str], ...] = ()
     captions: tuple[str, ...] = ()
     stored: Any = None
+
+    @property
+    def shown(self) -> tuple[tuple[int, str], ...]:
+        """(number, caption) of all captions that the step shows."""
+        return ((self.caption_number, self.caption), *self.beside)
 
     @property
     def place(self) -> int:
@@ -307,19 +314,19 @@ class Reading:
     def _member(self, key: str, members: Mapping[str, bytes | None]) -> _Member:
         """What `_members` yields of a sample."""
         if self._fields:
-            return key, captions_of(members, self._fields), image_of(members), members
+            return key, captions_of(members, self.source.captions), image_of(members), members
         return key, self._captions(members.get(TEXT_EXTENSION)), image_of(members), members
 
     @property
-    def _fields(self) -> tuple[tuple[str, float], ...]:
+    def _fields(self) -> tuple[str, ...]:
         """The fields that `--captions` names; () for none."""
-        return caption_fields(self.source.captions)
+        return field_names(self.source.captions)
 
     @property
     def _wanted(self) -> frozenset[str]:
         """Suffixes of the members that are read of a sample."""
         others = () if self.teachers is None else self.teachers.members
-        return WANTED | {member_of(field) for field, _ in self._fields} | frozenset(others)
+        return WANTED | {member_of(field) for field in self._fields} | frozenset(others)
 
     def _indexed(self, path: str, start: int, size: int):
         """`_members` of a plain local tar, by its index."""
@@ -393,37 +400,53 @@ class Reading:
         self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
     ) -> RawSample:
         """The sample, with its fault where it has no image or no usable caption."""
-        fault, caption, number = None, "", 0
+        fault: Fault | None = None
+        shown: tuple[tuple[int, str], ...] = ((0, ""),)
         if image is None:
             fault = Fault("no image", "has no image (jpg, png, jpeg or webp)")
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
         elif texts is None:
-            fault = Fault("no caption", f"has no caption ({', '.join(field for field, _ in self._fields) or 'txt'})")
+            fault = Fault("no caption", f"has no caption ({', '.join(self._fields) or 'txt'})")
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            number = self._choose(texts, position)
-            shown = _caption(texts[number] if texts else b"")
-            caption, fault = ("", shown) if isinstance(shown, Fault) else (shown, None)
+            numbers = self._choose(texts, position)
+            found = [_caption(texts[number] if texts else b"") for number in numbers]
+            fault = next((one for one in found if isinstance(one, Fault)), None)
+            if fault is None:
+                shown = tuple(zip(numbers, found, strict=True))  # type: ignore[arg-type]
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
             every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
+        (number, caption), *beside = shown
         return RawSample(
-            image or b"", caption, self.index, position, key, shard, fault, caption_number=number, captions=every
+            image or b"",
+            caption,
+            self.index,
+            position,
+            key,
+            shard,
+            fault,
+            caption_number=number,
+            beside=tuple(beside),
+            captions=every,
         )
 
-    def _choose(self, texts: list[bytes], position: int) -> int:
-        """The number of this pass's caption: passes take an image's captions in turn, and the seed draws which is the first.
+    def _choose(self, texts: list[bytes], position: int) -> tuple[int, ...]:
+        """The numbers of this pass's captions: one, or one of each of several sets.
 
-        Where captions come from several fields, each pass draws one by its probability.
+        Passes take an image's captions in turn, and the seed draws which is the first. Where captions come from several fields,
+        each pass draws: a field by its probability, or a caption of each field.
         """
+        if isinstance(texts, CaptionSets):
+            return texts.shown(lambda one: stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position, one))
         if isinstance(texts, DrawnCaptions):
-            return texts.at(stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64)
+            return (texts.at(stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64),)
         if len(texts) <= 1:
-            return 0
+            return (0,)
         lap, sample = divmod(position, self.source.num_samples)
-        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % len(texts)
+        return ((stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % len(texts),)
 
 
 def _caption(text: bytes) -> str | Fault:

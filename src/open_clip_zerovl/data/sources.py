@@ -32,7 +32,7 @@ import braceexpand
 import numpy as np
 
 from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
-from open_clip_zerovl.data.names import CAPTIONS, NAME, caption_fields, is_captions
+from open_clip_zerovl.data.names import CAPTIONS, NAME, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
@@ -117,7 +117,7 @@ def parse_sources(
     """
     if captions is not None and not is_captions(captions):
         raise UserError(
-            f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, or FIELD=SHARE,FIELD=SHARE"
+            f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
     strict = on_bad_sample == "fail"
     named: dict[str, _Content] = {}
@@ -221,7 +221,7 @@ def _source(
     timeout_seconds: float,
 ) -> Source:
     if table is not None:
-        if caption_fields(captions):
+        if field_names(captions):
             raise UserError(
                 f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
             )

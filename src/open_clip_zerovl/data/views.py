@@ -41,7 +41,8 @@ class StoredTeachers(Protocol):
             draw: a random number; `draw % V` is the view.
 
         Returns:
-            (picture (C, H, W), (image embedding (D,), text embedding (D,)) of each teacher, one after the other).
+            (picture (C, H, W), (image embedding (D,), text embedding (D,) of each caption shown) of each teacher, one after the
+            other).
 
         Raises:
             UserError: the teachers have no embedding of the sample.
@@ -66,11 +67,17 @@ def view_picture(
     return transform(image)
 
 
-def teacher_features(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
-    """(image features, text features) of each teacher over several micro-batches.
+def teacher_features(parts: Sequence[tuple[Tensor, ...]], texts_per_image: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """(image features (b, D), text features (C*b, D)) of each teacher over several micro-batches of b samples together.
 
     Args:
-        parts: the fourth item that a `Mixture` yields, of each micro-batch: two tensors (B, D) for each teacher.
+        parts: the fourth item that a `Mixture` yields, of each micro-batch: 1 + C tensors (B, D) for each teacher.
+        texts_per_image: C. The features of all samples' first captions come first, then those of the second.
     """
     tensors = [torch.cat(rows) for rows in zip(*parts, strict=True)]
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
+    each = 1 + texts_per_image
+    found = []
+    for begin in range(0, len(tensors), each):
+        images, *texts = tensors[begin : begin + each]
+        found.append((images, texts[0] if len(texts) == 1 else torch.cat(texts)))
+    return found

@@ -6,6 +6,8 @@ of tensors, in which row j of every tensor belongs to sample j:
     (images, texts)                                                (B, C, H, W), (B, L)
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
     (images, texts, origin)                                        with prepare(images, texts, origin) -> images, texts
+
+With C texts of each image the second input has C*B rows: the first text of all samples, then the second.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from open_clip_zerovl.memory import total_bytes
 INPUT_SHARE = 0.05  # half of what retain="auto" and plans leave free
 
 
-def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> list[int]:
+def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool, texts_per_image: int = 1) -> list[int]:
     """The number of samples of each micro-batch.
 
     Args:
         prepared: whether there is a `prepare`, which takes the parts after the first two.
+        texts_per_image: C, how many rows the second input has for each of the first.
 
     Raises:
         UserError: no sequence or an empty one, a micro-batch without two inputs or with parts that no `prepare` takes, an
@@ -38,10 +41,12 @@ def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> 
             "micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is "
             + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
         )
-    return [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
+    if texts_per_image < 1:
+        raise UserError(f"texts_per_image must be 1 or more, but is {texts_per_image}.")
+    return [_checked_size(k, micro_batch, prepared, texts_per_image) for k, micro_batch in enumerate(micro_batches)]
 
 
-def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
+def _checked_size(k: int, micro_batch: Any, prepared: bool, texts_per_image: int) -> int:
     if not isinstance(micro_batch, Sequence) or isinstance(micro_batch, str) or len(micro_batch) < 2:
         raise UserError(
             f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__}"
@@ -67,9 +72,23 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
                 f"Micro-batch {k} must have a row for each sample in every tensor, but an input's tensors have {rows} rows."
             )
         sizes.append(rows[0])
-    if sizes[0] != sizes[1] or sizes[0] == 0:
-        raise UserError(f"Micro-batch {k} must hold as many texts as images, but has {sizes[1]} and {sizes[0]}.")
+    if sizes[0] * texts_per_image != sizes[1] or sizes[0] == 0:
+        wanted = "as many texts as images" if texts_per_image == 1 else f"{texts_per_image} texts of each image"
+        raise UserError(f"Micro-batch {k} must hold {wanted}, but has {sizes[1]} and {sizes[0]}.")
     return sizes[0]
+
+
+def text_places(sizes: Sequence[int], texts_per_image: int) -> Tensor:
+    """(C*b,) where each text of a step stands when the first texts of all b samples come first, then the second.
+
+    sizes [2, 1], C 2: texts 0a 1a 0b 1b | 2a 2b  ->  places 0 1 3 4 2 5, as 0a 1a 2a 0b 1b 2b
+    """
+    total, begin, places = sum(sizes), 0, []
+    for size in sizes:
+        rows = torch.arange(begin, begin + size)
+        places += [rows + number * total for number in range(texts_per_image)]
+        begin += size
+    return torch.cat(places)
 
 
 def checked_order(order: Tensor, rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from open_clip_zerovl.precision import ieee_products
 
 log = logging.getLogger(__name__)
 
-FEATURES = ("image_features", "text_features")  # (B, D) each, a row a sample
+FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D) with C texts of each sample
 SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 
@@ -60,7 +60,7 @@ class Objective:
         """The detached losses, and the gradient of their sum (times the scaler's scale) by each of `values`.
 
         Args:
-            values: the features (b, D), and the scalars that the model returned.
+            values: the features (b, D) and (C*b, D), and the scalars that the model returned.
 
         Raises:
             UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.

@@ -13,6 +13,9 @@ The gradient of a contrastive loss splits at the features: d loss / d parameters
         backpropagate its features' gradient. DDP synchronises once, in the last backward pass.
 
 R graphs are in memory at the end of (1) and in (2), one more at a time in (3). Only the features' memory grows with K.
+
+An image may have `C` texts in a step, such as its caption and a synthetic one. All of it holds for any number of features; the
+loss then takes (b, D) image and (C*b, D) text features.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room
+from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
 from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective
 from open_clip_zerovl.dga.replay import (
     BufferState,
@@ -62,10 +65,16 @@ class StepPlan:
     Attributes:
         sizes: samples of each micro-batch.
         graphs: R.
+        texts_per_image: C.
     """
 
     sizes: list[int]
     graphs: int
+    texts_per_image: int = 1
+
+    def rows(self, modality: str) -> list[int]:
+        """Rows of each micro-batch's features, of FEATURES."""
+        return [size * self.texts_per_image for size in self.sizes] if modality == TEXTS else self.sizes
 
     @property
     def retained(self) -> range:
@@ -93,7 +102,7 @@ class FirstPass:
     """The results of phase (1).
 
     Attributes:
-        features: (b, D) of each modality, without graph, in fp32 at least.
+        features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
         scalars: logit_scale, and logit_bias if the model has one, without graph.
         graphs: index of each retained micro-batch -> its outputs; phase (3) removes them one by one.
         rng_before: the random state before each micro-batch's forward pass.
@@ -185,6 +194,7 @@ class DecoupledGradientAccumulation:
         *,
         prepare: Prepare | None = None,
         text_order: Tensor | None = None,
+        texts_per_image: int = 1,
         **loss_inputs: Any,
     ) -> dict[str, Tensor]:
         """Add the effective batch's gradient to every parameter's `.grad`; the caller steps the optimizer.
@@ -199,7 +209,9 @@ class DecoupledGradientAccumulation:
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
-                that row's image.
+                that row's image. With several texts of each image (C*b,): text j stands in place of text text_order[j].
+            texts_per_image: C. Each micro-batch has C*B texts: the first text of all its samples, then the second. The loss
+                is called with `texts_per_image` and with texts in this order over the whole step: (C*b, D).
             loss_inputs: further arguments of the loss, for this rank's b rows, images in order (for `ContrastiveLoss`:
                 `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
@@ -218,13 +230,16 @@ class DecoupledGradientAccumulation:
                 "backward was called under torch.inference_mode(), where no graph is recorded; call it outside "
                 "(torch.no_grad() does no harm)."
             )
-        sizes = checked_sizes(micro_batches, prepared=prepare is not None)
+        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
-        order = (
-            None if text_order is None else checked_order(text_order, sum(sizes)).to(self._device, non_blocking=True)
-        )
-        plan = StepPlan(sizes, self._retention.graphs(sizes))
+        order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
+        if texts_per_image > 1:
+            loss_inputs["texts_per_image"] = texts_per_image
+            places = text_places(sizes, texts_per_image)
+            order = places if order is None else places[order]
+        order = None if order is None else order.to(self._device, non_blocking=True)
+        plan = StepPlan(sizes, self._retention.graphs(sizes), texts_per_image)
         self._check.start()
         with self._undone_on_failure(), self._towers.reused(restore_rng=self._replay_rng):
             inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
@@ -261,10 +276,10 @@ class DecoupledGradientAccumulation:
             self._towers.first_pass(k)
             if k in plan.retained:
                 with self._unsynced(k != plan.synchronises), self._retention.measured(size):
-                    outputs = graphs[k] = self._with_graph(k, size, inputs)
+                    outputs = graphs[k] = self._with_graph(plan, k, inputs)
             else:
                 with torch.no_grad():
-                    outputs = self._forward(k, size, inputs)
+                    outputs = self._forward(plan, k, inputs)
             for name in FEATURES:
                 features[name].append(_detached_copy(outputs[name]))
         return FirstPass(
@@ -282,8 +297,8 @@ class DecoupledGradientAccumulation:
         The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
         parameters as unused, and the ranks would drift apart.
         """
-        rows = {name: gradients[name].split(plan.sizes) for name in FEATURES}
-        cached = {name: first.features[name].split(plan.sizes) for name in FEATURES}
+        rows = {name: gradients[name].split(plan.rows(name)) for name in FEATURES}
+        cached = {name: first.features[name].split(plan.rows(name)) for name in FEATURES}
         with buffers_kept(self._inner):
             for k in plan.backward_order:
                 with self._unsynced(k != plan.synchronises):
@@ -293,7 +308,7 @@ class DecoupledGradientAccumulation:
                         if self._replay_rng:
                             first.rng_before[k].restore()
                         self._towers.replay(k)
-                        outputs = self._with_graph(k, plan.sizes[k], inputs)
+                        outputs = self._with_graph(plan, k, inputs)
                         for name in FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
                     wanted = {name: rows[name][k] for name in FEATURES}
@@ -303,17 +318,17 @@ class DecoupledGradientAccumulation:
                     _backpropagate(outputs, wanted)
                 del outputs  # frees this graph before the next one is built
 
-    def _with_graph(self, k: int, size: int, inputs: DeviceInputs) -> dict[str, Tensor]:
+    def _with_graph(self, plan: StepPlan, k: int, inputs: DeviceInputs) -> dict[str, Tensor]:
         # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            return self._forward(k, size, inputs)
+            return self._forward(plan, k, inputs)
 
-    def _forward(self, k: int, size: int, inputs: DeviceInputs) -> dict[str, Tensor]:
+    def _forward(self, plan: StepPlan, k: int, inputs: DeviceInputs) -> dict[str, Tensor]:
         prepared = inputs.take(k)
         with self._autocast():
             outputs = self._model(*prepared)
-        return _checked_outputs(outputs, size)
+        return _checked_outputs(outputs, {name: plan.rows(name)[k] for name in FEATURES})
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -357,8 +372,9 @@ def _one_graph_alone(model: nn.Module) -> bool:
     return False
 
 
-def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
-    """The model's output dict; a pair becomes one. UserError for an output that would get no gradient."""
+def _checked_outputs(outputs: Any, rows: dict[str, int]) -> dict[str, Tensor]:
+    """The model's output dict, with these rows of features; a pair becomes one. UserError for an output that would get no
+    gradient."""
     if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
         outputs = dict(zip(FEATURES, outputs, strict=True))
     elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
@@ -377,7 +393,7 @@ def _checked_outputs(outputs: Any, size: int) -> dict[str, Tensor]:
             else "outputs unknown to it"
         )
         raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
-    for name in FEATURES:
+    for name, size in rows.items():
         if outputs[name].ndim != 2 or len(outputs[name]) != size:
             raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
     return outputs

@@ -120,28 +120,39 @@ class ContrastiveLoss(nn.Module):
         partner: Tensor | None = None,
         ids: Mapping[str, Tensor] | None = None,
         teacher_features: Sequence[tuple[Tensor, Tensor]] = (),
+        texts_per_image: int = 1,
     ) -> Tensor | dict[str, Tensor]:
         """The loss of this rank's pairs against all ranks' pairs.
 
         Args:
-            image_features, text_features: (b, D), L2-normalised; row j of both is a pair.
+            image_features, text_features: (b, D), L2-normalised; row j of both is a pair. With C texts of each image the
+                texts are (C*b, D), the first of all images, then the second.
             logit_scale: the factor on the cosines (1 / temperature), not its logarithm; shape () or (1,).
             logit_bias: accepted, with a gradient of zero: a constant on all logits changes no softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's training loop asks for.
             mixup_lambda: weight of the pair itself where one modality was mixed (A.3); the partner weighs 1 - lambda.
             partner: (b,) local index of the row that each row was mixed with; its own inverse (see `reversed_partner`).
             ids: "source", "caption", "image" -> (b,) int64 each, on any device: equal numbers are the same source,
-                caption or picture. Those that the options need must be given; "source" is also kept for the report.
-            teacher_features: (image features, text features) of each teacher, (b, D_t) each, L2-normalised, on any
-                device, in any precision (fp16 and bf16 are gathered and kept so); as many teachers on each rank.
+                caption or picture; "caption" is (C*b,). Those that the options need must be given; "source" is also kept for
+                the report.
+            teacher_features: (image features, text features) of each teacher, (b, D_t) and (C*b, D_t), L2-normalised, on
+                any device, in any precision (fp16 and bf16 are gathered and kept so); as many teachers on each rank.
+            texts_per_image: C. The loss is the sum of C losses, each of the images and one text of each of them: texts of
+                another number are no negatives (as MobileCLIP trains with a caption and a synthetic one). All options apply
+                to each of these losses.
 
         Raises:
             UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
                 option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
-        if image_features.ndim != 2 or image_features.shape != text_features.shape or len(image_features) == 0:
+        b = len(image_features)
+        wanted = (texts_per_image * b, *image_features.shape[1:])
+        if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
+            shape = (
+                "of one shape (pairs, width)" if texts_per_image == 1 else f"with {texts_per_image} texts of each image"
+            )
             raise UserError(
-                "image_features and text_features must be two non-empty matrices of one shape (pairs, width), but are "
+                f"image_features and text_features must be two non-empty matrices {shape}, but are "
                 f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
             )
         if logit_scale.numel() != 1:
@@ -153,27 +164,34 @@ class ContrastiveLoss(nn.Module):
             )
         if self.world_size > 1:
             require_process_group(self.world_size, type(self).__name__)
-        b = len(image_features)
         pairs = _pairs(b, mixup_lambda, partner)
-        ids = _checked_ids(ids or {}, self._needed_ids(), b)
+        ids = _checked_ids(ids or {}, self._needed_ids(), b, texts_per_image)
         if partner is not None:
             self._check_mixup(partner, ids)
-        batch = Batch(
-            pairs=pairs,
-            sources=ids.get("source"),
-            shared=[ids[name] for name in _SHARED_IDS[self.positives]],
-            teachers=_checked_teachers(teacher_features, self.distill_weight, b),
-        )
-        loss = ChunkedLoss.apply(
-            image_features,
-            text_features,
-            logit_scale,
-            logit_bias if self._sigmoid else None,
-            self._settings(),
-            batch,
-            self.report,
-            torch.is_grad_enabled(),
-        )
+        teachers = _checked_teachers(teacher_features, self.distill_weight, b, texts_per_image)
+        losses, reports = [], []
+        for number in range(texts_per_image):
+            rows = slice(number * b, (number + 1) * b)  # of the texts
+            batch = Batch(
+                pairs=pairs,
+                sources=ids.get("source"),
+                shared=[ids[name][rows if name == "caption" else ...] for name in _SHARED_IDS[self.positives]],
+                teachers=[(images, texts[rows]) for images, texts in teachers],
+            )
+            reports.append(Report())
+            losses.append(
+                ChunkedLoss.apply(
+                    image_features,
+                    text_features if texts_per_image == 1 else text_features[rows],
+                    logit_scale,
+                    logit_bias if self._sigmoid else None,
+                    self._settings(),
+                    batch,
+                    reports[-1],
+                    torch.is_grad_enabled(),
+                )
+            )
+        loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
         if logit_bias is not None and not self._sigmoid:
             loss = loss + 0.0 * logit_bias.sum()  # zero, but present: DDP needs a gradient from every parameter
         return {"contrastive_loss": loss} if output_dict else loss
@@ -312,29 +330,39 @@ def _pairs(b: int, mixup_lambda: float | None, partner: Tensor | None) -> list[t
     return [(float(mixup_lambda), None), (1.0 - float(mixup_lambda), partner)]
 
 
-def _checked_ids(ids: Mapping[str, Tensor], needed: Mapping[str, str], b: int) -> Mapping[str, Tensor]:
+def _checked_ids(
+    ids: Mapping[str, Tensor], needed: Mapping[str, str], b: int, texts_per_image: int
+) -> Mapping[str, Tensor]:
     for name, option in needed.items():
         if name not in ids:
             raise UserError(f"{option} needs ids[{name!r}], a number for each of the {b} samples, and it is not given.")
     for name, numbers in ids.items():
-        if numbers.shape != (b,) or numbers.dtype != torch.long:
+        rows, of = (b * texts_per_image, "text") if name == "caption" and texts_per_image > 1 else (b, "sample")
+        if numbers.shape != (rows,) or numbers.dtype != torch.long:
             raise UserError(
-                f"ids[{name!r}] must be ({b},) int64, a number for each sample, but is {tuple(numbers.shape)} {numbers.dtype}."
+                f"ids[{name!r}] must be ({rows},) int64, a number for each {of}, but is {tuple(numbers.shape)} {numbers.dtype}."
             )
     return ids
 
 
 def _checked_teachers(
-    teachers: Sequence[tuple[Tensor, Tensor]], distill_weight: float, b: int
+    teachers: Sequence[tuple[Tensor, Tensor]], distill_weight: float, b: int, texts_per_image: int
 ) -> Sequence[tuple[Tensor, Tensor]]:
     if bool(teachers) != bool(distill_weight):
         raise UserError(
             f"distill_weight is {distill_weight:g} and {len(teachers)} teachers' features are given; give both or neither."
         )
     for number, (images, texts) in enumerate(teachers):
-        if images.ndim != 2 or images.shape != texts.shape or len(images) != b or images.dtype != texts.dtype:
+        wanted = (b * texts_per_image, *images.shape[1:])
+        if images.ndim != 2 or texts.shape != wanted or len(images) != b or images.dtype != texts.dtype:
+            each = (
+                "of one type and shape"
+                if texts_per_image == 1
+                else f"of one type with {texts_per_image} texts an image"
+            )
+            rows = f"{b} rows each" if texts_per_image == 1 else f"{b} and {wanted[0]} rows"
             raise UserError(
-                f"teacher {number}'s image and text features must be two matrices of one type and shape, {b} rows each, but "
+                f"teacher {number}'s image and text features must be two matrices {each}, {rows}, but "
                 f"are {tuple(images.shape)} {images.dtype} and {tuple(texts.shape)} {texts.dtype}."
             )
     return teachers

@@ -74,7 +74,8 @@ class Report:
     """Losses of all ranks' samples in the last call, for a log; tensors on the device, without graph.
 
     Attributes:
-        pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
+        pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss. With several texts
+            of each image it is the sum over them.
         sources: (N,) source of each sample, if it was given.
         twins: (N,) bool, whether another sample is a positive of this one, if samples share positives.
     """
@@ -82,6 +83,18 @@ class Report:
     pair_losses: Tensor | None = None
     sources: Tensor | None = None
     twins: Tensor | None = None
+
+    @classmethod
+    def sum_of(cls, reports: Sequence[Report]) -> Report:
+        """Of a loss that is the sum of losses over the same samples."""
+        first, *others = reports
+        summed = cls(first.pair_losses, first.sources, first.twins)
+        for other in others:
+            assert summed.pair_losses is not None and other.pair_losses is not None
+            summed.pair_losses = summed.pair_losses + other.pair_losses
+            if summed.twins is not None and other.twins is not None:
+                summed.twins = summed.twins | other.twins
+        return summed
 
 
 class ChunkedLoss(torch.autograd.Function):

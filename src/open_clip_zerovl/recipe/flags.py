@@ -23,6 +23,7 @@ from open_clip_zerovl.data.names import (
     PIXEL_PATHS,
     POLICIES,
     STRATEGIES,
+    captions_in_a_step,
     is_captions,
     is_named,
 )
@@ -105,10 +106,19 @@ class SourceFlags:
     captions: str | None = flag(
         None,
         "several captions of an image (lines of a txt, rows of a table): show one an epoch, or make each a sample; "
-        "txt=0.5,KEY=0.5 draws each time between the txt and a key of the sample's json (MEMBER:KEY of another member)",
-        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
-        range=Range(f"{', '.join(CAPTIONS)} or FIELD=SHARE,...", lambda value, _: is_captions(value)),
-        contradicts=(_STOCK_DATA,),
+        "txt=0.5,KEY=0.5 draws each time between the txt and a key of the sample's json (MEMBER:KEY of another member); "
+        "txt+KEY shows one of each in every step, and sums their losses",
+        metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
+        range=Range(f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD", lambda value, _: is_captions(value)),
+        contradicts=(
+            _STOCK_DATA,
+            Contradiction(
+                "--coin-flip-mixup",
+                lambda given: given.coin_flip_mixup and given.texts_per_image > 1,
+                "mixup is not defined with several captions of a picture in a step; leave one of them out",
+                flag="--captions FIELD+FIELD",
+            ),
+        ),
     )
     on_bad_sample: str = flag(
         "replace",
@@ -570,8 +580,17 @@ class RecipeConfig(
     def step_flags(self) -> bool:
         """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
-        of_ours = self.coin_flip_mixup or self.temperature_parameter != RecipeConfig.temperature_parameter
-        return of_ours or any(getattr(self, each.name) != each.default for each in of_step)
+        names = ("coin_flip_mixup", "temperature_parameter", *(each.name for each in of_step))
+        return self.texts_per_image > 1 or self.changes(*names)
+
+    @property
+    def texts_per_image(self) -> int:
+        """How many captions of a picture a step shows."""
+        return captions_in_a_step(self.captions)
+
+    def changes(self, *names: str) -> bool:
+        """Whether one of these flags has another value than its default."""
+        return any(getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

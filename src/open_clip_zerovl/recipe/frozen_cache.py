@@ -233,8 +233,9 @@ class FrozenCache:
         Raises:
             UserError: an origin of another shape.
         """
-        if origin.ndim != 2 or len(origin) != len(texts) or origin.shape[1] < 2:
-            raise UserError(f"origin must be ({len(texts)}, 2) or wider, but is {tuple(origin.shape)}.")
+        rows = len(images if self.tower == "image" else texts)
+        if origin.ndim != 2 or len(origin) != rows or origin.shape[1] < 2:
+            raise UserError(f"origin must be ({rows}, 2) or wider, but is {tuple(origin.shape)}.")
         self._origin = origin
         return images, texts
 

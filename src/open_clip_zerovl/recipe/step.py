@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
+from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
@@ -27,8 +28,8 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
-# images (B, C, H, W), texts (B, L), origin (B, 2 or 4) where the loss or a cache asks who the samples are, and with stored
-# teachers the tuple of their embeddings of both, (B, D) each
+# images (B, C, H, W), texts (B, L) (or with several texts of each image all first ones, then all second ones), origin (B, 2 or
+# more) where the loss or a cache asks who the samples are, and with stored teachers the tuple of their embeddings, (B, D) each
 MicroBatch = tuple[Any, ...]
 
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
@@ -65,7 +66,7 @@ def prepare(
     Args:
         images: (B, C, H, W), uint8 if `normalize` is given, else normalised floats.
         texts: (B, L) tokens.
-        origin: (B, 2 or 4) on the CPU, as `Mixture` yields it; `cache` uses its first two columns, source and position.
+        origin: (B, 2 or more) on the CPU, as `Mixture` yields it; `cache` uses its first two columns, source and position.
         precision: open_clip's `--precision`; bf16, pure_bf16, fp16 and pure_fp16 cast the images.
     """
     if cache is not None:
@@ -86,10 +87,20 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
     if len(micro_batches[0]) < 3:
         return {}
     source, _, *content = torch.cat([origin for _, _, origin, *_ in micro_batches]).unbind(dim=1)
-    inputs: dict[str, Any] = {"ids": {"source": source, **dict(zip(("caption", "image"), content, strict=False))}}
+    inputs: dict[str, Any] = {"ids": {"source": source}}
+    if content:
+        caption, inputs["ids"]["image"], *beside = content
+        inputs["ids"]["caption"] = torch.cat([caption, *beside])
     if len(micro_batches[0]) > 3:
-        inputs["teacher_features"] = teacher_features([embeddings for *_, embeddings in micro_batches])
+        embeddings = [of_both for *_, of_both in micro_batches]
+        inputs["teacher_features"] = teacher_features(embeddings, texts_per_image_of(micro_batches[0]))
     return inputs
+
+
+def texts_per_image_of(micro_batch: MicroBatch) -> int:
+    """How many texts of each image a micro-batch holds."""
+    images, texts, *_ = micro_batch
+    return max(1, len(texts) // len(images))
 
 
 class RecipeStep:
@@ -163,6 +174,10 @@ class RecipeStep:
         """
         self.optimizer.zero_grad()
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
+        texts_per_image = texts_per_image_of(micro_batches[0])
+        if texts_per_image > 1 and self.mixup is not None:
+            raise UserError(f"mixup is not defined with {texts_per_image} texts of each image; leave one of them out")
+        inputs["texts_per_image"] = texts_per_image
         order = None
         if self._padding is not None:
             images, texts, *others = zip(*micro_batches, strict=True)

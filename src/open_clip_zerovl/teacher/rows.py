@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
@@ -33,7 +34,7 @@ class TeacherRows:
         sources: of the run, in its order; each has its embeddings by name, or is a cluster of a source that has. Others in the
             store are left alone.
         augmentation: of the run, see `augmentation_of`.
-        captions: the run's `--captions`.
+        captions: the run's `--captions`: that of the store, or the fields together of which the store's are drawn.
 
     Raises:
         UserError: a source without embeddings, embeddings of other data, or views of another augmentation.
@@ -49,7 +50,10 @@ class TeacherRows:
                 f"{difference_of_steps(manifest.augmentation, augmentation)}. Give the run the augmentation and image size "
                 "that the teachers had, or embed anew with those of the run"
             )
-        if captions != manifest.captions:
+        drawn = tuple(
+            name for name, _ in caption_fields(manifest.captions)
+        )  # in this order their captions are numbered
+        if captions != manifest.captions and (not drawn or drawn != caption_sets(captions)):
             raise UserError(
                 f"the teachers of {store.folder} read captions with --captions {manifest.captions or 'left out'}, and this run "
                 f"has {captions or 'left it out'}; give the same"
@@ -121,21 +125,23 @@ class TeacherRows:
             transform, image, seed=manifest.seed, source=self._stored[sample.source], sample=row, view=view
         )
         starts, teachers = self._files[sample.source]
-        text = row if starts is None else int(starts[row]) + sample.caption_number
-        vectors = [rows for images, texts in teachers for rows in (images[row, view], texts[text])]
+        first = row if starts is None else int(starts[row])
+        shown = [first + (0 if starts is None else number) for number, _ in sample.shown]
+        vectors = [rows for images, texts in teachers for rows in (images[row, view], *(texts[text] for text in shown))]
         bits = np.concatenate(vectors).view(np.int16)
         exponent = _EXPONENT_BITS[manifest.dtype]
         if bool(((bits & exponent) == exponent).any()) or not all(vector.any() for vector in vectors):
             self._refuse(sample, vectors)
-        widths = [width for width in self.widths for _ in range(2)]
+        widths = [width for width in self.widths for _ in range(1 + len(shown))]
         return picture, torch.from_numpy(bits).view(DTYPES[manifest.dtype]).split(widths)
 
     def _refuse(self, sample: RawSample, vectors: Sequence[np.ndarray]) -> NoReturn:
-        """Say which of a sample's embeddings (images and texts of each teacher in turn) cannot be used."""
+        """Say which of a sample's embeddings (image and texts of each teacher in turn) cannot be used."""
+        of_each = 1 + len(sample.shown)
         for number, vector in enumerate(vectors):
             if not bool(torch.isfinite(self.store.tensor(vector)).all()):
-                kind = ("images", "texts")[number % 2]
-                raise UserError(not_finite(self.store.file(self._stored[sample.source], kind, number // 2)))
+                kind = "texts" if number % of_each else "images"
+                raise UserError(not_finite(self.store.file(self._stored[sample.source], kind, number // of_each)))
         raise UserError(
             f"the teachers of {self.store.folder} could not be shown sample {sample.key!r} of source "
             f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with `zerovl teacher`"

@@ -37,7 +37,7 @@ from torchvision.transforms.functional import resized_crop
 
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import ToBytes
-from open_clip_zerovl.data.names import caption_fields
+from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.errors import UserError
 
@@ -86,7 +86,7 @@ class InShards:
 
     Args:
         widths: of the teachers, in the order of their embeddings.
-        captions: the run's `--captions`: None or a choice between `txt` and `syn.json:syn_text`.
+        captions: the run's `--captions`: None, or `txt` and `syn.json:syn_text`, one of them drawn or both in each step.
 
     Raises:
         UserError: captions whose embeddings are not stored.
@@ -95,11 +95,11 @@ class InShards:
     members = ("paug.json", "syn.json", "npz", "pth.gz")
 
     def __init__(self, widths: Sequence[int], captions: str | None) -> None:
-        names = tuple(name for name, _ in caption_fields(captions))
+        names = field_names(captions)
         if names not in FIELDS or (captions is not None and not names):
             raise UserError(
                 f"--captions {captions} does not work with --teacher {PREFIX}...: embeddings are stored of the txt, then of "
-                f"{SYNTHETIC}; give --captions txt=0.5,{SYNTHETIC}=0.5, or leave it out"
+                f"{SYNTHETIC}; give --captions txt+{SYNTHETIC} (both in each step), txt=0.5,{SYNTHETIC}=0.5, or leave it out"
             )
         self.widths = tuple(widths)
         self.digest = f"{PREFIX}{','.join(map(str, widths))}"
@@ -133,17 +133,14 @@ class InShards:
         picture = resized_crop(image, top, left, height, width, list(crop.size), crop.interpolation)
         for name, magnitude in view.operations:
             picture = _apply_op(picture, name, magnitude, interpolation=InterpolationMode.NEAREST, fill=None)
-        number = self._first_text + sample.caption_number
-        if number >= len(view.texts):
+        numbers = [self._first_text + number for number, _ in sample.shown]
+        if max(numbers) >= len(view.texts):
             raise UserError(
-                f"sample {sample.key!r} in {sample.shard} has {len(view.texts)} captions' embeddings, and caption {number} was "
-                "to be shown; its syn.json and its npz are not of one data set"
+                f"sample {sample.key!r} in {sample.shard} has {len(view.texts)} captions' embeddings, and caption "
+                f"{max(numbers)} was to be shown; its syn.json and its npz are not of one data set"
             )
-        return ToBytes()(picture), tuple(
-            part
-            for image_part, text_part in zip(self._split(view.image), self._split(view.texts[number]), strict=True)
-            for part in (image_part, text_part)
-        )
+        shown = [self._split(embedding) for embedding in (view.image, *(view.texts[number] for number in numbers))]
+        return ToBytes()(picture), tuple(part for of_teacher in zip(*shown, strict=True) for part in of_teacher)
 
     def _split(self, embedding: np.ndarray) -> list[Tensor]:
         """(D_t,) of each teacher, of unit length, in float16."""

@@ -1,0 +1,45 @@
+"""The recorded steps of a training program through its model once more, in one graph: what its gradient is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.dense_loss import set_by_set
+from support.dga_reference import errors
+
+
+def features_of(
+    model: nn.Module, entries: Sequence[Mapping[str, Any]], *, replay_masks: bool = True
+) -> dict[str, Tensor]:
+    """Features of all ranks' micro-batches together, and the logit scale, by the names that a loss takes.
+
+    Args:
+        entries: of each rank, what `training_script.py --gradient` kept of one step.
+        replay_masks: under the random masks that the ranks drew; False draws others.
+    """
+    outputs: list[dict[str, Tensor]] = []
+    for number, entry in enumerate(entries):
+        torch.set_rng_state(entry["rng"]) if replay_masks else torch.manual_seed(number)
+        outputs += [model(*micro_batch) for micro_batch in entry["prepared"]]
+    return {
+        "image_features": torch.cat([output["image_features"] for output in outputs]),
+        "text_features": set_by_set(
+            [output["text_features"] for output in outputs], entries[0]["loss_inputs"].get("texts_per_image", 1)
+        ),
+        "logit_scale": outputs[-1]["logit_scale"],
+    }
+
+
+def gradient_errors(
+    model: nn.Module, entries: Sequence[Mapping[str, Any]], loss: Callable[..., Tensor], **loss_inputs: Any
+) -> tuple[float, list[float]]:
+    """A dense loss of a recorded step, and of each rank the largest error of its gradient against that loss' own."""
+    model.zero_grad()
+    value = loss(**features_of(model, entries), **loss_inputs)
+    value.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return float(value.detach()), [max(errors(entry["gradients"], wanted).values()) for entry in entries]
