@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo ablation test test-all gpu paper-weights recipes check format clean
+.PHONY: help install demo ablation test test-all gpu paper-weights recipes check format dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -71,6 +71,13 @@ format: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# REPOSITORY=https://HOST/OWNER/NAME: where the links of the metadata and the README lead.
+dist: $(STAMP) ## build dist/: wheel and sdist (REPOSITORY=https://HOST/OWNER/NAME: where their links lead)
+	ZEROVL_REPOSITORY=$(call quoted,$(REPOSITORY)) $(BIN)/python -m scripts.dist_check --only-build
+
+dist-check: $(STAMP) ## build wheel and sdist, install and use the wheel elsewhere, run the sdist's small tests (2 minutes)
+	$(BIN)/python -m scripts.dist_check --out build/dist
+
 clean: ## remove the environment and everything the demo and tests wrote
-	rm -rf $(VENV) build data/emoji demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist data/emoji demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,18 +1,97 @@
-"""Packaging of open_clip_zerovl. Tool settings live in pyproject.toml."""
+"""Packaging of open_clip_zerovl. Tool settings live in pyproject.toml; the version is `__version__` of the package.
 
+`make dist REPOSITORY=https://HOST/OWNER/NAME` builds wheel and sdist for a package index: the links of the metadata, and the
+README's links to files, then lead to that repository. Without REPOSITORY such links become plain text.
+"""
+
+import os
+import re
+from email.parser import HeaderParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
+PAPER = "https://arxiv.org/abs/2112.09331"
+# What the sdist holds besides the package, so that its tests run and its pages build.
+FOLDERS = ("docs", "scripts", "tests", ".ci", ".github")
+FILES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "mkdocs.yml")
+
+
+def version() -> str:
+    """The number in the package's `__init__`, read without importing it."""
+    text = (HERE / "src" / "open_clip_zerovl" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+?)"', text, re.M)[1]
+
+
+def repository() -> str:
+    """Where this release is published: $ZEROVL_REPOSITORY, or what an sdist was built with; empty if nobody said."""
+    given = os.environ.get("ZEROVL_REPOSITORY", "")
+    built = HERE / "PKG-INFO"
+    if not given and built.is_file():
+        urls = HeaderParser().parsestr(built.read_text(encoding="utf-8")).get_all("Project-URL") or []
+        given = dict(url.split(", ", 1) for url in urls).get("Repository", "")
+    if given and not re.fullmatch(r"https://[\w.-]+(/[\w.~-]+)+/?", given):
+        raise SystemExit(f"ZEROVL_REPOSITORY must be https://HOST/OWNER/NAME, but is {given!r}")
+    return given.rstrip("/")
+
+
+def index_page(readme: str, home: str, tag: str) -> str:
+    """The README as a package index shows it: no relative paths, which lead nowhere there.
+
+    Args:
+        readme: the README, with links relative to the repository.
+        home: the repository's address; empty: pictures become their description, links their text.
+        tag: of the release.
+    """
+
+    def absolute(match: re.Match) -> str:
+        picture, text, target = match.groups()
+        if not home:
+            return f"*{text}*" if picture else text
+        return f"{picture}[{text}]({home}/{'raw' if picture else 'blob'}/{tag}/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)\s]+)\)", absolute, readme)
+
+
+def links(home: str) -> dict:
+    """`Project-URL` of the metadata."""
+    own = {
+        "Repository": "",
+        "Documentation": "/tree/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {"Paper": PAPER, **({name: home + path for name, path in own.items()} if home else {})}
+
+
+class WholeSdist(sdist):
+    """An sdist from which the tests run."""
+
+    def make_distribution(self) -> None:
+        for folder in FOLDERS:
+            self.filelist.graft(folder)
+        self.filelist.extend(FILES)  # those that are not there are left out
+        self.filelist.global_exclude("*.py[cod]")
+        super().make_distribution()
+
 
 setup(
     name="open_clip_zerovl",
-    version="0.1.0",
+    version=version(),
     description="The ZeroVL recipe for open_clip: strong contrastive image-text models on few GPUs",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=index_page((HERE / "README.md").read_text(encoding="utf-8"), repository(), f"v{version()}"),
     long_description_content_type="text/markdown",
+    author="The open_clip_zerovl authors",
     license="MIT",
+    license_files=["LICENSE"],
+    project_urls=links(repository()),
+    keywords=(
+        "CLIP, open_clip, contrastive learning, image-text, vision-language, retrieval, large batch, gradient accumulation, "
+        "gradient caching, sampling, PyTorch"
+    ),
+    cmdclass={"sdist": WholeSdist},
     python_requires=">=3.10",
     package_dir={"": "src"},
     packages=find_packages("src"),
@@ -56,11 +135,18 @@ setup(
             "scikit-learn",
             "resvg-py>=0.5",
         ],
-        "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs"],
+        "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs", "build", "twine"],
     },
     entry_points={"console_scripts": ["zerovl=open_clip_zerovl.cli:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
     ],
 )

@@ -6,6 +6,8 @@ imported first. It imports neither open_clip nor torch itself.
 
 from open_clip_zerovl.late import handed_on, when_imported
 
+__version__ = "0.1.0"  # the one place; setup.py, CITATION.cff and CHANGELOG.md follow, and a test compares them
+
 __getattr__, __dir__, __all__ = handed_on(
     __name__,
     {

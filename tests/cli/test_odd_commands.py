@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.program import main
@@ -245,8 +246,6 @@ def test_memory_and_odd_system_errors_become_sentences():
 
 
 def test_the_release_is_told(capsys):
-    from importlib.metadata import version
-
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {version('open_clip_zerovl')}\n"
+    assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {__version__}\n"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from open_clip_zerovl import __version__
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
@@ -47,26 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-class _Version(argparse.Action):
-    """Says the installed release; setup.py is where the number stands."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"open_clip_zerovl {version('open_clip_zerovl')}")
-        except PackageNotFoundError:
-            print("open_clip_zerovl, not installed: run from a checkout")
-        parser.exit()
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="zerovl",
         description="open_clip training with the ZeroVL recipe, and data, evaluation and export around it.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="say which release this is, and end")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"open_clip_zerovl {__version__}",
+        help="say which release this is, and end",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_train(commands)
     add_plan(commands)

@@ -1,0 +1,251 @@
+"""`make dist-check`: the wheel and the sdist as a user gets them, not the checkout.
+
+    build      sdist, and the wheel from the sdist; their metadata as a package index reads it
+    contents   typing marker, model configs, both packages; nothing of tests
+    install    the wheel into an empty environment, without an index: pip finds each declared requirement, or fails
+    use        from another folder: zerovl, the training program's help, two steps of training, the export of the result
+    sdist      its tests are collected, and the small ones run
+
+The environment holds this environment's copies of the packages that the wheel requires, directly or through others, as links:
+5 GB less to download. A package that is installed here but not required is not in it, so that an undeclared import fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+import venv
+import zipfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from open_clip_zerovl import __version__
+from open_clip_zerovl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "open_clip_zerovl"
+SMALL_TESTS = ("tests/test_house.py", "tests/test_randomness.py", "tests/scripts/test_dist.py")
+PAIRS, MICRO_BATCH, DGA_STEPS = 16, 4, 2  # of each of two sources: four steps an epoch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where wheel and sdist go")
+    parser.add_argument("--only-build", action="store_true", help="build and read the metadata, no more")
+    arguments = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="zerovl-dist-") as scratch:
+            check(arguments.out.resolve(), Path(scratch), only_build=arguments.only_build)
+    except UserError as error:
+        print(f"dist-check: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(out: Path, scratch: Path, *, only_build: bool = False) -> None:
+    """All of it, with a line for each part.
+
+    Raises:
+        UserError: a part failed; the sentence ends in the output of its command.
+    """
+    start = time.monotonic()
+
+    def done(part: str) -> None:
+        print(f"{time.monotonic() - start:6.0f} s  {part}", flush=True)
+
+    wheel, sdist = build(out)
+    done(f"built {wheel.name} ({wheel.stat().st_size >> 10} KiB), {sdist.name} ({sdist.stat().st_size >> 10} KiB)")
+    if only_build:
+        return
+    check_contents(wheel)
+    done("contents: typing marker, model configs, both packages")
+    python = install(wheel, scratch / "env")
+    done("installed into an empty environment; pip check")
+    use(python, scratch / "elsewhere")
+    done("used from another folder: zerovl, training, export")
+    run_tests(sdist, scratch / "sdist")
+    done("sdist: tests collected, the small ones passed")
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """The wheel, built from the sdist, and the sdist; both in `out`."""
+    for old in [*out.glob(f"{PACKAGE}-*.whl"), *out.glob(f"{PACKAGE}-*.tar.gz")]:
+        old.unlink()
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
+    found = [*out.glob(f"{PACKAGE}-{__version__}-*.whl"), *out.glob(f"{PACKAGE}-{__version__}.tar.gz")]
+    if len(found) != 2:
+        raise UserError(
+            f"{out} should hold one wheel and one sdist of {__version__}, but holds {sorted(os.listdir(out))}"
+        )
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, found)])
+    return found[0], found[1]
+
+
+def check_contents(wheel: Path) -> None:
+    """What the wheel must hold is compared with the checkout's `src/`, file by file."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    src = ROOT / "src"
+    kinds = ("*.py", "*.json", "py.typed")
+    wanted = {file.relative_to(src).as_posix() for kind in kinds for file in src.rglob(kind)}
+    if inside != wanted:
+        raise UserError(f"{wheel.name} lacks {sorted(wanted - inside)}, and holds {sorted(inside - wanted)} besides")
+
+
+def required(distribution: str) -> dict[str, metadata.Distribution]:
+    """What a distribution requires here, directly or through others, without itself.
+
+    Raises:
+        UserError: a required one is not installed.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    todo, seen = [(canonicalize_name(distribution), "")], set()
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError as error:
+            raise UserError(f"{name} is required, but not installed here; make install") from error
+        for needed in map(Requirement, found[name].requires or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                todo += [(canonicalize_name(needed.name), wanted) for wanted in ("", *needed.extras)]
+    del found[canonicalize_name(distribution)]
+    return found
+
+
+def install(wheel: Path, env: Path) -> Path:
+    """Install into a new environment that holds links to the required packages only; returns its Python."""
+    venv.create(env, symlinks=True)
+    python = env / "bin" / "python"
+    site = Path(output([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    for distribution in required(PACKAGE).values():
+        link(distribution, site)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    output([*pip, "install", "--no-index", "--quiet", str(wheel)])
+    output([*pip, "check"])
+    return python
+
+
+def link(distribution: metadata.Distribution, site: Path) -> None:
+    """Links in `site` to the top-level files and folders of an installed distribution, scripts left out."""
+    home = Path(sysconfig.get_path("purelib"))
+    record = distribution.read_text("RECORD")
+    if record is None:
+        raise UserError(f"{distribution.metadata['Name']} has no list of its files; install it by pip")
+    tops = {Path(row[0]).parts[0] for row in csv.reader(record.splitlines()) if row}
+    for top in tops - {"..", "__pycache__"}:
+        if not (site / top).exists():
+            (site / top).symlink_to(home / top)
+
+
+def use(python: Path, folder: Path) -> None:
+    """The commands of a user, in a folder that is not the checkout."""
+    folder.mkdir()
+    zerovl = str(python.with_name("zerovl"))
+    said = output([zerovl, "--version"], folder).strip()
+    if said != f"{PACKAGE} {__version__}":
+        raise UserError(f"zerovl --version says {said!r} instead of {PACKAGE} {__version__}")
+    output([zerovl, "--help"], folder)
+    program = [str(python), "-m", "training.main"]
+    if "--dga-steps" not in output([*program, "--help"], folder):
+        raise UserError("python -m training.main --help does not name --dga-steps")
+    output([str(python), "-c", MAKE_DATA, str(PAIRS)], folder)
+    command = ["--model", "zerovl-emoji-vit", "--text-model", "bert", "--train-data", "one=one.csv::two=two.csv"]
+    command += ["--debiased-sampling", "--batch-size", str(MICRO_BATCH), "--dga-steps", str(DGA_STEPS), "--name", "run"]
+    command += ["--epochs", "1", "--workers", "1", "--device", "cpu", "--precision", "fp32", "--warmup", "1"]
+    output([*program, *command], folder)
+    output([zerovl, "export", "logs/run/checkpoints/epoch_1.pt", "exported"], folder)
+    output([str(python), "-c", LOOK_AT, str(ROOT)], folder)
+
+
+# Two sources of pictures in one colour, and BERT's config and tokenizer, as a user without a model hub has them.
+MAKE_DATA = """
+import sys
+from pathlib import Path
+from PIL import Image
+from transformers import BertConfig, BertTokenizer
+
+pairs = int(sys.argv[1])
+for source in ("one", "two"):
+    rows = ["filepath\\ttitle"]
+    for i in range(pairs):
+        Image.new("RGB", (40, 36), (7 * i, 90, 200 * (source == "two"))).save(f"{source}-{i}.png")
+        rows.append(f"{source}-{i}.png\\ta picture {i}")
+    Path(f"{source}.csv").write_text("\\n".join(rows) + "\\n")
+words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "picture", *map(str, range(pairs))]
+Path("vocab.txt").write_text("\\n".join(words) + "\\n")
+BertTokenizer(vocab="vocab.txt").save_pretrained("bert")
+sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+BertConfig(vocab_size=len(words), **sizes).save_pretrained("bert")
+"""
+
+# Our packages come from the environment, typed, and the export loads in stock open_clip.
+LOOK_AT = """
+import importlib.util
+import os
+import sys
+from importlib import resources
+
+import open_clip
+import open_clip_zerovl
+
+for name in ("open_clip_zerovl", "training"):
+    place = importlib.util.find_spec(name).origin
+    assert place.startswith(sys.prefix) and not place.startswith(sys.argv[1]), place
+assert resources.files("open_clip_zerovl").joinpath("py.typed").is_file()
+assert "zerovl-ViT-B-16-BERT-base" in open_clip.list_models()
+assert open_clip_zerovl.DecoupledGradientAccumulation
+open_clip.create_model_and_transforms("local-dir:" + os.path.abspath("exported"))
+"""
+
+
+def run_tests(sdist: Path, folder: Path) -> None:
+    """Collect all tests of the unpacked sdist, and run the small ones; pytest is this environment's."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (top,) = folder.iterdir()
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    output([*pytest, "--collect-only"], top)
+    output([*pytest, *SMALL_TESTS], top)
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of a user: nothing that leads to the checkout, and no hub."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ZEROVL_"))}
+    return kept | {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def output(command: Sequence[str], folder: Path | None = None) -> str:
+    """Run a command as a user and return what it printed."""
+    return run(command, folder, environment())
+
+
+def run(command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
+    """Run a command, with this process's environment variables if none are given, and return what it printed.
+
+    Raises:
+        UserError: it failed; its last lines are on standard error.
+    """
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        print(*(done.stdout + done.stderr).strip().splitlines()[-40:], sep="\n", file=sys.stderr)
+        raise UserError(f"this command ended with {done.returncode}: {' '.join(command)[:300]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

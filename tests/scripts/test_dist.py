@@ -1,0 +1,143 @@
+"""The package's metadata: one version, a README that an index can show, a citation, issue forms; links between pages."""
+
+import json
+import re
+import runpy
+import zipfile
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+import open_clip_zerovl
+from open_clip_zerovl.errors import UserError
+from scripts.dist_check import check_contents, required
+from support import ROOT
+
+HOME = "https://code.example/someone/open_clip_zerovl"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def packaging(monkeypatch, home: str = "") -> dict:
+    """The globals of setup.py after it ran, with what it handed to setuptools as `given`."""
+    monkeypatch.setenv("ZEROVL_REPOSITORY", home)
+    with patch("setuptools.setup") as setup:
+        names = runpy.run_path(str(ROOT / "setup.py"))
+    return names | {"given": setup.call_args.kwargs}
+
+
+def prose(page: str) -> str:
+    """Without code, where brackets are no links."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.S)
+
+
+def test_one_version(monkeypatch):
+    here = open_clip_zerovl.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert (packaging(monkeypatch)["given"]["version"], citation["version"], released[0]) == (here, here, here)
+
+
+def test_the_index_page_has_no_relative_links(monkeypatch):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    relative = [target for target in LINK.findall(prose(readme)) if "://" not in target and target[0] != "#"]
+    assert relative  # else there is nothing to rewrite
+    page = packaging(monkeypatch, f"{HOME}/")["given"]["long_description"]
+    version = open_clip_zerovl.__version__
+    shown = LINK.findall(prose(page))
+    assert [target for target in shown if "://" not in target and target[0] != "#"] == []
+    assert all(any(f"{HOME}/{kind}/v{version}/{target}" in shown for kind in ("blob", "raw")) for target in relative)
+    without = packaging(monkeypatch)["given"]["long_description"]
+    assert [target for target in LINK.findall(prose(without)) if "://" not in target and target[0] != "#"] == []
+    assert re.findall(r"```.*?```", without, re.S) == re.findall(r"```.*?```", readme, re.S)
+
+
+def test_rewriting_of_links(monkeypatch):
+    page = packaging(monkeypatch)["index_page"]
+    text = "a [page](docs/a.md#b), ![picture](docs/p.png), [web](https://x.example/y), [here](#limits)"
+    assert page(text, HOME, "v1") == (
+        f"a [page]({HOME}/blob/v1/docs/a.md#b), ![picture]({HOME}/raw/v1/docs/p.png), "
+        "[web](https://x.example/y), [here](#limits)"
+    )
+    assert page(text, "", "v1") == "a page, *picture*, [web](https://x.example/y), [here](#limits)"
+
+
+def test_links_of_the_metadata(monkeypatch):
+    assert packaging(monkeypatch, HOME)["given"]["project_urls"]["Issues"] == f"{HOME}/issues"
+    assert set(packaging(monkeypatch)["given"]["project_urls"]) == {"Paper"}
+    with pytest.raises(SystemExit, match="must be https://HOST/OWNER/NAME, but is 'https://me:secret@x/y'"):
+        packaging(monkeypatch, "https://me:secret@x/y")
+
+
+def test_an_sdist_remembers_its_repository(monkeypatch, tmp_path):
+    """A wheel that is built from it has the same links."""
+    for name in ("setup.py", "README.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    package = tmp_path / "src" / "open_clip_zerovl"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "9"  # the place\n')
+    (tmp_path / "PKG-INFO").write_text(
+        f"Name: x\nProject-URL: Paper, https://p.example\nProject-URL: Repository, {HOME}\n\n"
+    )
+    monkeypatch.delenv("ZEROVL_REPOSITORY", raising=False)
+    with patch("setuptools.setup") as setup:
+        runpy.run_path(str(tmp_path / "setup.py"))
+    assert setup.call_args.kwargs["project_urls"]["Repository"] == HOME
+    assert f"{HOME}/blob/v9/docs/results.md" in setup.call_args.kwargs["long_description"]
+
+
+def test_the_citation_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["authors"] and citation["title"]
+    paper = citation["preferred-citation"]
+    assert [one["family-names"] for one in paper["authors"]] == ["Cui", "Zhou", "Guo", "Yin", "Wu", "Yoshie", "Chen"]
+    assert paper["year"] == 2022 and paper["identifiers"][0]["value"] == "arXiv:2112.09331"
+
+
+@pytest.mark.parametrize("form", ["bug", "question"])
+def test_issue_forms(form):
+    """The parts that GitHub requires of a form."""
+    read = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text("utf-8"))
+    assert read["name"] and read["description"]
+    asked = [part for part in read["body"] if part["type"] != "markdown"]
+    assert len({part["id"] for part in asked}) == len(asked) > 0
+    assert all(part["attributes"]["label"] for part in asked)
+    assert form != "bug" or "zerovl doctor" in json.dumps(read)
+
+
+def anchors(page: str) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+?)\s*$", re.sub(r"```.*?```", "", page, flags=re.S), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page):
+    lost = []
+    for target in LINK.findall(prose(page.read_text("utf-8"))):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there.read_text("utf-8"))):
+            lost.append(target)
+    assert lost == []
+
+
+def test_dist_check_finds_what_a_wheel_lacks(tmp_path):
+    src = ROOT / "src"
+    kept = [file for kind in ("*.py", "*.json") for file in src.rglob(kind)]
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for file in kept:
+            wheel.write(file, file.relative_to(src))
+    with pytest.raises(UserError, match=r"a.whl lacks \['open_clip_zerovl/py.typed'\]"):
+        check_contents(tmp_path / "a.whl")
+
+
+def test_the_environment_of_dist_check_holds_what_is_required():
+    found = required("open_clip_zerovl")
+    assert {"torch", "open-clip-torch", "transformers", "aiohttp", "numpy"} <= set(found)  # aiohttp: of fsspec[http]
+    assert not {"pytest", "ruff", "clip-benchmark", "open-clip-zerovl"} & set(found)
