@@ -128,7 +128,8 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
     flags: Settings = {"train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())}
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
-        flags["retrieval-data"] = "::".join(there)
+        # The paper's transform (A.9) and count of captions, so that the log's numbers stand beside the paper's.
+        flags |= {"retrieval-data": "::".join(there), "retrieval-transform": "paper", "retrieval-captions": "5"}
     return flags
 
 
@@ -184,6 +185,8 @@ def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, se
     if not hardware.gpus:
         flags.update({"device": "cpu", "precision": "fp32", "workers": "1"})
     flags.update(settings)
+    if flags.get("retrieval-data") is None:  # also where --set has removed it
+        flags = {flag: value for flag, value in flags.items() if not flag.startswith("retrieval-")}
     for flag in ("effective-batch", "batch-size"):
         flags.pop(flag, None)
     return flags

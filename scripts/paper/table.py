@@ -14,7 +14,8 @@ SOURCES_14M = ("sbu", "vg", "cc3m", "cc12m")
 IMAGENET: Flags = {"image-mean": "0.485 0.456 0.406", "image-std": "0.229 0.224 0.225"}
 HALF: Flags = {"image-mean": "0.5 0.5 0.5", "image-std": "0.5 0.5 0.5"}
 
-# Section 2.2 and A.9; warm-up, betas, epsilon and the parameter of the temperature from the paper's released code. "" is a switch, None removes a flag.
+# Section 2.2 and A.9; warm-up, betas, epsilon and the parameter of the temperature from the paper's released code. "" is a
+# switch, None removes a flag.
 BASE: Flags = {
     "model": "zerovl-ViT-B-16-BERT-base",
     "pretrained-image": "",
@@ -215,6 +216,7 @@ RECIPES: dict[str, Recipe] = {
         {
             **dict.fromkeys(("pretrained-image", "auto-augment", "text-augment", "image-mean", "image-std", "aug-cfg")),
             **dict.fromkeys(("lr-min", "eps", "beta1", "warmup-share", "temperature-parameter")),
+            **dict.fromkeys(("retrieval-transform", "retrieval-captions")),  # scored as CLIP_benchmark does
             "model": "ViT-B-16",
             "sampling": "random",
             "teacher": "shards:768,768",

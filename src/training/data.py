@@ -55,10 +55,16 @@ class TrainData:
 
 @dataclass(frozen=True)
 class RetrievalData:
-    """Retrieval sets by name, with the checkpoint's own evaluation transform."""
+    """Retrieval sets by name, and how they are scored.
+
+    Attributes:
+        transform: of pictures.
+        captions_per_image: how many captions of an image count, the first ones; None for all.
+    """
 
     sets: dict[str, RetrievalSet]
     transform: Callable[..., Any]
+    captions_per_image: int | None
 
 
 @dataclass(frozen=True)
@@ -115,11 +121,13 @@ def get_data(
     args: argparse.Namespace,
     preprocess_fns,
     tokenizer=None,
+    paper_transform: Callable[[], Callable[..., Any]] | None = None,
 ) -> dict:
     """open_clip's data with our training data and retrieval sets.
 
     Args:
         stock: open_clip's own function for these arguments.
+        paper_transform: makes the paper's evaluation transform for the run's model.
 
     Raises:
         UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
@@ -143,9 +151,32 @@ def get_data(
             )
         _check_warmup(config, args, loader.num_batches // args.accum_freq * args.epochs)
     if inputs.retrieval:
-        data["retrieval"] = RetrievalData(inputs.retrieval, transform_eval)
+        data["retrieval"] = _retrieval_data(config, inputs, args, transform_eval, paper_transform)
         data.setdefault(PLACEHOLDER_KEY, data["retrieval"])
     return data
+
+
+def _retrieval_data(
+    config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, paper_transform
+) -> RetrievalData:
+    """The sets with the transform and captions that the flags ask for, which the log says."""
+    captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
+    if config.retrieval_transform == "paper":
+        assert paper_transform is not None
+        transform = paper_transform()
+    if is_master(args):
+        sets = ", ".join(
+            f"{name} ({len(dataset):,} images, {dataset.num_captions(captions):,} captions)"
+            for name, dataset in inputs.retrieval.items()
+        )
+        shown = (
+            "squash and centre crop (the paper's, A.9)"
+            if config.retrieval_transform == "paper"
+            else "the checkpoint's own"
+        )
+        kept = "all captions" if captions is None else f"the first {captions} captions of each image"
+        logging.info(f"Retrieval: {sets}; {kept}; transform: {shown}.")
+    return RetrievalData(inputs.retrieval, transform, captions)
 
 
 def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) -> None:

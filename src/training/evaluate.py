@@ -45,12 +45,17 @@ def evaluate(
     if retrieval is None or not due or not is_master(args):
         return metrics
     ours: dict[str, Any] = {"epoch": epoch}
+    how = {
+        "retrieval_transform": config.retrieval_transform,
+        "retrieval_captions": config.retrieval_captions,
+    }
     for name, dataset in retrieval.sets.items():
         recalls = evaluate_retrieval(
             model,
             retrieval.transform,
             tokenizer,
             dataset,
+            captions_per_image=retrieval.captions_per_image,
             batch_size=args.batch_size,
             num_workers=args.workers,
             device=torch.device(args.device),
@@ -61,19 +66,21 @@ def evaluate(
         logging.info(
             f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in recalls.items())
         )
-    _log(ours, epoch, args, data, tb_writer)
+    _log(ours, how, epoch, args, data, tb_writer)
     return {**metrics, **ours}
 
 
-def _log(metrics: dict[str, Any], epoch: int, args: argparse.Namespace, data: dict, tb_writer) -> None:
-    """Write metrics to the places of open_clip's own: results.jsonl, tensorboard and wandb under val/."""
+def _log(
+    metrics: dict[str, Any], how: dict[str, Any], epoch: int, args: argparse.Namespace, data: dict, tb_writer
+) -> None:
+    """Write metrics to the places of open_clip's own: results.jsonl (with `how` they were taken), tensorboard, wandb."""
     log_data = {"val/" + name: value for name, value in metrics.items()}
     if args.save_logs:
         if tb_writer is not None:
             for name, value in log_data.items():
                 tb_writer.add_scalar(name, value, epoch)
         with open(os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps({**metrics, **how}) + "\n")
     if (reporter := reporter_of(args)) is not None:
         step = data["train"].dataloader.num_batches // args.accum_freq * epoch if "train" in data else None
         reporter.log({**log_data, "epoch": epoch}, step=step)

@@ -37,6 +37,7 @@ from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.retrieval.run import paper_transform_of
 from training import (
     checkpointing,
     codebase,
@@ -304,7 +305,11 @@ class Run:
         epoch: int,
         tokenizer,
     ) -> dict:
-        found = data.get_data(self.config, self.inputs, stock, args, preprocess_fns, tokenizer)
+        def paper_transform() -> Callable[..., Any]:
+            assert self.model is not None  # main makes the data after it
+            return paper_transform_of(self.model)
+
+        found = data.get_data(self.config, self.inputs, stock, args, preprocess_fns, tokenizer, paper_transform)
         if self.config.cache_frozen is not None and self.own_step:
             assert self.model is not None
             self.cache = data.frozen_cache(

@@ -26,7 +26,15 @@ from scripts.paper import finetune_report
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.finetune_report import Comparison
 from scripts.paper.launch import Node, command_line, run_folder
-from scripts.paper.recipes import Hardware, batching_of, cores_of_a_node, crowded, missing_for
+from scripts.paper.recipes import (
+    Hardware,
+    batching_of,
+    cores_of_a_node,
+    crowded,
+    missing_for,
+    parse_settings,
+    training_flags,
+)
 from scripts.paper.table import (
     RECIPES,
     described,
@@ -224,6 +232,28 @@ def test_a_slip_in_a_setting_is_told_before_anything_is_started(tmp_path, slip, 
     done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip))
     assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
     assert "torch.distributed.run" not in done.stdout
+
+
+def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
+    """A.9's transform and five captions wherever a set is scored (2.2, Table 2), no TokenDrop in 5.1, all masks drawn again for
+    Table 6, the released code's temperature."""
+    for source in ("coco/test", "f30k/test"):
+        (tmp_path / source).mkdir(parents=True)
+
+    def flags(name: str, *settings: str) -> dict:
+        return training_flags(RECIPES[name], name, tmp_path, Hardware(8, 32), parse_settings(settings))
+
+    for name in TRAININGS:
+        own = name != "datacompdr-12m"  # not the paper's
+        found = flags(name)
+        assert found["retrieval-data"] is not None
+        assert [found.get(f"retrieval-{what}") for what in ("transform", "captions")] == (
+            ["paper", "5"] if own else [None, None]
+        )
+        assert found.get("temperature-parameter") == ("temperature" if own else None)
+        assert not any(flag.startswith("retrieval-") for flag in flags(name, "retrieval-data="))
+    assert flags("train-14m")["token-drop"] == "0.25" and "token-drop" not in flags("train-100m")
+    assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == ("no-replay", "0")
 
 
 def test_with_sbatch_the_batch_file_is_submitted(tmp_path):

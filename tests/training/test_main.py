@@ -11,10 +11,15 @@ import open_clip
 import pytest
 import torch
 
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval.run import RetrievalSettings, run_retrieval
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_retrieval_set
+from training.data import get_data, open_inputs
 from training.main import main
+from training.params import parse
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +142,7 @@ def metrics_of(folder: Path, name: str) -> list[dict]:
 
 def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     folder, data, *_ = workplace
-    write_retrieval_set(folder / "pairs", [2, 1, 3, 2, 2, 1])
+    write_retrieval_set(folder / "pairs", [2, 1, 7, *[1] * 37])
     arguments = [
         *COMMON, "--train-data", data, "--debiased-sampling", "--batch-size", "8", "--workers", "0", "--lr", "1e-3",
         "--lr-min", "2e-4", "--retrieval-data", f"mine={folder}/pairs", "--retrieval-frequency", "2",
@@ -148,7 +153,12 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     metrics = metrics_of(folder, "retrieval")
     assert [row["epoch"] for row in metrics] == [2, 3]  # every second epoch, and the last
     assert {"mine_image_to_text_R@1", "mine_text_to_image_R@10", "mine_rsum"} <= metrics[0].keys()
+    assert (metrics[0]["retrieval_transform"], metrics[0]["retrieval_captions"]) == ("checkpoint", 5)
     log = (folder / "logs" / "retrieval" / "out.log").read_text()
+    assert (
+        "Retrieval: mine (40 images, 45 captions); the first 5 captions of each image; transform: the checkpoint's own"
+        in log
+    )
     rates = [float(rate) for rate in re.findall(r"LR: (\S+)", log)]
     assert max(rates) == pytest.approx(1e-3, abs=1e-5) and min(rates[2:]) >= 2e-4 and rates[-1] < 2.5e-4
     assert "Mixture (debiased)" in log and "  c: 32 of 33 samples in 7 shards" in log
@@ -156,9 +166,37 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     checkpoint = folder / "logs" / "retrieval" / "checkpoints" / "epoch_3.pt"
     more = [*arguments, "--epochs", "4", "--name", "resumed", "--resume", str(checkpoint)]
     more[more.index("--batch-size") + 1] = "4"
+    more += ["--retrieval-transform", "paper", "--retrieval-captions", "all"]
     done = launch("ours", config, more, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics_of(folder, "resumed")[-1]["epoch"] == 4
+    last = metrics_of(folder, "resumed")[-1]
+    assert (last["epoch"], last["retrieval_transform"], last["retrieval_captions"]) == (4, "paper", "all")
+    # What training logged is what `zerovl retrieval` measures of its checkpoint with the same transform.
+    open_clip.add_model_config(str(config))
+    encoder = Encoder(str(folder / "logs" / "resumed" / "checkpoints" / "epoch_4.pt"), device="cpu")
+    settings = RetrievalSettings(captions_per_image=None, paper_transform=True)
+    found = run_retrieval(encoder, f"mine={folder}/pairs", settings)["mine"]
+    assert (found.pop("images"), found.pop("captions")) == (40, 47)
+    assert found == pytest.approx({key: last[f"mine_{key}"] for key in found})
+
+
+def test_retrieval_sets_are_scored_with_the_transform_and_captions_asked_for(workplace):
+    folder, *_ = workplace
+    (folder / "few").mkdir(exist_ok=True)
+    write_retrieval_set(folder / "few" / "set", [2, 7])
+    words = ["--retrieval-data", f"few={folder}/few/set"]
+    for more, transform, captions in (
+        ([], "own", 5),
+        (["--retrieval-transform", "paper"], "paper", 5),
+        (["--retrieval-captions", "all"], "own", None),
+    ):
+        args, config = parse([*words, *more])
+        args.rank, args.local_rank, args.world_size = 0, 0, 1
+        inputs = open_inputs(config, args)
+        data = get_data(config, inputs, lambda _: {}, args, ("train", "own"), paper_transform=lambda: "paper")
+        assert (data["retrieval"].transform, data["retrieval"].captions_per_image) == (transform, captions)
+    with pytest.raises(UserError, match="no --retrieval-data does not work with --retrieval-transform"):
+        parse(["--train-data", "a=/x", "--retrieval-transform", "paper"])
 
 
 def losses_of(record: Path) -> list[float]:

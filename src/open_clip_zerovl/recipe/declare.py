@@ -161,6 +161,13 @@ def retain(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def captions_per_image(text: str) -> int | str:
+    """How many captions of an image count, the first ones: a number from 1 on, or "all"."""
+    if text != "all" and (not text.isdecimal() or int(text) < 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of captions nor all")
+    return text if text == "all" else int(text)
+
+
 def key_value(text: str) -> tuple[str, Any]:
     """A word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)); a value that is not Python is a string."""
     key, separator, value = text.partition("=")

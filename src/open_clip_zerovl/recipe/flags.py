@@ -39,6 +39,7 @@ from open_clip_zerovl.recipe.declare import (
     Switch,
     Values,
     at_least,
+    captions_per_image,
     flag,
     flags_of,
     key_value,
@@ -48,6 +49,7 @@ from open_clip_zerovl.releases import line_here
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
+RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
 TEMPERATURE_PARAMETERS = ("logit-scale", "temperature")  # `recipe.optimizer` says what they are
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
@@ -536,6 +538,11 @@ class CheckpointFlags:
     )  # fmt: skip
 
 
+_NO_SETS = Contradiction(
+    "no --retrieval-data", lambda given: given.retrieval_data is None, "it says how that is scored; give both"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalFlags:
     """Retrieval while training (sections 5.1, 5.2)"""
@@ -548,6 +555,22 @@ class RetrievalFlags:
     )
     retrieval_frequency: int = flag(
         1, "epochs between retrieval evaluations", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
+    )
+    retrieval_transform: str = flag(
+        "checkpoint",
+        "transform of the retrieval sets' pictures: the checkpoint's own, as CLIP_benchmark applies it, or the paper's (A.9), "
+        "squash to 256 and crop 224, scaled to the model's size (default %(default)s)",
+        choices=RETRIEVAL_TRANSFORMS,
+        contradicts=(_NO_SETS,),
+        planned=False,
+    )
+    retrieval_captions: int | str = flag(
+        5,
+        "captions kept of each image of a retrieval set, the first ones; the papers count five of COCO's (default %(default)s)",
+        kind=captions_per_image,
+        metavar="N|all",
+        contradicts=(_NO_SETS,),
+        planned=False,
     )
 
 
