@@ -33,6 +33,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from open_clip_zerovl.bias.examples import retrieval_examples
+from open_clip_zerovl.bias.pools import MIXED_POOL_NOTE, POOLS
 from open_clip_zerovl.bias.run import measure_bias
 from open_clip_zerovl.bias.samples import SourceSample
 from open_clip_zerovl.checkpoints.export import export_local_dir
@@ -42,7 +44,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.emoji.page import demo_page
 from scripts.emoji.picture import demo_picture
-from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RunRecord, results_table, retrieval_examples
+from scripts.emoji.records import RunRecord, results_table
 from scripts.emoji.runs import Encoder, Pool, TrainingRun, emoji_flags, flag_names, flag_value, measure
 
 SAMPLINGS = ("debiased", "random")

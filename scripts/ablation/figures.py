@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
 from scripts.ablation.conditions import CONDITIONS, PaperTable
-from scripts.emoji.records import POOLS
 
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, TABLES, Claim, Comparison, PaperTable
 from scripts.ablation.figures import table_figure
-from scripts.emoji.records import POOLS
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw
 
-from open_clip_zerovl.bias.measures import SourceFeatures
+from open_clip_zerovl.bias.pools import SourceFeatures
 from open_clip_zerovl.datasets.drawn import DrawnSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 
+from open_clip_zerovl.bias.examples import RetrievalExample, example_html
 from open_clip_zerovl.bias.page import bias_sections
+from open_clip_zerovl.bias.pools import MIXED_POOL_NOTE, POOLS
 from open_clip_zerovl.bias.report import BiasReport
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table, thumbnail
+from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table
 from open_clip_zerovl.files import write_atomically
 from scripts.emoji.picture import loss_picture
-from scripts.emoji.records import MIXED_POOL_NOTE, POOLS, RetrievalExample, RunRecord
+from scripts.emoji.records import RunRecord
 
 
 def demo_page(
@@ -28,7 +29,7 @@ def demo_page(
 
     Args:
         records: by run, as for `picture.demo_picture`.
-        examples: see `records.retrieval_examples`.
+        examples: see `bias.examples.retrieval_examples`.
         bias: `bias.measure_bias` of the same runs.
         lead: one or two sentences under the title.
 
@@ -63,29 +64,9 @@ def demo_page(
         body += [
             heading("Text to picture, all sources mixed"),
             paragraph("A caption with its picture, then the best pictures of each run, the right one framed in green."),
-            *(_example(example, list(records)) for example in examples),
+            *(example_html(example, list(records)) for example in examples),
         ]
     if bias is not None:
         body += bias_sections(bias)
     write_atomically(path, html_page(title, body))
     return Path(path)
-
-
-def _example(example: RetrievalExample, runs: Sequence[str]) -> str:
-    lines = []
-    for run in runs:
-        shown = "".join(
-            thumbnail(
-                one.pixels, f"{one.source}{', the right picture' if one.right else ''}", "right" if one.right else ""
-            )
-            for one in example.top[run]
-        )
-        lines.append(
-            f'<div class="ranking"><div class="run">{escape(run)}<br><small>right picture at rank {example.rank[run]}'
-            f"</small></div>{shown}</div>"
-        )
-    query = f"<span>{escape(example.query)}<br><small>{escape(example.source)}</small></span>"
-    return (
-        f'<div class="example"><div class="query">{thumbnail(example.target, "the own picture")}{query}</div>'
-        f"{''.join(lines)}</div>"
-    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from open_clip_zerovl.bias.examples import RetrievalExample
+from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import (
     FAINT,
@@ -23,7 +25,7 @@ from open_clip_zerovl.figures.plot import (
     png_bytes,
 )
 from open_clip_zerovl.files import write_atomically
-from scripts.emoji.records import POOLS, RetrievalExample, RunRecord
+from scripts.emoji.records import RunRecord
 
 
 def loss_picture(records: Mapping[str, RunRecord]) -> bytes:

@@ -1,4 +1,4 @@
-"""Results of a run for the demo and the ablation: numbers, loss curve, retrieval examples, and a table of the numbers.
+"""Results of a run for the demo and the ablation: numbers, loss curve, and a table of the numbers.
 
 Numbers come from `bias` and `retrieval`, loss curves from the training log.
 """
@@ -10,18 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
-
-POOLS = ("within", "across", "mixed")
-
-MIXED_POOL_NOTE = (
-    "The mixed pool rewards a model that recognises sources: it has to search only the pairs of the query's source. So a less "
-    "biased model can score lower there even if it matches contents better."
-)
 
 
 @dataclass(frozen=True)
@@ -42,26 +32,6 @@ class RunRecord:
     probe_chance: float
     log_p_same_source: float
     log_p_other_source: float
-
-
-@dataclass(frozen=True)
-class RetrievedPicture:
-    """One picture of a ranking, (H, W, 3) uint8, with its source; `right` if the query is its caption."""
-
-    pixels: np.ndarray
-    source: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class RetrievalExample:
-    """A caption as query: its own picture, and for each run the best pictures and the rank (from 1) of its own picture."""
-
-    query: str
-    source: str
-    target: np.ndarray
-    top: Mapping[str, Sequence[RetrievedPicture]]
-    rank: Mapping[str, int]
 
 
 _TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[\s*(\d+)/(\d+) .*\bLoss: (\S+) \(")
@@ -90,35 +60,6 @@ def read_training_log(path: str | Path) -> list[tuple[int, float]]:
     if not curve:
         raise UserError(f"{path} holds no 'Train Epoch:' line, so no step was logged; lower --log-every-n-steps")
     return sorted(curve.items())
-
-
-def retrieval_examples(
-    pictures: Sequence[np.ndarray],
-    captions: Sequence[str],
-    sources: Sequence[str],
-    features: Mapping[str, tuple[Tensor, Tensor]],
-    queries: Sequence[int],
-    *,
-    k: int = 5,
-) -> list[RetrievalExample]:
-    """Rank the pictures of a pool of N pairs for some of its captions, by each run's features.
-
-    Args:
-        pictures, captions, sources: (N,) the pool; pictures are (H, W, 3) uint8.
-        features: by run, image_features and text_features (N, D), L2-normalised.
-        queries: indices of the captions to rank for.
-        k: pictures to keep.
-    """
-    examples = []
-    for query in queries:
-        top, rank = {}, {}
-        for run, (image_features, text_features) in features.items():
-            scores = image_features @ text_features[query]  # (N,)
-            best = torch.argsort(scores, descending=True, stable=True)[:k].tolist()
-            top[run] = [RetrievedPicture(np.asarray(pictures[i]), sources[i], i == query) for i in best]
-            rank[run] = 1 + int((scores > scores[query]).sum())
-        examples.append(RetrievalExample(captions[query], sources[query], np.asarray(pictures[query]), top, rank))
-    return examples
 
 
 def results_table(runs: Mapping[str, RunRecord], *, markdown: bool = False) -> str:

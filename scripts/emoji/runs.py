@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.bias.measures import SourceFeatures, mean_log_p_negatives, pool_metrics, source_probe_accuracy
+from open_clip_zerovl.bias.examples import middle_of_each
+from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
+from open_clip_zerovl.bias.pools import POOLS, SourceFeatures, pool_metrics
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.datasets.drawn import DrawnSample
 from open_clip_zerovl.errors import UserError
-from scripts.emoji.records import POOLS, RunRecord, read_training_log
+from scripts.emoji.records import RunRecord, read_training_log
 
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")
 MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
@@ -207,10 +209,7 @@ class Pool:
 
     def queries(self) -> list[int]:
         """One caption of each source for the picture: the middle one, whatever its results."""
-        indices: dict[str, list[int]] = {}
-        for index, source in enumerate(self.sources):
-            indices.setdefault(source, []).append(index)
-        return [own[len(own) // 2] for own in indices.values()]
+        return middle_of_each(self.sources)
 
 
 @dataclass

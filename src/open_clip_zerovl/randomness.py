@@ -89,6 +89,7 @@ class Purpose(enum.Enum):
     PROBE_HEAD = "probe head"  # none: initial weights
     PROBE_ORDER = "probe order"  # epoch
     PROBE_IMAGE = "probe image"  # epoch, image: augmentation
+    BOOTSTRAP = "bootstrap"  # none: which queries are drawn for an interval
 
 
 def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from open_clip_zerovl.bias.examples import retrieval_examples
 from open_clip_zerovl.bias.page import bias_page
 from open_clip_zerovl.bias.report import BiasReport
 from open_clip_zerovl.bias.run import embed_samples, embedding_map, measure_bias, name_models
@@ -24,7 +25,7 @@ from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
 from scripts.emoji.page import demo_page
-from scripts.emoji.records import RunRecord, retrieval_examples
+from scripts.emoji.records import RunRecord
 from support import tiny_clip
 from support.tars import png, write_tar
 

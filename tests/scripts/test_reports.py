@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from open_clip_zerovl.bias.examples import retrieval_examples
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import moving_average
 from scripts.emoji.picture import demo_picture
-from scripts.emoji.records import RunRecord, read_training_log, results_table, retrieval_examples
+from scripts.emoji.records import RunRecord, read_training_log, results_table
 
 
 def record(**change) -> RunRecord:

@@ -3,17 +3,17 @@
 - `mean_log_p_negatives` (figure 4): the mean of `log p_jk` over negative pairs. p is the softmax of eq. 2, which is the
   stop-gradient weight of a negative pair in eq. 3.
 - `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe says how far they do.
-- `pool_metrics`: what that costs, as RSUM of retrieval in three kinds of pools.
 
-Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources, `C` concepts of one source. Features are
+What that costs, as RSUM of retrieval, is in `pools`.
+
+Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources. Features are
 L2-normalised, float, on any device; row i of images and row i of texts are a pair.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.retrieval.metrics import retrieval_metrics
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 GROUPS = ("all", "same_source", "other_source")
@@ -65,27 +64,19 @@ def mean_log_p_negatives(
     Raises:
         UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
     """
-    codes, names = _source_codes(source, image_features, text_features)
-    total = len(codes)
-    size = total if batch_size is None else batch_size
-    if not 2 <= size <= total:
-        raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
-    if not logit_scale > 0:
-        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
-    order = torch.arange(total)
-    if batch_size is not None:
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    codes = codes.to(image_features.device)
-
+    sums, counts, codes, names = log_p_by_query(
+        image_features,
+        text_features,
+        source,
+        logit_scale,
+        batch_size=batch_size,
+        seed=seed,
+        chunk_size=chunk_size,
+    )
     # Sums and counts over pairs: [direction, same (0) or other (1) source, source of the query].
-    sums = torch.zeros(2, 2, len(names), dtype=torch.float64)
-    counts = torch.zeros(2, 2, len(names), dtype=torch.float64)
-    for start in range(0, total - size + 1, size):
-        batch = order[start : start + size].to(image_features.device)
-        images, texts, own = image_features[batch].double(), text_features[batch].double(), codes[batch]
-        for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
-            _add_log_p(sums[direction], counts[direction], logit_scale * queries, keys, own, chunk_size)
-
+    by_source = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
+    by_source.index_add_(3, codes, torch.stack([sums, counts]))
+    sums, counts = by_source
     result: dict[str, Any] = {
         way: _group_means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)
     }
@@ -97,23 +88,64 @@ def mean_log_p_negatives(
     return result
 
 
-def _add_log_p(sums: Tensor, counts: Tensor, queries: Tensor, keys: Tensor, codes: Tensor, chunk_size: int) -> None:
-    """Add the log p of one batch's negative pairs in one direction.
+def log_p_by_query(
+    image_features: Tensor,
+    text_features: Tensor,
+    source: Sequence[Any],
+    logit_scale: float,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    chunk_size: int = 1024,
+) -> tuple[Tensor, Tensor, Tensor, list[Any]]:
+    """The sums behind `mean_log_p_negatives`, for each query; arguments and errors as there.
+
+    Returns:
+        sums, counts: (2, 2, N) of log p and of negatives: [direction, same (0) or other (1) source, query], float64, on the
+            CPU.
+        codes: (N,) index of each pair's source in the names.
+        names: of the sources, sorted.
+    """
+    codes, names = _source_codes(source, image_features, text_features)
+    total = len(codes)
+    size = total if batch_size is None else batch_size
+    if not 2 <= size <= total:
+        raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
+    if not logit_scale > 0:
+        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
+    order = torch.arange(total)
+    if batch_size is not None:
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    sums = torch.zeros(2, 2, total, dtype=torch.float64)
+    counts = torch.zeros(2, 2, total, dtype=torch.float64)
+    for start in range(0, total - size + 1, size):
+        batch = order[start : start + size]
+        images, texts = (features[batch.to(features.device)].double() for features in (image_features, text_features))
+        for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
+            own = _log_p_of_batch(logit_scale * queries, keys, codes[batch].to(queries.device), chunk_size)
+            sums[direction][:, batch], counts[direction][:, batch] = own
+    return sums, counts, codes, names
+
+
+def _log_p_of_batch(queries: Tensor, keys: Tensor, codes: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Sums of log p (2, B) and counts (2, B) of each query's negatives, row 0 of its own source, row 1 of others.
 
     Args:
-        sums, counts: (2, S), added to; row 0 for pairs of one source, row 1 for pairs of two, column the query's source.
         queries, keys: (B, D), the queries times the logit scale.
         codes: (B,) source of each pair.
     """
     size = len(codes)
+    sums = torch.zeros(2, size, dtype=torch.float64)
+    counts = torch.zeros(2, size, dtype=torch.float64)
     for low in range(0, size, chunk_size):
         rows = torch.arange(low, min(low + chunk_size, size), device=codes.device)
         log_p = (queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
         negative = rows[:, None] != torch.arange(size, device=codes.device)
         same = codes[rows][:, None] == codes
         for group, mask in enumerate((negative & same, negative & ~same)):
-            sums[group].index_add_(0, codes[rows].cpu(), (log_p * mask).sum(dim=1).cpu())
-            counts[group].index_add_(0, codes[rows].cpu(), mask.sum(dim=1).double().cpu())
+            sums[group, low : low + len(rows)] = (log_p * mask).sum(dim=1).cpu()
+            counts[group, low : low + len(rows)] = mask.sum(dim=1).double().cpu()
+    return sums, counts
 
 
 def _group_means(sums: Tensor, counts: Tensor) -> dict[str, float | None]:
@@ -170,6 +202,22 @@ def source_probe_accuracy(
         The share of right guesses, 0 to 1.
 
     Raises:
+        UserError: as `source_probe_guesses`.
+    """
+    return float(source_probe_guesses(features, source, concepts=concepts, seed=seed, folds=folds).mean())
+
+
+def source_probe_guesses(
+    features: Tensor | np.ndarray,
+    source: Sequence[Any],
+    *,
+    concepts: Sequence[Any] | None = None,
+    seed: int = 0,
+    folds: int = 5,
+) -> np.ndarray:
+    """(N,) whether the probe of `source_probe_accuracy` guesses each sample's source; arguments as there.
+
+    Raises:
         UserError: scikit-learn is missing, shapes that do not fit, fewer than two sources, a source smaller than the number of
             folds, or a probe that does not converge.
     """
@@ -191,11 +239,18 @@ def source_probe_accuracy(
     else:
         groups = np.asarray(concepts)
         splits = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(x, y, groups)
-    right = 0
+    right = np.zeros(len(x), dtype=bool)
     for train, test in splits:
         probe = _fitted_probe(x[train], y[train])
-        right += int((probe.predict(x[test]) == y[test]).sum())
-    return right / len(x)
+        right[test] = probe.predict(x[test]) == y[test]
+    return right
+
+
+def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
+    """(N,) concepts for the source probe, a pair without one being a concept of its own; None where no pair has one."""
+    if all(concept is None for concept in concepts):
+        return None
+    return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]
 
 
 def _fitted_probe(x: np.ndarray, y: np.ndarray) -> Any:
@@ -212,101 +267,3 @@ def _fitted_probe(x: np.ndarray, y: np.ndarray) -> Any:
             return probe.fit(x, y)
         except ConvergenceWarning as error:
             raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What it costs: retrieval within one source, across two, and over all
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SourceFeatures:
-    """The pairs of one source, one a concept.
-
-    Attributes:
-        image_features, text_features: (C, D).
-        concepts: (C,) names, each once.
-        held_out: (C,) whether the pair was kept out of training.
-
-    Raises:
-        UserError: lengths that differ, or a concept that comes twice.
-    """
-
-    image_features: Tensor
-    text_features: Tensor
-    concepts: Sequence[str]
-    held_out: Sequence[bool]
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}
-        if len(lengths) != 1 or len(set(self.concepts)) != len(self.concepts):
-            raise UserError("a source's features, concepts and held-out marks must have one length, each concept once")
-
-    def held_out_rows(self) -> Tensor:
-        """Rows of the held-out pairs."""
-        return torch.tensor([i for i, held_out in enumerate(self.held_out) if held_out], dtype=torch.long)
-
-
-def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
-    """RSUM (0 to 600) of retrieval in three kinds of pools.
-
-    - `within`: the held-out pairs of one source; mean over sources. Only the content tells them apart.
-    - `across`: held-out pictures of one source, with the captions that another source has of the same concepts; mean over all
-      ordered pairs of sources. A model that relies on the source fails here. (The other source's own pairs of these concepts
-      may have been in training.)
-    - `mixed`: the held-out pairs of all sources in one pool. A model that knows the query's source has to search one S-th of
-      the pool only, so this RSUM rewards source bias: it can fall while the model gets better.
-
-    Each pool's RSUM sums the recalls of both directions.
-
-    Args:
-        features: source -> its pairs; concepts of two sources are matched by name.
-
-    Returns:
-        `within`, `across` (None with one source), `mixed`; `by_source` and `by_pair` ("image source->text source") with the
-        single values; `pool_sizes` of the three kinds, since the chance level depends on the size.
-
-    Raises:
-        UserError: no source, a source without held-out pairs, two sources without shared concepts.
-    """
-    if not features:
-        raise UserError("retrieval pools need at least one source")
-    held_out = {name: one.held_out_rows() for name, one in features.items()}
-    for name, rows in held_out.items():
-        if not len(rows):
-            raise UserError(f"source {name} has no held-out pair to retrieve")
-
-    by_source = {
-        name: _rsum(one.image_features[held_out[name]], one.text_features[held_out[name]])
-        for name, one in features.items()
-    }
-    by_pair: dict[str, float] = {}
-    across_sizes = []
-    for name, one in features.items():
-        for partner, other in features.items():
-            if partner == name:
-                continue
-            row_of = {concept: row for row, concept in enumerate(other.concepts)}
-            rows = [row for row in held_out[name].tolist() if one.concepts[row] in row_of]
-            if not rows:
-                raise UserError(f"source {partner} has none of the concepts held out of {name}")
-            partners = [row_of[one.concepts[row]] for row in rows]
-            by_pair[f"{name}->{partner}"] = _rsum(one.image_features[rows], other.text_features[partners])
-            across_sizes.append(len(rows))
-    mixed = _rsum(
-        torch.cat([one.image_features[held_out[name]] for name, one in features.items()]),
-        torch.cat([one.text_features[held_out[name]] for name, one in features.items()]),
-    )
-    sizes = [len(rows) for rows in held_out.values()]
-    return {
-        "within": sum(by_source.values()) / len(by_source),
-        "across": sum(by_pair.values()) / len(by_pair) if by_pair else None,
-        "mixed": mixed,
-        "by_source": by_source,
-        "by_pair": by_pair,
-        "pool_sizes": {"within": sizes, "across": across_sizes, "mixed": sum(sizes)},
-    }
-
-
-def _rsum(image_features: Tensor, text_features: Tensor) -> float:
-    return retrieval_metrics(image_features, text_features, torch.arange(len(text_features)))["rsum"]

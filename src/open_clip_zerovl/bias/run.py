@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
+from open_clip_zerovl.bias.measures import mean_log_p_negatives, probe_groups, source_probe_accuracy
 from open_clip_zerovl.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -87,8 +87,7 @@ def measure_model(
         UserError: fewer samples than a batch, a single source, a source too small for the probe.
     """
     sources = [sample.source for sample in samples]
-    known = [sample.concept for sample in samples]
-    concepts = None if None in known else known
+    concepts = probe_groups([sample.concept for sample in samples])
     rows = list(map_rows)
     return ModelBias(
         logit_scale=logit_scale,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
@@ -12,19 +13,27 @@ from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import TEXT_EXTENSION, image_of
+from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of
 
 SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
+
+_FALSE = frozenset(("", "0", "0.0", "no", "false", "none", "null"))  # values that say no
 
 
 @dataclass(frozen=True)
 class SourceSample:
-    """One pair: its source, its encoded picture, its caption, and the concept that a field of its json names."""
+    """One pair: its source, its encoded picture, its caption, and what fields of its json say.
+
+    Attributes:
+        concept: what it shows; None where no field names it, or the field is empty.
+        held_out: whether it was kept out of training.
+    """
 
     source: str
     image: bytes
     caption: str
     concept: str | None = None
+    held_out: bool = True
 
     def picture(self) -> Image.Image:
         """The picture as RGB. BadImage where it cannot be decoded."""
@@ -32,7 +41,7 @@ class SourceSample:
 
 
 def read_source_samples(
-    sources: Sequence[Source], limit: int, *, concept_field: str | None = None
+    sources: Sequence[Source], limit: int, *, concept_field: str | None = None, held_out_field: str | None = None
 ) -> tuple[list[SourceSample], dict[str, int]]:
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
@@ -42,6 +51,8 @@ def read_source_samples(
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
             samples of a concept in one fold (`measures.source_probe_accuracy`).
+        held_out_field: likewise, a field that is true (not null, false, 0, "no" or empty) for pairs kept out of training; None
+            takes all as held out.
 
     Returns:
         The samples, source by source; source -> samples passed over.
@@ -65,7 +76,7 @@ def read_source_samples(
             for sample in samples_of(source, shard):
                 if taken == share or len(own) == limit:
                     break
-                pair = _pair(source.name, sample.files, concept_field, f"{sample.key} of {source.shards[shard]}")
+                pair = _pair(source.name, sample, concept_field, held_out_field, source.shards[shard])
                 if pair is None:
                     skipped[source.name] += 1
                 else:
@@ -79,22 +90,33 @@ def read_source_samples(
     return samples, skipped
 
 
-def _pair(source: str, files: Mapping[str, bytes], concept_field: str | None, where: str) -> SourceSample | None:
-    image = image_of(files)
-    caption = files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
+def _pair(
+    source: str, sample: Sample, concept_field: str | None, held_out_field: str | None, where: str
+) -> SourceSample | None:
+    image = image_of(sample.files)
+    caption = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     if image is None or not caption:
         return None
-    concept = None
+    concept, held_out = None, True
     if concept_field is not None:
-        try:
-            concept = str(json.loads(files["json"])[concept_field])
-        except (KeyError, ValueError, TypeError) as error:
-            raise UserError(
-                f"sample {where} has no field {concept_field!r} in its json; leave --concept out"
-            ) from error
-    sample = SourceSample(source, image, caption, concept)
+        value = _field(sample, concept_field, "--concept", where)
+        concept = None if value is None or value == "" else str(value)
+    if held_out_field is not None:
+        held_out = str(_field(sample, held_out_field, "--held-out", where)).strip().lower() not in _FALSE
+    pair = SourceSample(source, image, caption, concept, held_out)
     try:
-        sample.picture()
+        pair.picture()
     except BadImage:
         return None
-    return sample
+    return pair
+
+
+def _field(sample: Sample, field: str, flag: str, where: str) -> Any:
+    """A field of a sample's json. UserError where it has none."""
+    try:
+        return json.loads(sample.files["json"])[field]
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"sample {sample.key} of {where} has no field {field!r} in its json (of a table: no such column); leave {flag} "
+            "out, or name another"
+        ) from error

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl import __version__
+from open_clip_zerovl.cli.compare import add_compare
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_retrieval(commands)
     _add_linear_probe(commands)
     _add_bias(commands)
+    add_compare(commands)
     _add_export(commands)
     add_interpolate(commands)
     _add_convert(commands)

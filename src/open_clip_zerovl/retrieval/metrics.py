@@ -141,6 +141,40 @@ def retrieval_ranks(
     )
 
 
+def ranks_by_label(
+    queries: Tensor,
+    keys: Tensor,
+    query_labels: Tensor,
+    key_labels: Tensor,
+    *,
+    chunk_size: int | None = None,
+) -> QueryRanks:
+    """Ranks of each query's best match, where a query may have several: all keys of its label.
+
+    Args:
+        queries, keys: (Q, D) and (T, D), L2-normalised, on one device.
+        query_labels, key_labels: (Q,) and (T,) whole numbers.
+        chunk_size: `C`, rows of scores alive at once, as for `retrieval_metrics`.
+
+    Raises:
+        UserError: NaN or infinite features, widths that differ, no query, or a query without a match.
+    """
+    _check_features(queries, keys)
+    query_labels, key_labels = query_labels.to(queries.device), key_labels.to(queries.device)
+    if not len(queries) or not bool(torch.isin(query_labels, key_labels).all()):
+        raise UserError("each query needs a match among the candidates; leave out the others")
+    exact_keys = keys.double().T
+    parts = []
+    for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
+        block = slice(start, start + size)
+        scores = (queries[block].double() @ exact_keys).float()  # (C, T)
+        match = query_labels[block, None] == key_labels
+        best = scores.masked_fill(~match, -torch.inf).amax(dim=1, keepdim=True)
+        tied = scores == best
+        parts.append(((scores > best).sum(dim=1), tied.sum(dim=1), (tied & match).sum(dim=1)))
+    return QueryRanks(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+
 def _paired_scores(images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096) -> Tensor:
     """(T,) score of each caption with its own image."""
     scores = texts.new_empty(len(texts))
@@ -215,14 +249,14 @@ def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> d
         raise UserError(f"ks must be positive numbers such as (1, 5, 10), got {ks}")
     metrics: dict[str, float] = {}
     for direction in DIRECTIONS:
-        for k, hit in zip(ks, _hit_probability(ranks[direction], ks).mean(dim=1).tolist(), strict=True):
+        for k, hit in zip(ks, hit_probabilities(ranks[direction], ks).mean(dim=1).tolist(), strict=True):
             metrics[f"{direction}_R@{k}"] = hit
     if set(RECALL_KS) <= set(ks):
         metrics["rsum"] = 100 * sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RECALL_KS)
     return metrics
 
 
-def _hit_probability(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
+def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
     """Probability that a positive is in the top K of each query, over all orders of tied items; (len(ks), Q), float64.
 
     With g items scored above the best positive and p positives and t others scored like it, the top K has s = K - g
