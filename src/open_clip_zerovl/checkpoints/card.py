@@ -1,7 +1,7 @@
 """The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
 
 It holds only what was read from the run's `params.txt`, from the `results.jsonl` that open_clip writes beside the checkpoints,
-and from the model's config. It names no licence: the model's owner adds one.
+and from the model's config. The licence is what the model's owner gives; without one the card names none.
 """
 
 from __future__ import annotations
@@ -52,11 +52,38 @@ _RECIPE = (
 )
 # Their values are paths on the training machine: the card has the file's name only.
 _PATHS = frozenset({"init_from", "init_image", "init_text"})
+_MODEL = "## Model"  # the heading from which on a card speaks of the model alone
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 
 
-def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -> str:
-    """The card of a training checkpoint, with the metrics of its own epoch.
+# How a model is loaded by the library that its folder is for: the sentence after its origin, and the lines.
+_LOADING = {
+    "open_clip": (
+        "It loads in stock [open_clip](https://github.com/mlfoundations/open_clip):",
+        "import open_clip\n\n"
+        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:/path/to/this/folder")\n'
+        'tokenizer = open_clip.get_tokenizer("local-dir:/path/to/this/folder")',
+    ),
+    "transformers": (
+        "It loads in [transformers](https://github.com/huggingface/transformers), 4.45 and later:",
+        "from transformers import AutoModel, AutoProcessor\n\n"
+        'model = AutoModel.from_pretrained("/path/to/this/folder")\n'
+        'processor = AutoProcessor.from_pretrained("/path/to/this/folder")\n'
+        'inputs = processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt")\n'
+        "output = model(**inputs)  # image_embeds and text_embeds of length 1, logits_per_image",
+    ),
+}
+
+
+def run_card(
+    checkpoint: Path,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    *,
+    library: str = "open_clip",
+    licence: str | None = None,
+) -> str:
+    """The card of a training checkpoint, with the metrics of its own epoch. Arguments as `model_card`.
 
     Raises:
         UserError: `results.jsonl` beside the checkpoint is not JSON, or `params.txt` holds a value that no training writes.
@@ -67,7 +94,9 @@ def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
     try:
-        return model_card(spec, weights, origin=origin, params=params, metrics=metrics)
+        return model_card(
+            spec, weights, origin=origin, params=params, metrics=metrics, library=library, licence=licence
+        )
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise UserError(
             f"the params.txt of {checkpoint} holds a value that training does not write ({error}); mend it, or move it away "
@@ -100,6 +129,8 @@ def model_card(
     params: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
+    library: str = "open_clip",
+    licence: str | None = None,
 ) -> str:
     """The card as Markdown with the front matter that a hub reads.
 
@@ -108,15 +139,15 @@ def model_card(
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
         notes: sentences for the end.
+        library: the one that the folder is for, of `open_clip` and `transformers`.
+        licence: as a hub names it, such as `mit`.
+
+    Raises:
+        UserError: a licence that is no name.
     """
     parts = [
-        "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n- clip\n- zerovl\n---",
-        f"# {_title(spec, params or {})}",
-        f"{origin} It loads in stock [open_clip](https://github.com/mlfoundations/open_clip):",
-        "```python\nimport open_clip\n\n"
-        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:/path/to/this/folder")\n'
-        'tokenizer = open_clip.get_tokenizer("local-dir:/path/to/this/folder")\n```',
-        "## Model\n\n" + _list(_model_facts(spec, weights)),
+        *_head(f"# {_title(spec, params or {})}", origin, library, licence),
+        _MODEL + "\n\n" + _list(_model_facts(spec, weights)),
     ]
     if params:
         parts.append("## Recipe\n\n" + _list(_recipe_facts(params)))
@@ -127,6 +158,59 @@ def model_card(
     if notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts) + "\n"
+
+
+def folder_card(
+    folder: Path,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    *,
+    library: str = "open_clip",
+    licence: str | None = None,
+) -> str:
+    """The card of an exported folder for another library: what its own card says of model, recipe, data and scores.
+
+    Arguments as `model_card`. A folder without a card of ours has the facts of its model alone.
+
+    Raises:
+        UserError: as `model_card`.
+    """
+    file = folder / CARD_FILE
+    own = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    top, found, rest = own.partition(f"\n{_MODEL}\n")
+    title = next((line for line in top.splitlines() if line.startswith("# ")), None)
+    if not found or title is None:
+        return model_card(
+            spec,
+            weights,
+            origin=f"Made from {_public(spec.name)}, a model of open_clip.",
+            library=library,
+            licence=licence,
+        )
+    return "\n\n".join([*_head(title, _origin(top), library, licence), f"{_MODEL}\n{rest}"])
+
+
+def _origin(top: str) -> str:
+    """The first sentence of a card, which says where the weights come from."""
+    lines = [line for line in top.splitlines() if " It loads in " in line]
+    return lines[0].partition(" It loads in ")[0] if lines else ""
+
+
+def _head(title: str, origin: str, library: str, licence: str | None) -> list[str]:
+    """Front matter, title, and how to load the model."""
+    if licence is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", licence):
+        raise UserError(
+            f"the licence '{licence}' is no name as a hub takes it; give one such as mit, apache-2.0, cc-by-4.0"
+        )
+    front = [f"library_name: {library}", "pipeline_tag: zero-shot-image-classification"]
+    front += [f"license: {licence}"] if licence else []
+    sentence, lines = _LOADING[library]
+    return [
+        "\n".join(["---", *front, "tags:", "- clip", "- zerovl", "---"]),
+        title,
+        f"{origin} {sentence}".strip(),
+        f"```python\n{lines}\n```",
+    ]
 
 
 def _title(spec: ModelSpec, params: Mapping[str, Any]) -> str:

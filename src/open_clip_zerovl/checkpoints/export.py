@@ -12,11 +12,12 @@ absolute path there: after moving the folder, export again or edit that line (`r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def export_local_dir(
     model: str | None = None,
     text_model: str | None = None,
     precision: str | None = None,
+    licence: str | None = None,
     force: bool = False,
 ) -> Path:
     """Writes a training checkpoint as a folder that stock open_clip loads, offline and without this package:
@@ -74,6 +76,7 @@ def export_local_dir(
         out_dir: the folder to make.
         model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
+        licence: for the model card, as a hub names it (`mit`, `cc-by-4.0`).
         force: replaces an earlier export in `out_dir`. A folder that is no export is never changed.
 
     Returns:
@@ -84,10 +87,10 @@ def export_local_dir(
             a destination that holds something else.
     """
     checkpoint = Path(checkpoint)
-    check_destination(_absolute(out_dir), force)
+    check_destination(absolute(out_dir), force)
     weights = read_state_dict(checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
-    card = run_card(checkpoint, spec, weights)
+    card = run_card(checkpoint, spec, weights, licence=licence)
     return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
 
 
@@ -113,7 +116,7 @@ def write_local_dir(
     Raises:
         UserError: as `export_local_dir`.
     """
-    final = _absolute(out_dir)
+    final = absolute(out_dir)
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
     check_destination(final, force)
@@ -122,10 +125,7 @@ def write_local_dir(
         dtype = PRECISIONS[precision]
         weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
 
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as workshop:
-        folder = Path(workshop) / final.name
-        folder.mkdir()
+    with new_folder(final) as folder:
         # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
         save_file(
             {k: v.clone().contiguous() for k, v in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"}
@@ -142,10 +142,6 @@ def write_local_dir(
         shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
         for name, content in {CARD_FILE: card, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-        if final.exists():
-            # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
-            os.rename(final, Path(workshop) / "replaced")
-        os.rename(folder, final)
     log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
     if note := relocation_note(final):
         log.info(note)
@@ -164,17 +160,43 @@ def relocation_note(folder: str | os.PathLike[str]) -> str | None:
     )
 
 
-def _absolute(folder: str | os.PathLike[str]) -> Path:
+@contextlib.contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """A folder beside `final`, which takes its name and place when the block ends without an error; else nothing is left."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as workshop:
+        folder = Path(workshop) / final.name
+        folder.mkdir()
+        yield folder
+        if final.exists():
+            # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
+            os.rename(final, Path(workshop) / "replaced")
+        os.rename(folder, final)
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """The full path of a folder to write."""
     return Path(os.path.abspath(Path(folder).expanduser()))
 
 
-def check_destination(final: Path, force: bool) -> None:
-    """UserError unless the folder can be written there and replaces nothing but an earlier export, that with `force` only."""
+def _is_export(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file()
+
+
+def check_destination(
+    final: Path, force: bool, *, is_export: Callable[[Path], bool] = _is_export, kind: str = "export"
+) -> None:
+    """UserError unless the folder can be written there and replaces nothing but an earlier export, that with `force` only.
+
+    Args:
+        is_export: whether a folder holds an export of this kind.
+        kind: its name in sentences.
+    """
     check_writable(final.parent, folder=True)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
-    if not final.is_dir() or not (final / CONFIG_FILE).is_file():
-        raise UserError(f"{final} exists and is no earlier export: choose another folder")
+    if not final.is_dir() or not is_export(final):
+        raise UserError(f"{final} exists and is no earlier {kind}: choose another folder")
     if not force:
         raise UserError(f"{final} already holds an export: choose another folder, or replace it with --force")
 

@@ -230,7 +230,7 @@ def _load_checkpoint(
     weights = read_state_dict(checkpoint)
     spec = read_model_spec(checkpoint, model=model_name, text_model=text_model)
     model, tokenizer = assemble(checkpoint, spec, weights)
-    return model, _evaluation_transform(model), tokenizer
+    return model, evaluation_transform(model), tokenizer
 
 
 @no_code_from_data()
@@ -245,7 +245,8 @@ def assemble(
     return model, tokenizer
 
 
-def _evaluation_transform(model: nn.Module) -> Preprocess:
+def evaluation_transform(model: nn.Module) -> Preprocess:
+    """The transform that an open_clip model's own settings describe."""
     return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 
 

@@ -1,4 +1,4 @@
-"""`zerovl <command>`. In the library only this room reads a command line (data.py, plan.py, teacher.py, doctor.py).
+"""`zerovl <command>`. In the library only this room reads a command line (data.py, plan.py, teacher.py, export.py, doctor.py).
 
 Each command calls one library function, which is imported when the command runs, so that `--help` does not wait for torch.
 """
@@ -16,6 +16,7 @@ from open_clip_zerovl.cli.compare import add_compare
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
+from open_clip_zerovl.cli.export import add_export
 from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.teacher import add_teacher
@@ -72,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_linear_probe(commands)
     _add_bias(commands)
     add_compare(commands)
-    _add_export(commands)
+    add_export(commands)
     add_interpolate(commands)
     _add_convert(commands)
     return parser
@@ -248,40 +249,6 @@ def _run_bias(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     run_bias(encoders, arguments.data, settings, out=arguments.out)
-
-
-def _add_export(commands) -> None:
-    export = commands.add_parser(
-        "export",
-        help="a training checkpoint as a folder that stock open_clip loads",
-        description="Write a training checkpoint as a local-dir: folder for open_clip.create_model_and_transforms.",
-    )
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="logs/NAME/checkpoints/epoch_N.pt")
-    export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
-    export.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
-    export.add_argument(
-        "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
-    )
-    export.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
-    export.add_argument("--force", action="store_true", help="replace an earlier export that is there")
-    export.set_defaults(run=_run_export)
-
-
-def _run_export(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
-
-    folder = export_local_dir(
-        arguments.checkpoint,
-        arguments.out,
-        model=arguments.model,
-        text_model=arguments.text_model,
-        precision="fp16" if arguments.fp16 else None,
-        force=arguments.force,
-    )
-    print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
-    note = relocation_note(folder)
-    if note:
-        print(note)
 
 
 def _add_convert(commands) -> None:

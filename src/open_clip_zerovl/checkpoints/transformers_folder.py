@@ -1,0 +1,329 @@
+"""Export for transformers: a folder that `AutoModel` and `AutoProcessor` load without open_clip and without this package.
+
+    config.json                CLIPModel for CLIP's own architecture, else VisionTextDualEncoderModel (transformers_towers.py)
+    model.safetensors          the weights, under transformers' names
+    preprocessor_config.json   the checkpoint's evaluation transform, as a CLIPImageProcessor
+    tokenizer.json ...         its tokenizer, cutting texts at the model's context length where `truncation=True`
+    README.md                  the model card
+
+transformers 4.45 and later read it. Before the folder gets its name, transformers loads it, and its embeddings are compared
+with open_clip's to 1e-5, its tokens with the run's, its pixels with the transform's.
+
+How near the pixels come: with PIL (transformers 4, or `backend="pil"` in 5) equal; with torchvision, 5's default, 2 / 255 at
+most, and other than equal in less than 2 % of the values. Where a resized picture loses an odd number of pixels to the crop,
+transformers may cut it one pixel beside open_clip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.card import CARD_FILE, folder_card, run_card
+from open_clip_zerovl.checkpoints.export import PRECISIONS, PROBE_TEXTS, absolute, check_destination, new_folder
+from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform, load_model, spec_of
+from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
+from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
+from open_clip_zerovl.checkpoints.weights import read_state_dict
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-5  # largest difference of an entry of a normalised embedding
+PIXEL_TOLERANCE = 2.5 / 255  # largest difference of a pixel's value, before it is normalised
+MODEL_TYPES = ("clip", "vision-text-dual-encoder")
+# What a tokenizer's file says of how the tokenizer was loaded.
+_OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
+_RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint or an exported folder, and what its card says."""
+
+    model: nn.Module
+    tokenizer: HFTokenizer | SimpleTokenizer
+    spec: ModelSpec
+    weights: dict[str, Tensor]
+
+
+@no_code_from_data()
+def export_transformers(
+    source: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    text_model: str | None = None,
+    precision: str | None = None,
+    licence: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes a checkpoint as a folder for transformers: `AutoModel.from_pretrained(FOLDER)` and `AutoProcessor`.
+
+    Args:
+        source: what `load_model` takes: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
+            open_clip's `NAME/TAG`.
+        out_dir: the folder to make.
+        model, text_model: of a checkpoint, see `read_model_spec`; by default what the run's `params.txt` says.
+        precision: `fp32`, `fp16` or `bf16` for the stored weights; they are loaded as float32. None keeps float32.
+        licence: for the card, as a hub names it (`mit`, `cc-by-4.0`).
+        force: replaces an earlier export for transformers in `out_dir`.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        UserError: as `export_local_dir`; a model that transformers cannot hold, with what it is that it has no place for.
+    """
+    final = absolute(out_dir)
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
+    opened = _open(os.fspath(source), model, text_model)
+    card = _card(os.fspath(source), opened, licence)
+    config, tensors = whole_model(opened.model)
+    with new_folder(final) as folder:
+        _save_processor(folder, opened, config.model_type)
+        config.save_pretrained(folder)
+        _save_weights(tensors, folder, torch.float32)
+        _verify(folder, opened)
+        if precision is not None:
+            _save_weights(tensors, folder, PRECISIONS[precision])
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    log.info("Wrote %s (%s) to %s.", source, opened.spec.name, final)
+    return final
+
+
+def is_transformers_folder(folder: Path) -> bool:
+    """Whether a folder holds what `export_transformers` writes."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    whole = all((folder / name).is_file() for name in ("model.safetensors", "preprocessor_config.json", CARD_FILE))
+    return whole and isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
+
+
+def _open(source: str, model_name: str | None, text_model: str | None) -> _Opened:
+    if Path(source).expanduser().is_file():
+        checkpoint = Path(source).expanduser()
+        weights = read_state_dict(checkpoint)
+        spec = read_model_spec(checkpoint, model=model_name, text_model=text_model)
+        model, tokenizer = assemble(checkpoint, spec, weights)
+    else:
+        model, _, tokenizer = load_model(source, model_name=model_name, text_model=text_model)
+        spec, weights = spec_of(source), dict(model.state_dict())
+    return _Opened(model.float().eval(), tokenizer, spec, weights)
+
+
+def _card(source: str, opened: _Opened, licence: str | None) -> str:
+    path = Path(source.removeprefix(LOCAL_DIR)).expanduser()
+    if path.is_file():
+        return run_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
+    return folder_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
+
+
+def whole_model(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+    """The config and the state dict of the whole model in transformers. UserError for what it has no place for."""
+    from transformers import CLIPConfig, VisionTextDualEncoderConfig
+
+    if getattr(model, "logit_bias", None) is not None:
+        refuse("it has a logit_bias (SigLIP), and transformers' dual encoders have none")
+    if hasattr(model, "text_decoder"):
+        refuse("it writes captions (CoCa)")
+    image, text = image_tower(model), text_tower(model)
+    towers = {"vision_config": image.config.to_dict(), "text_config": text.config.to_dict()}
+    scale = model.logit_scale.detach().float().reshape(())
+    rest: dict[str, Any] = {"projection_dim": len(image.projection), "logit_scale_init_value": scale.item()}
+    if text.config.model_type == "clip_text_model":
+        if image.config.model_type != "clip_vision_model":
+            refuse(
+                "its image tower has no norm before the first layer (ln_pre), as CLIP's has, beside CLIP's text tower"
+            )
+        config, prefixes = CLIPConfig(**towers, **rest), ("", "")
+        config.architectures = ["CLIPModel"]
+    else:
+        config, prefixes = VisionTextDualEncoderConfig(**towers, **rest), ("vision_model.", "text_model.")
+        config.architectures = ["VisionTextDualEncoderModel"]
+    tensors = {f"{prefixes[0]}{name}": tensor for name, tensor in image.tensors.items()}
+    tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}
+    tensors |= {"visual_projection.weight": image.projection, "text_projection.weight": text.projection}
+    return config, tensors | {"logit_scale": scale}
+
+
+def _save_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Writes model.safetensors. UserError for a weight that is too large for the dtype."""
+    stored = {}
+    for name, tensor in tensors.items():
+        stored[name] = tensor.to(dtype).clone().contiguous() if tensor.is_floating_point() else tensor.clone()
+        if tensor.is_floating_point() and tensor.isfinite().all() and not stored[name].isfinite().all():
+            raise UserError(
+                f"'{name}' has values up to {tensor.abs().max():.3g}, too large for {dtype}: leave --fp16 out"
+            )
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes files that only their owner may read.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+
+
+# --- the processor ---------------------------------------------------------------------------------------------------
+
+
+def image_processor(preprocess_cfg: Mapping[str, Any]) -> Any:
+    """open_clip's evaluation transform as transformers' CLIPImageProcessor.
+
+    Raises:
+        UserError: resize mode `longest`, which pads, or images that are not square.
+    """
+    from transformers import CLIPImageProcessor
+
+    size, mode = preprocess_cfg["size"], preprocess_cfg["resize_mode"]
+    height, width = (size, size) if isinstance(size, int) else size
+    if mode not in ("shortest", "squash"):
+        refuse(f"its transform resizes the {mode} side and pads (image_resize_mode '{mode}')")
+    if height != width and mode == "shortest":
+        refuse(f"its transform crops to {height} x {width} px, and transformers' to a square")
+    return CLIPImageProcessor(
+        do_convert_rgb=True,
+        do_resize=True,
+        size={"shortest_edge": height} if mode == "shortest" else {"height": height, "width": width},
+        resample=_RESAMPLE.get(preprocess_cfg["interpolation"], _RESAMPLE["bicubic"]),
+        do_center_crop=mode == "shortest",
+        crop_size={"height": height, "width": width},
+        do_rescale=True,
+        do_normalize=True,
+        image_mean=list(preprocess_cfg["mean"]),
+        image_std=list(preprocess_cfg["std"]),
+    )
+
+
+def _save_processor(folder: Path, opened: _Opened, model_type: str) -> None:
+    """Image processor and tokenizer, in the files that transformers 4 and 5 read."""
+    processor_class = "CLIPProcessor" if model_type == "clip" else "VisionTextDualEncoderProcessor"
+    image_processor(opened.model.visual.preprocess_cfg).save_pretrained(folder)
+    words = _tokenizer(opened.tokenizer, model_type)
+    words.model_max_length = opened.tokenizer.context_length
+    words.save_pretrained(folder)
+    for name in ("preprocessor_config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        settings = {key: value for key, value in settings.items() if key not in _OF_THIS_MACHINE}
+        settings["processor_class"] = processor_class
+        (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any:
+    """transformers' tokenizer. UserError for an option of open_clip's that it has not."""
+    if (model_type == "clip") != isinstance(tokenizer, SimpleTokenizer):
+        refuse(f"its tokenizer {type(tokenizer).__name__} does not go with its text tower")
+    if isinstance(tokenizer, SimpleTokenizer):
+        return _clip_tokenizer()
+    if tokenizer.tokenizer_mode or tokenizer.strip_sep_token:
+        refuse("its tokenizer has a mode of open_clip's own (tokenizer_mode, strip_sep_token)")
+    if tokenizer.clean_fn.__name__ != "_clean_whitespace":
+        refuse(f"its tokenizer changes texts first (clean: {tokenizer.clean_fn.__name__.removeprefix('_clean_')})")
+    return copy.deepcopy(tokenizer.tokenizer)
+
+
+def _clip_tokenizer() -> Any:
+    """CLIP's byte pair encoding, from the file that open_clip brings."""
+    from transformers import CLIPTokenizer
+
+    own = SimpleTokenizer()
+    names = dict(zip(own.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True))  # transformers' for them
+    vocabulary = {names.get(number, word): number for word, number in own.encoder.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch, "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+        merges = "".join(f"{first} {second}\n" for first, second in own.bpe_ranks)
+        Path(scratch, "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+        return CLIPTokenizer.from_pretrained(scratch)
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and notes."""
+    from transformers.utils import logging as transformers_logging
+
+    kept, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(kept)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _verify(folder: Path, opened: _Opened) -> None:
+    """Loads the folder with transformers and compares it with the model. UserError where they differ."""
+    from transformers import AutoModel, AutoProcessor
+
+    name, model, tokenizer = opened.spec.name, opened.model, opened.tokenizer
+    with _quiet():
+        loaded, found = AutoModel.from_pretrained(folder, output_loading_info=True)
+        processor = AutoProcessor.from_pretrained(folder)
+    missing = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
+    if missing:
+        raise UserError(f"transformers {_version()} has no place for '{missing[0]}' of {name}: install another release")
+    texts = processor(
+        text=PROBE_TEXTS,
+        padding="max_length",
+        truncation=True,
+        max_length=tokenizer.context_length,
+        return_tensors="pt",
+    )
+    tokens = tokenizer(PROBE_TEXTS)
+    used = texts["attention_mask"].bool()
+    for text, ours, theirs, kept in zip(PROBE_TEXTS, tokens, texts["input_ids"], used, strict=True):
+        if not torch.equal(ours[kept], theirs[kept]):
+            raise UserError(f"transformers' tokenizer of {name} reads '{text[:20]}' differently from the run's")
+    # Three times as wide as high: two sides are cut off, an even number of pixels, where both libraries cut alike.
+    pictures = [_probe_picture(100, 300), _probe_picture(300, 100)]
+    transform = evaluation_transform(model)
+    ours = torch.stack([transform(picture) for picture in pictures])
+    pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(-1, 1, 1)
+    if not ((ours - pixels).abs() * deviation).max() <= PIXEL_TOLERANCE:
+        raise UserError(f"transformers' image processor of {name} gives other pixels than the checkpoint's transform")
+    with torch.no_grad():
+        output = loaded.float().eval()(**texts, pixel_values=ours)
+        expected = {"image": model.encode_image(ours), "text": model.encode_text(tokens)}
+    for tower, features in expected.items():
+        found_features = output.image_embeds if tower == "image" else output.text_embeds
+        difference = (F.normalize(features.float(), dim=-1) - found_features).abs().max().item()
+        if not difference <= TOLERANCE:
+            refuse(
+                f"its {tower} tower computes something else ({difference:.1e} between entries of normalised embeddings)"
+            )
+
+
+def _probe_picture(height: int, width: int) -> Image.Image:
+    """A smooth picture whose four sides differ."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    planes = torch.stack([rows, columns, (rows * 9).sin() * (columns * 7).cos() / 2 + 0.5], dim=-1)
+    return Image.fromarray((planes * 255).round().to(torch.uint8).numpy())
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__

@@ -1,0 +1,353 @@
+"""open_clip's towers as models of transformers: their configs, and their tensors under the names that hubs hold.
+
+    image tower                                           model of transformers
+    timm's plain ViT; open_clip's without `ln_pre`        ViTModel
+    open_clip's ViT                                       CLIPVisionModel
+    open_clip's causal text transformer                   CLIPTextModel
+    BERT, RoBERTa, XLM-RoBERTa, pooled at the first token the same, with its pooler
+
+transformers' dual encoder takes the output of a tower's pooler, tanh(W h + b), where open_clip takes h, the state of the first
+token, itself. `straight_pooler` gives tanh(2^-k h), of which the projection, times 2^k, makes the same feature: tanh(x) is
+x (1 - x^2 / 3 + ...), and 2^-k only moves the exponent of a float. k is chosen so that x^2 / 3 < 2^-20 for the largest entry
+that the last LayerNorm can give; common entries are ten times smaller, and their error is below float32's rounding.
+
+The names are those of transformers 4, which 5 reads too; 4 does not read the names that 5 writes for a CLIPVisionModel in a
+dual encoder, and leaves it at random.
+
+D: width of the embeddings.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import timm.layers
+import timm.models.vision_transformer as timm_vit
+import torch
+from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncoder
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import QuickGELU, ResidualAttentionBlock, TextTransformer, VisionTransformer
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.native_vit import as_native_vit
+from open_clip_zerovl.errors import UserError
+
+# Text towers whose pooler is a linear map of the first token's state and a tanh.
+POOLED_TYPES = ("bert", "roberta", "xlm-roberta")
+_HEADROOM_BITS = 10  # x < 2^-10, so that tanh(x) = x to 2^-21
+
+# Part of a block in open_clip -> the same in transformers. The attention's first map is split in three there.
+_CLIP_BLOCK = {
+    "ln_1": "layer_norm1",
+    "attn.in_proj_": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out_proj": "self_attn.out_proj",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_VIT_BLOCK = {
+    "ln_1": "layernorm_before",
+    "attn.in_proj_": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    "attn.out_proj": "attention.output.dense",
+    "ln_2": "layernorm_after",
+    "mlp.c_fc": "intermediate.dense",
+    "mlp.c_proj": "output.dense",
+}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower as a model of transformers.
+
+    Attributes:
+        config: its config; `model_type` says which model it is.
+        tensors: its state dict.
+        projection: (D, width), of the model's pooled output.
+    """
+
+    config: Any
+    tensors: dict[str, Tensor]
+    projection: Tensor
+
+
+def refuse(what: str) -> NoReturn:
+    """UserError: the model has something that transformers has no place for."""
+    raise UserError(
+        f"transformers cannot hold this model: {what}; the format open_clip, which is the default, takes every model"
+    )
+
+
+def image_tower(model: nn.Module) -> Tower:
+    """The image tower of an open_clip model.
+
+    Raises:
+        UserError: it is no ViT with a class token, or has something that transformers' ViT has not; the sentence names it.
+    """
+    visual = model.visual
+    if isinstance(visual, VisionTransformer):
+        _check_native(visual)
+        weights = visual.state_dict()
+        attention = visual.transformer.resblocks[0].attn.num_heads
+        activation = _activation(visual.transformer.resblocks[0].mlp.gelu)
+        projection = visual.proj
+        projection = torch.eye(len(visual.ln_post.weight)) if projection is None else projection.detach().T
+        has_first_norm = isinstance(visual.ln_pre, nn.LayerNorm)
+        side, patch = _square(visual.image_size, "images"), _square(visual.patch_size, "patches")
+    elif isinstance(visual, TimmModel):
+        trunk = visual.trunk
+        _check_timm(trunk, visual)
+        weights = as_native_vit(
+            {key: value for key, value in trunk.state_dict().items() if not key.startswith("head.")}
+        )
+        attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
+        projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
+        has_first_norm = False
+        side, patch = _square(trunk.patch_embed.img_size, "images"), _square(trunk.patch_embed.patch_size, "patches")
+    else:
+        refuse(f"its image tower {type(visual).__name__} is no ViT")
+    sizes = {
+        "image_size": side,
+        "patch_size": patch,
+        "hidden_act": activation,
+        "num_attention_heads": attention,
+        "layer_norm_eps": _norm_epsilon(visual),
+    }
+    layout = _clip_vision if has_first_norm else _vit
+    return layout(weights, sizes, projection.float())
+
+
+def text_tower(model: nn.Module) -> Tower:
+    """The text tower of an open_clip model.
+
+    Raises:
+        UserError: a tower or a pooling that transformers has not; the sentence names it.
+    """
+    text = getattr(model, "text", model)  # CLIP itself holds the parts of its text tower
+    if isinstance(text, HFTextEncoder):
+        return _hugging_face_text(text)
+    if not isinstance(text, TextTransformer) and text is not model:
+        refuse(f"its text tower {type(text).__name__} has no counterpart")
+    return _clip_text(text)
+
+
+def straight_pooler(norm_weight: Tensor, norm_bias: Tensor) -> tuple[dict[str, Tensor], float]:
+    """A pooler tanh(W h + b) that passes h on as h / factor, and the factor, a power of two.
+
+    Args:
+        norm_weight, norm_bias: (width,), of the LayerNorm that h comes from. |h| <= sqrt(width) |weight| + |bias|.
+    """
+    width = len(norm_weight)
+    largest = (math.sqrt(width) * norm_weight.abs() + norm_bias.abs()).max().item()
+    factor = 2.0 ** (max(0, math.ceil(math.log2(max(largest, 1e-30)))) + _HEADROOM_BITS)
+    return {"pooler.dense.weight": torch.eye(width) / factor, "pooler.dense.bias": torch.zeros(width)}, factor
+
+
+def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
+    from transformers import ViTConfig
+
+    pooler, factor = straight_pooler(weights["ln_post.weight"], weights["ln_post.bias"])
+    width = len(weights["ln_post.weight"])
+    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layer.", _VIT_BLOCK)
+    tensors = {
+        "embeddings.cls_token": weights["class_embedding"].reshape(1, 1, width),
+        "embeddings.position_embeddings": weights["positional_embedding"][None],
+        "embeddings.patch_embeddings.projection.weight": weights["conv1.weight"],
+        "embeddings.patch_embeddings.projection.bias": torch.zeros(width),
+        "layernorm.weight": weights["ln_post.weight"],
+        "layernorm.bias": weights["ln_post.bias"],
+        **blocks,
+        **pooler,
+    }
+    return Tower(ViTConfig(hidden_size=width, **shape, **sizes), tensors, projection * factor)
+
+
+def _clip_vision(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
+    from transformers import CLIPVisionConfig
+
+    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layers.", _CLIP_BLOCK)
+    tensors = {
+        "embeddings.class_embedding": weights["class_embedding"],
+        "embeddings.position_embedding.weight": weights["positional_embedding"],
+        "embeddings.patch_embedding.weight": weights["conv1.weight"],
+        "pre_layrnorm.weight": weights["ln_pre.weight"],
+        "pre_layrnorm.bias": weights["ln_pre.bias"],
+        "post_layernorm.weight": weights["ln_post.weight"],
+        "post_layernorm.bias": weights["ln_post.bias"],
+        **blocks,
+    }
+    named = {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
+    width, embedding = len(weights["class_embedding"]), len(projection)
+    config = CLIPVisionConfig(hidden_size=width, projection_dim=embedding, **shape, **sizes)
+    return Tower(config, named, projection)
+
+
+def _clip_text(text: nn.Module) -> Tower:
+    from transformers import CLIPTextConfig
+
+    pool = getattr(text, "pool_type", getattr(text, "text_pool_type", None))
+    if pool != "argmax":
+        refuse(f"its text tower pools by '{pool}', and CLIP's at the end of the text ('argmax')")
+    if text.attn_mask is None:
+        refuse("its text tower looks at following tokens (no_causal_mask), and CLIP's does not")
+    if getattr(text, "cls_emb", None) is not None:
+        refuse("its text tower appends a class token (embed_cls)")
+    _check_blocks(text.transformer.resblocks, "text")
+    weights = text.state_dict()
+    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layers.", _CLIP_BLOCK)
+    tensors = {
+        "embeddings.token_embedding.weight": weights["token_embedding.weight"],
+        "embeddings.position_embedding.weight": weights["positional_embedding"],
+        "final_layer_norm.weight": weights["ln_final.weight"],
+        "final_layer_norm.bias": weights["ln_final.bias"],
+        **blocks,
+    }
+    projection, width = text.text_projection, len(weights["ln_final.weight"])
+    if isinstance(projection, nn.Linear):
+        matrix = _linear(projection)
+    else:
+        matrix = torch.eye(width) if projection is None else projection.detach().T
+    words = len(weights["token_embedding.weight"])
+    config = CLIPTextConfig(
+        hidden_size=width,
+        vocab_size=words,
+        max_position_embeddings=len(weights["positional_embedding"]),
+        projection_dim=len(matrix),
+        hidden_act=_activation(text.transformer.resblocks[0].mlp.gelu),
+        num_attention_heads=text.transformer.resblocks[0].attn.num_heads,
+        layer_norm_eps=_norm_epsilon(text.transformer, text.ln_final),
+        bos_token_id=words - 2,
+        eos_token_id=words - 1,
+        pad_token_id=words - 1,
+        **shape,
+    )
+    return Tower(config, {f"text_model.{name}": tensor for name, tensor in tensors.items()}, matrix.float())
+
+
+def _hugging_face_text(text: HFTextEncoder) -> Tower:
+    kind = text.config.model_type
+    if kind not in POOLED_TYPES:
+        refuse(f"its dual encoder takes a text tower with a pooler ({', '.join(POOLED_TYPES)}), and not '{kind}'")
+    if not isinstance(text.pooler, (ClsPooler, ClsLastHiddenStatePooler)):
+        name = type(text.pooler).__name__
+        refuse(f"its dual encoder pools the text at the first token, and this model by {name} (hf_pooler_type)")
+    tensors = dict(text.transformer.state_dict())
+    projection = torch.eye(text.config.hidden_size) if isinstance(text.proj, nn.Identity) else _linear(text.proj)
+    if isinstance(text.pooler, ClsLastHiddenStatePooler) or "pooler.dense.weight" not in tensors:
+        last = max(int(name.split(".")[2]) for name in tensors if name.startswith("encoder.layer."))
+        norm = f"encoder.layer.{last}.output.LayerNorm"
+        pooler, factor = straight_pooler(tensors[f"{norm}.weight"], tensors[f"{norm}.bias"])
+        tensors |= pooler
+        projection = projection * factor
+    config = copy.deepcopy(text.config)
+    config._name_or_path = ""  # the folder on this machine
+    return Tower(config, tensors, projection)
+
+
+def _blocks(
+    weights: Mapping[str, Tensor], start: str, new_start: str, names: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The tensors of open_clip's blocks under other names, and their number and inner width as a config has them."""
+    placed: dict[str, Tensor] = {}
+    for key, tensor in weights.items():
+        if not key.startswith(start):
+            continue
+        number, part = key.removeprefix(start).split(".", 1)
+        old = next((name for name in names if part.startswith(name)), None)
+        if old is None:
+            refuse(f"'{key}' is no tensor of a plain block")
+        new, kind = names[old], part.removeprefix(old).removeprefix(".")
+        thirds = zip(new, tensor.chunk(3), strict=True) if isinstance(new, tuple) else ((new, tensor),)
+        placed |= {f"{new_start}{number}.{name}.{kind}": third for name, third in thirds}
+    layers = 1 + max(int(key.removeprefix(new_start).split(".")[0]) for key in placed)
+    inner = len(weights[f"{start}0.mlp.c_fc.weight"])
+    # An attention without biases is one with biases of zero.
+    for key in [key for key in placed if key.endswith(".weight")]:
+        placed.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(placed[key])))
+    return placed, {"num_hidden_layers": layers, "intermediate_size": inner}
+
+
+def _check_native(visual: VisionTransformer) -> None:
+    if visual.attn_pool is not None:
+        refuse("its image tower pools by attention (attentional_pool)")
+    if visual.pool_type != "tok":
+        refuse(f"its image tower pools by '{visual.pool_type}', and transformers' at the class token ('tok')")
+    _check_blocks(visual.transformer.resblocks, "image")
+
+
+def _check_blocks(blocks: nn.ModuleList, tower: str) -> None:
+    for block in blocks:
+        if type(block) is not ResidualAttentionBlock:
+            refuse(f"its {tower} tower has blocks of another kind ({type(block).__name__})")
+        if not isinstance(block.ls_1, nn.Identity):
+            refuse(f"its {tower} tower scales its layers (ls_init_value)")
+
+
+def _check_timm(trunk: nn.Module, visual: TimmModel) -> None:
+    kind = type(trunk).__name__
+    if type(trunk) is not timm_vit.VisionTransformer:
+        refuse(f"its image tower, timm's {kind}, is no plain ViT")
+    if trunk.attn_pool is not None or trunk.global_pool == "map":
+        refuse("its image tower pools by attention (timm_pool 'map')")
+    if trunk.global_pool != "token" or not trunk.has_class_token:
+        refuse(
+            f"its image tower pools by '{trunk.global_pool}', and transformers' at the class token (timm_pool 'token')"
+        )
+    if trunk.reg_token is not None or trunk.no_embed_class:
+        refuse("its image tower has register tokens, or no position of the class token")
+    plain = [trunk.norm_pre, trunk.fc_norm]
+    for block in trunk.blocks:
+        if type(block) is not timm_vit.Block:
+            refuse(f"its image tower has blocks of another kind ({type(block).__name__})")
+        plain += [
+            block.ls1,
+            block.ls2,
+            block.attn.q_norm,
+            block.attn.k_norm,
+            getattr(block.attn, "norm", nn.Identity()),
+        ]
+        plain.append(getattr(block.mlp, "norm", nn.Identity()))
+    odd = next((module for module in plain if not isinstance(module, nn.Identity)), None)
+    if odd is not None:
+        refuse(f"its image tower has a {type(odd).__name__} more than transformers' ViT")
+    if "mlp" in dict(visual.head.named_children()):
+        refuse("its image projection is an MLP (timm_proj 'mlp'), and transformers' is linear")
+    if not len(visual.head) and not isinstance(trunk.head, nn.Identity):
+        refuse("its image projection has a bias (timm_proj ''), and transformers' has none")
+
+
+def _linear(projection: nn.Module) -> Tensor:
+    """The matrix (D, width) of a projection. UserError for an MLP or one with a bias."""
+    if not isinstance(projection, nn.Linear):
+        refuse(f"its projection is a {type(projection).__name__} (an MLP), and transformers' is linear")
+    if projection.bias is not None:
+        refuse("its projection has a bias, and transformers' has none")
+    return projection.weight.detach().float()
+
+
+def _activation(module: nn.Module) -> str:
+    """transformers' name of an activation."""
+    if isinstance(module, (QuickGELU, timm.layers.QuickGELU)):
+        return "quick_gelu"
+    if isinstance(module, nn.GELU):
+        return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
+    refuse(f"its towers have the activation {type(module).__name__}, and those of transformers a GELU")
+
+
+def _norm_epsilon(*modules: nn.Module) -> float:
+    """The one epsilon of all LayerNorms."""
+    found = {norm.eps for module in modules for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
+    if len(found) != 1:
+        refuse(f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(found))})")
+    return found.pop()
+
+
+def _square(size: Any, what: str) -> int:
+    """The side of (height, width)."""
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        refuse(f"its {what} are {height} x {width} px, and transformers' are square")
+    return int(height)

@@ -1,0 +1,56 @@
+"""The part of `zerovl`'s command line that writes a model as a folder: `zerovl export` (see program.py)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_export(commands) -> None:
+    """Add `zerovl export`."""
+    export = commands.add_parser(
+        "export",
+        help="a training checkpoint as a folder that stock open_clip or transformers loads",
+        description="Write a training checkpoint as a local-dir: folder for open_clip.create_model_and_transforms, or as a "
+        "folder for transformers' AutoModel and AutoProcessor.",
+    )
+    export.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="logs/NAME/checkpoints/epoch_N.pt; for transformers also an exported folder or open_clip's NAME/pretrained",
+    )
+    export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    export.add_argument(
+        "--format", choices=("open_clip", "transformers"), default="open_clip", help="default %(default)s"
+    )
+    export.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
+    export.add_argument(
+        "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
+    )
+    export.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
+    export.add_argument("--license", metavar="NAME", help="for the model card: mit, apache-2.0, cc-by-4.0, ...")
+    export.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+    export.set_defaults(run=_run_export)
+
+
+def _run_export(arguments: argparse.Namespace) -> None:
+    common = {
+        "model": arguments.model,
+        "text_model": arguments.text_model,
+        "precision": "fp16" if arguments.fp16 else None,
+        "licence": arguments.license,
+        "force": arguments.force,
+    }
+    if arguments.format == "transformers":
+        from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
+
+        folder = export_transformers(arguments.checkpoint, arguments.out, **common)
+        print(f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor.")
+        return
+    from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+
+    folder = export_local_dir(arguments.checkpoint, arguments.out, **common)
+    print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
+    note = relocation_note(folder)
+    if note:
+        print(note)

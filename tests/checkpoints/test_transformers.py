@@ -1,0 +1,299 @@
+"""Export for transformers: the folder loads in a process that can import neither open_clip nor this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.transformers_folder import (
+    TOLERANCE,
+    export_transformers,
+    image_processor,
+    whole_model,
+)
+from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
+
+TEXTS = ["a small red cat", "The BIG round house, with a tree", "xyz 猫", "one two three " * 40]
+# Sizes (width, height) whose resized pictures lose an even number of pixels to the crop, where both libraries cut alike.
+SIZES = [(90, 30), (40, 40), (30, 90), (48, 40)]
+
+# A process for which open_clip and this package are not there. Arguments:
+# pictures, texts, and for each model its folder, a tensor of pixels, and the file to write.
+STRANGER = """
+import importlib.abc, json, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("open_clip", "open_clip_train", "open_clip_zerovl", "training"):
+            raise ImportError(name + " is not here")
+
+sys.meta_path.insert(0, Absent())
+try:
+    import open_clip_zerovl
+    raise SystemExit("the package is here")
+except ImportError:
+    pass
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoProcessor
+pictures, texts = sys.argv[1].split(","), json.loads(sys.argv[2])
+pictures = [Image.open(picture) for picture in pictures]
+for folder, pixels, out in zip(sys.argv[3::3], sys.argv[4::3], sys.argv[5::3]):
+    model, found = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"], found
+    processor = AutoProcessor.from_pretrained(folder)
+    results = {"class": type(model).__name__, "scale": model.logit_scale.exp().item(), "dtype": str(model.dtype)}
+    model.eval()
+    with torch.no_grad():
+        for name, padding in (("short", True), ("full", "max_length")):
+            inputs = processor(text=texts, padding=padding, truncation=True, return_tensors="pt")
+            output = model(**inputs, pixel_values=torch.load(pixels))
+            results[name] = output.text_embeds
+    results["image"] = output.image_embeds
+    results["logits"] = output.logits_per_image
+    results["pixels"] = [processor(images=picture, return_tensors="pt")["pixel_values"][0] for picture in pictures]
+    torch.save(results, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """Registered models of every kind that transformers can hold, and pictures."""
+    home = tmp_path_factory.mktemp("home")
+    bert = write_bert(home / "bert")
+    plain = {**NATIVE_VISION, "no_ln_pre": True, "norm_kwargs": {"eps": 1e-6}}
+    register(home / "configs", "tf-timm-bert", TIMM_VISION, bert_text(bert), init_logit_scale=3.9)
+    register(home / "configs", "tf-plain-bert", plain, bert_text(bert))
+    register(home / "configs", "tf-native-bert", NATIVE_VISION, bert_text(bert))
+    register(home / "configs", "tf-tanh-bert", NATIVE_VISION, {**bert_text(bert), "hf_pooler_type": "cls_pooler"})
+    register(home / "configs", "tf-clip", NATIVE_VISION, CLIP_TEXT)
+    register(home / "configs", "tf-quick-clip", NATIVE_VISION, CLIP_TEXT, quick_gelu=True, custom_text=True)
+    rng = np.random.default_rng(0)
+    for number, size in enumerate(SIZES):
+        pixels = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(home / f"{number}.png")
+    return home
+
+
+def ask_stranger(home: Path, jobs: list[tuple[Path, torch.Tensor]]) -> list[dict]:
+    """What a process with transformers alone finds in folders."""
+    arguments = [",".join(str(home / f"{number}.png") for number in range(len(SIZES))), json.dumps(TEXTS)]
+    for folder, pixels in jobs:
+        torch.save(pixels, folder.parent / "pixels.pt")
+        arguments += [str(folder), str(folder.parent / "pixels.pt"), str(folder.parent / "found.pt")]
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, *arguments],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "no-cache"), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [torch.load(folder.parent / "found.pt") for folder, _ in jobs]
+
+
+def embeddings(model, pixels: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {
+            "image": F.normalize(model.encode_image(pixels), dim=-1),
+            "text": F.normalize(model.encode_text(tokens), dim=-1),
+        }
+
+
+STRANGERS = {
+    "tf-timm-bert": ("VisionTextDualEncoderModel", {"image_resize_mode": "squash", "image_interpolation": "bilinear"}),
+    "tf-native-bert": ("VisionTextDualEncoderModel", {}),
+    "tf-clip": ("CLIPModel", {"image_mean": [0.1, 0.2, 0.3]}),
+}
+
+
+def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, home):
+    """One process without open_clip and without this package, for all models."""
+    pictures = [Image.open(home / f"{number}.png") for number in range(len(SIZES))]
+    jobs, models = [], []
+    for name, (_, params) in STRANGERS.items():
+        models.append(random_model(name))
+        checkpoint = write_run(tmp_path / name / "run", models[-1], {"model": name, **params}, prefix="module.")
+        _, transform, tokenizer = load_model(checkpoint)
+        folder = export_transformers(checkpoint, tmp_path / name / "export")
+        jobs.append((folder, torch.stack([transform(picture) for picture in pictures]), tokenizer(TEXTS)))
+        files = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
+        assert str(tmp_path) not in files and str(home) not in files
+    answers = ask_stranger(home, [job[:2] for job in jobs])
+    for (name, (kind, _)), model, (_, ours, tokens), found in zip(
+        STRANGERS.items(), models, jobs, answers, strict=True
+    ):
+        assert found["class"] == kind and found["dtype"] == "torch.float32"
+        assert found["scale"] == pytest.approx(model.logit_scale.exp().item(), rel=1e-6)
+        expected = embeddings(model, ours, tokens)
+        torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=TOLERANCE)
+        for padding in ("short", "full"):
+            torch.testing.assert_close(found[padding], expected["text"], rtol=0, atol=TOLERANCE)
+        logits = model.logit_scale.exp() * expected["image"] @ expected["text"].T
+        torch.testing.assert_close(found["logits"], logits.detach(), rtol=0, atol=50 * TOLERANCE)
+        # Negative control: another model's embeddings are far away.
+        other = embeddings(random_model(name, seed=1), ours, tokens)
+        assert (other["image"] - found["image"]).abs().max() > 1e-2 and (
+            other["text"] - found["full"]
+        ).abs().max() > 1e-2
+        # What its own processor makes of the pictures, in steps of 1/255.
+        deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(3, 1, 1)
+        differences = [((a - b) * deviation * 255).abs() for a, b in zip(ours, found["pixels"], strict=True)]
+        assert max(difference.max() for difference in differences) < 2.01
+        assert max((difference > 0.01).float().mean() for difference in differences) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+def test_the_image_processor_gives_the_transforms_pixels(home, mode):
+    """Equal where both resize by PIL, but for a crop of an odd remainder, which may lie one pixel beside."""
+    cfg = {
+        "size": (32, 32),
+        "resize_mode": mode,
+        "interpolation": "bicubic",
+        "mean": (0.1, 0.2, 0.3),
+        "std": (0.2, 0.3, 0.4),
+    }
+    transform = open_clip.transform.image_transform_v2(open_clip.transform.PreprocessCfg(**cfg), is_train=False)
+    processor = image_processor(cfg)
+    try:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    except ImportError:  # transformers 4, whose only one this is
+        same = processor
+    else:
+        settings = {name: value for name, value in processor.to_dict().items() if name != "image_processor_type"}
+        same = CLIPImageProcessorPil(**settings)
+    for number in range(len(SIZES)):
+        picture = Image.open(home / f"{number}.png").convert("RGB")
+        ours, theirs = transform(picture), torch.as_tensor(same(images=picture, return_tensors="pt")["pixel_values"][0])
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+    if mode == "shortest":
+        odd = Image.open(home / "0.png").resize(
+            (51, 32)
+        )  # 19 pixels too wide: open_clip cuts 10 (9.5) on the left, and 9
+        ours, theirs = transform(odd), torch.as_tensor(same(images=odd, return_tensors="pt")["pixel_values"][0])
+        torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], rtol=0, atol=1e-6)
+
+
+def test_a_straight_pooler_passes_a_state_on():
+    torch.manual_seed(0)
+    weight, bias = 1 + 0.1 * torch.randn(768), 0.1 * torch.randn(768)
+    pooler, factor = straight_pooler(weight, bias)
+    state = F.layer_norm(torch.randn(64, 768) * torch.linspace(1, 20, 768), (768,), weight, bias, 1e-12)
+    passed = torch.tanh(state @ pooler["pooler.dense.weight"].T + pooler["pooler.dense.bias"]) * factor
+    assert (passed / state - 1).abs().max() < 2**-20
+    assert np.log2(factor) == int(np.log2(factor))
+    # Negative control: BERT's usual scale does not pass it on.
+    assert (torch.tanh(state) / state - 1).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("name", ["tf-plain-bert", "tf-tanh-bert", "tf-quick-clip"])
+def test_other_towers_pass_the_exports_own_check(tmp_path, home, name):
+    """A ViT without `ln_pre`, BERT's own pooler, QuickGELU with a text module; the export compares embeddings itself."""
+    checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
+    folder = export_transformers(checkpoint, tmp_path / "export", precision="fp16")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == ("clip" if "clip" in name else "vision-text-dual-encoder")
+    assert config["vision_config"]["model_type"] == ("vit" if "plain" in name else "clip_vision_model")
+    assert config["vision_config"]["hidden_act"] == ("quick_gelu" if "quick" in name else "gelu")
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+
+
+def test_the_exports_check_finds_a_tensor_that_was_misplaced(tmp_path, home, monkeypatch):
+    from open_clip_zerovl.checkpoints import transformers_towers
+
+    swapped = {**transformers_towers._CLIP_BLOCK, "ln_1": "layer_norm2", "ln_2": "layer_norm1"}
+    monkeypatch.setattr(transformers_towers, "_CLIP_BLOCK", swapped)
+    checkpoint = write_run(tmp_path / "run", random_model("tf-native-bert"), {"model": "tf-native-bert"})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"its image tower computes something else \(\d"):
+        export_transformers(checkpoint, tmp_path / "export")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_transformers_cannot_hold_is_refused_by_name(tmp_path, home):
+    bert = bert_text(home / "bert")
+    timm = {**TIMM_VISION, "timm_model_name": "test_vit"}
+    small = {**CLIP_TEXT, "vocab_size": 100}
+    cases = {
+        "an MLP": (NATIVE_VISION, {**bert, "hf_proj_type": "mlp"}, {}),
+        r"pools the text .* by MeanPooler \(hf_pooler_type\)": (
+            NATIVE_VISION,
+            {**bert, "hf_pooler_type": "mean_pooler"},
+            {},
+        ),
+        "pools by attention": ({**NATIVE_VISION, "attentional_pool": True}, bert, {}),
+        "pools by 'avg', and transformers'": ({**NATIVE_VISION, "pool_type": "avg"}, bert, {}),
+        "scales its layers": ({**NATIVE_VISION, "ls_init_value": 0.1}, bert, {}),
+        "blocks of another kind": ({**NATIVE_VISION, "qk_norm": True}, bert, {}),
+        r"pools by 'avg', .*timm_pool": ({**timm, "timm_pool": "avg"}, bert, {}),
+        "is an MLP .timm_proj": ({**timm, "timm_proj": "mlp"}, bert, {}),
+        "projection has a bias": ({**timm, "timm_proj_bias": True}, bert, {}),
+        "ConvNeXt, is no plain ViT": ({**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"}, bert, {}),
+        "beside CLIP's text tower": (timm, small, {}),
+        "following tokens": (NATIVE_VISION, {**small, "no_causal_mask": True}, {"custom_text": True}),
+        "pools by 'last'": (NATIVE_VISION, {**small, "pool_type": "last"}, {}),
+        "logit_bias": (NATIVE_VISION, bert, {"init_logit_bias": -10}),
+    }
+    for number, (words, (vision, text, extra)) in enumerate(cases.items()):
+        name = register(tmp_path / "configs", f"tf-odd-{number}", vision, text, **extra)
+        with pytest.raises(UserError, match=rf"transformers cannot hold this model: .*{words}") as caught:
+            whole_model(random_model(name))
+        assert "\n" not in str(caught.value)
+    name = register(tmp_path / "configs", "tf-lower", NATIVE_VISION, {**bert, "tokenizer_kwargs": {"clean": "lower"}})
+    checkpoint = write_run(tmp_path / name, random_model(name), {"model": name})
+    with pytest.raises(UserError, match="changes texts first .clean: lower"):
+        export_transformers(checkpoint, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    params = {"model": "tf-native-bert", "image_resize_mode": "longest"}
+    checkpoint = write_run(tmp_path / "run", random_model("tf-native-bert"), params)
+    with pytest.raises(UserError, match="image_resize_mode 'longest'"):
+        export_transformers(checkpoint, tmp_path / "export")
+
+
+def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, home, capsys):
+    params = {"model": "tf-plain-bert", "name": "my-run", "sampling": "debiased", "train_data": "sbu=/secret/sbu"}
+    checkpoint = write_run(tmp_path / "run", random_model("tf-plain-bert"), params)
+    folder = export_local_dir(checkpoint, tmp_path / "open", licence="cc-by-4.0")
+    assert "license: cc-by-4.0" in (folder / "README.md").read_text()
+    out = tmp_path / "tf"
+    assert main(["export", str(folder), str(out), "--format", "transformers", "--license", "mit"]) == 0
+    assert "AutoModel.from_pretrained" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "license: mit" in card and "cc-by" not in card
+    assert "# my-run (tf-plain-bert)" in card and "- sampling of sources: debiased" in card and "- sbu" in card
+    assert "AutoModel.from_pretrained" in card and "create_model_and_transforms" not in card
+    # One export is not replaced by another without --force, and a folder for open_clip is none for transformers.
+    command = ["export", str(checkpoint), str(out), "--format", "transformers"]
+    assert main(command) == 2 and "replace it with --force" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert "license" not in (out / "README.md").read_text()
+    assert main(["export", str(checkpoint), str(folder), "--format", "transformers", "--force"]) == 2
+    assert "no earlier export for transformers" in capsys.readouterr().err
+    assert main([*command, "--force", "--license", "do as you like"]) == 2
+    assert "'do as you like' is no name" in capsys.readouterr().err
