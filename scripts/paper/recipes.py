@@ -225,8 +225,10 @@ def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str |
 
 def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
     """`zerovl linear-probe` for a recipe; `--set model=` names the checkpoint."""
-    train, test = recipe.sources
-    flags: Settings = {"train": str(data / train), "test": str(data / test), "out": f"logs/{name}", **recipe.flags}
+    specs = [str(data / source) for source in recipe.sources]
+    if len(specs) == 1:  # a dataset that brings its split
+        specs = [f"{recipe.sources[0]}:{specs[0]}"] * 2
+    flags: Settings = {"train": specs[0], "test": specs[1], "out": f"logs/{name}", **recipe.flags}
     flags |= {"batch-size": str(recipe.effective_batch), **({"amp": ""} if hardware.gpus else {}), **settings}
     model = flags.pop("model", None) or "MODEL"
     return [sys.executable, "-m", "open_clip_zerovl.cli", "linear-probe", model, *as_arguments(flags)]

@@ -41,12 +41,15 @@ BASE: Flags = {
 METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
 # "Identical to pre-training's" except rate, length and batch (5.2); the floor is a tenth of the rate, as in pre-training.
 FINETUNE: Flags = {**METHODS, "lr": "1e-5", "lr-min": "1e-6", "pretrained-image": None}
+FINETUNE_CLIP: Flags = {**FINETUNE, "coin-flip-mixup": None}
+FINETUNE_BASELINE: Flags = {**FINETUNE_CLIP, "ablate": "detached-gather"}
 FINETUNE_288: Flags = {**FINETUNE, **HALF, "model": "zerovl-ViT-B-16-288-BERT-base"}
 
 NOT_GIVEN = "not given"
 ZERO_SHOT = "RSUM of COCO 5K / Flickr30K 1K, zero-shot"
 FINE_TUNED = "RSUM of the set's test split, fine-tuned"
 TOP_1 = "top-1 accuracy on ImageNet-1K, percent"
+PROBE: Flags = {"way": "paper", "epochs": "90", "lr": "6.4", "wd": "0", "workers": "8"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Recipe:
         needs: flags that have no default and must be given with --set.
         finetuned_on: the retrieval set under DATA on which the run is scored before and after.
         paper_row: the paper's recalls on that set in percent, and its RSUM.
-        program: "training", or "linear-probe" for `zerovl linear-probe`.
+        program: "training", or "linear-probe" for `zerovl linear-probe`, whose two sources are its training and test set; one
+            source is a dataset that brings its split.
     """
 
     paper: str
@@ -103,6 +107,18 @@ def _finetune(
         finetuned_on=set_name,
         paper_row={**dict(zip(names, row, strict=True)), "rsum": rsum},
     )
+
+
+def _probe(paper: str, result: str, *sources: str, batch: int = 16384, metric: str = TOP_1) -> Recipe:
+    return Recipe(
+        paper, result, NOT_GIVEN, batch, PROBE, metric=metric, sources=sources, needs=("model",), program="linear-probe"
+    )
+
+
+def _probe_a7(name: str, result: str, clip: str, batch: int) -> Recipe:
+    """A row of Table 12, where the paper does not say the batch: one that leaves a thousand steps or more."""
+    paper = f"Table 12 (A.7), linear probe of ZeroVL on {name} (CLIP, our impl., on 8 and 128 V100: {clip}); the batch is ours"
+    return _probe(paper, result, name, batch=batch, metric="top-1 accuracy, percent")
 
 
 RECIPES: dict[str, Recipe] = {
@@ -188,8 +204,50 @@ RECIPES: dict[str, Recipe] = {
         {"sampling": "debiased"},
         sources=("cc12m-clusters",),
     ),
+    "clusters-random": Recipe(
+        "A.6, CC12M with random sampling",
+        "370.8 / 502.5",
+        NOT_GIVEN,
+        1024,
+        {"sampling": "random"},
+        sources=("cc12m",),
+    ),
+    "context": Recipe(
+        "A.5, CC3M in two halves as sources: long captions with a red frame, short ones without; debiased sampling",
+        "239.5 / 367.5",
+        NOT_GIVEN,
+        1024,
+        {"sampling": "debiased"},
+        sources=("cc3m-long", "cc3m-short"),
+    ),
+    "context-random": Recipe(
+        "A.5, the same halves of CC3M with random sampling",
+        "211.8 / 328.0",
+        NOT_GIVEN,
+        1024,
+        {"sampling": "random"},
+        sources=("cc3m-long", "cc3m-short"),
+    ),
     "finetune-coco": _finetune("coco", 5000, 485.0, (72.9, 95.9, 55.1, 88.6), FINETUNE, "14M"),
     "finetune-f30k": _finetune("f30k", 1000, 561.6, (91.7, 99.5, 79.2, 97.1), FINETUNE, "14M"),
+    "finetune-coco-baseline": _finetune(
+        "coco", 5000, 471.9, (69.1, 94.8, 51.9, 86.8), FINETUNE_BASELINE, "14M, baseline,"
+    ),
+    "finetune-f30k-baseline": _finetune(
+        "f30k", 1000, 553.0, (90.1, 99.1, 75.1, 96.6), FINETUNE_BASELINE, "14M, baseline,"
+    ),
+    "finetune-coco-clip": _finetune(
+        "coco", 5000, 473.8, (69.9, 94.9, 52.5, 87.0), FINETUNE_CLIP, "14M, CLIP on 8 V100,"
+    ),
+    "finetune-f30k-clip": _finetune(
+        "f30k", 1000, 554.1, (90.4, 99.2, 75.6, 96.5), FINETUNE_CLIP, "14M, CLIP on 8 V100,"
+    ),
+    "finetune-coco-clip-16384": _finetune(
+        "coco", 5000, 481.3, (71.7, 95.8, 54.0, 88.1), FINETUNE_CLIP, "14M, CLIP on 128 V100,"
+    ),
+    "finetune-f30k-clip-16384": _finetune(
+        "f30k", 1000, 560.7, (91.1, 99.5, 78.5, 97.7), FINETUNE_CLIP, "14M, CLIP on 128 V100,"
+    ),
     "finetune-coco-288": _finetune("coco", 5000, 500.5, (77.2, 97.1, 59.3, 90.2), FINETUNE_288, "100M, at 288 px,"),
     "finetune-f30k-288": _finetune("f30k", 1000, 573.6, (95.0, 100.0, 83.7, 98.6), FINETUNE_288, "100M, at 288 px,"),
     # After the paper: teachers whose embeddings are stored (docs/methods.md). A mixed sample has no embedding, so no mixup; the
@@ -234,17 +292,19 @@ RECIPES: dict[str, Recipe] = {
         sources=("datacompdr-12m",),
         samples=30_000 * 8192,
     ),
-    "linear-probe": Recipe(
-        "Table 11 (5.3), linear probe of ZeroVL",
-        "80.9",
-        NOT_GIVEN,
-        16384,
-        {"way": "paper", "epochs": "90", "lr": "6.4", "wd": "0", "workers": "8"},
-        metric=TOP_1,
-        sources=("imagenet/train", "imagenet/val"),
-        needs=("model",),
-        program="linear-probe",
+    "linear-probe": _probe("Table 11 (5.3), linear probe of ZeroVL", "80.9", "imagenet/train", "imagenet/val"),
+    "linear-probe-clip": _probe(
+        "Table 11 (5.3), linear probe of CLIP (our impl.), 8 V100", "75.9", "imagenet/train", "imagenet/val"
     ),
+    "linear-probe-clip-16384": _probe(
+        "Table 11 (5.3), linear probe of CLIP (our impl.), 128 V100", "80.0", "imagenet/train", "imagenet/val"
+    ),
+    "linear-probe-cub": _probe_a7("cub", "75.7", "61.9, 75.0", 512),
+    "linear-probe-food101": _probe_a7("food101", "90.9", "84.3, 88.5", 4096),
+    "linear-probe-pets": _probe_a7("pets", "92.0", "85.9, 89.9", 256),
+    "linear-probe-aircraft": _probe_a7("aircraft", "52.1", "50.0, 51.3", 512),
+    "linear-probe-inat17": _probe_a7("inat17", "54.3", "43.7, 53.4", 16384),
+    "linear-probe-places365": _probe_a7("places365", "55.8", "53.6, 54.0", 16384),
 }
 
 

@@ -31,13 +31,13 @@ import torch
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.retrieval.run import paper_transform_of
 from training import (
     checkpointing,
     codebase,
@@ -307,7 +307,7 @@ class Run:
     ) -> dict:
         def paper_transform() -> Callable[..., Any]:
             assert self.model is not None  # main makes the data after it
-            return paper_transform_of(self.model)
+            return paper_transform_of(self.model.visual)
 
         found = data.get_data(self.config, self.inputs, stock, args, preprocess_fns, tokenizer, paper_transform)
         if self.config.cache_frozen is not None and self.own_step:

@@ -79,7 +79,7 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
         name: cached_features(tower, images, ToTensor(), classes, tmp_path / "cache", name=name)
         for name, images in (("train", train), ("test", test))
     }
-    settings = LarsSettings(epochs=60, batch_size=30, lr=6.4)
+    settings = LarsSettings(epochs=60, batch_size=30, lr=6.4, batch_norm=True)
     head, history = fit_colours(tmp_path, train, settings, tower_settings=TowerSettings(micro_batch=30))
     by_lars = classification_metrics(head_scores(head, features["test"][0]), features["test"][1])[0]["top1"]
     by_logistic = classification_metrics(
@@ -97,9 +97,11 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_lars_step_equals_one_by_hand():
-    settings = LarsSettings(momentum=0.9, weight_decay=0.0, trust_coefficient=0.001)
-    head = linear_head(4, 3).double()
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_lars_step_equals_one_by_hand(batch_norm):
+    """As in the released code, features as they are and both parameters adapted; or standardised, the bias by plain SGD."""
+    settings = LarsSettings(momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, batch_norm=batch_norm)
+    head = linear_head(4, 3, batch_norm=batch_norm).double()
     generator = torch.Generator().manual_seed(1)
     optimizer = lars(head, settings)
     for group in optimizer.param_groups:
@@ -113,11 +115,11 @@ def test_lars_step_equals_one_by_hand():
         optimizer.step()
         optimizer.zero_grad()
         # The gradient of softmax regression in closed form, on features standardised over the batch.
-        z = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-6).sqrt()
+        z = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-6).sqrt() if batch_norm else x
         error = ((z @ weight.T + bias).softmax(1) - F.one_hot(y, 3)) / 10
         gradient_w, gradient_b = error.T @ z, error.sum(0)
         velocity_w = 0.9 * velocity_w + 0.001 * weight.norm() / gradient_w.norm() * gradient_w
-        velocity_b = 0.9 * velocity_b + gradient_b  # one-dimensional: no adaptation
+        velocity_b = 0.9 * velocity_b + (1.0 if batch_norm else 0.001 * bias.norm() / gradient_b.norm()) * gradient_b
         weight, bias = weight - 6.4 * velocity_w, bias - 6.4 * velocity_b
     # timm adds eps = 1e-8 to the gradient's norm.
     torch.testing.assert_close(head[1].weight.detach(), weight, rtol=1e-6, atol=1e-9)
@@ -132,6 +134,20 @@ def test_timms_default_would_not_adapt_at_weight_decay_zero():
     torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 2.5))
     weight = lars(linear_head(3, 2), LarsSettings()).param_groups[0]
     assert weight["always_adapt"] and weight["weight_decay"] == 0
+
+
+def test_the_head_begins_as_torchs_linear_layer_does():
+    """The released code's; the other one is the control. Both follow from the seed alone."""
+    torch.manual_seed(5)
+    linear = linear_head(400, 300)[-1]
+    bound = 1 / math.sqrt(400)
+    for parameter in linear.parameters():
+        assert parameter.abs().max() <= bound and parameter.abs().max() > 0.95 * bound
+        assert parameter.std().item() == pytest.approx(nn.Linear(400, 300).weight.std().item(), rel=0.1)
+    assert torch.equal(linear_head(400, 300)[-1].weight, linear.weight)
+    other = linear_head(400, 300, batch_norm=True)
+    assert isinstance(other[0], nn.BatchNorm1d) and other[1].weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not other[1].bias.any()
 
 
 def test_learning_rate_warms_up_then_falls_to_zero():
@@ -449,6 +465,19 @@ def test_datasets_that_bring_their_split(tmp_path: Path):
         "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
     ]
 
+    birds = tmp_path / "CUB_200_2011"
+    (birds / "images").mkdir(parents=True)
+    files = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
+    (birds / "images.txt").write_text("".join(f"{i} {file}\n" for i, file in enumerate(files, start=1)))
+    (birds / "train_test_split.txt").write_text("1 1\n2 0\n3 1\n")
+    with pytest.raises(UserError, match="a.jpg, the first image of images.txt, is not there"):
+        open_probe_set(f"cub:{tmp_path}", "train")
+    for red, file in enumerate(files):
+        save(birds / "images" / file, 50 * red)
+    images = open_probe_set(f"cub:{tmp_path}", "train")
+    assert images.labels == ["001.Black_footed_Albatross", "002.Laysan_Albatross"]
+    assert open_probe_set(f"cub:{birds}", "test").image(0).getpixel((0, 0))[0] in range(45, 56)  # file b
+
     table = {
         "images": [{"id": 7, "file_name": "val/a.jpg"}],
         "annotations": [{"image_id": 7, "category_id": 3}],
@@ -461,7 +490,7 @@ def test_datasets_that_bring_their_split(tmp_path: Path):
     assert open_probe_set(f"inat17:{tmp_path}", "test").labels == ["Pica pica"]
 
 
-@pytest.mark.parametrize("kind", ["food101", "pets", "aircraft", "places365", "inat2021", "inat17"])
+@pytest.mark.parametrize("kind", ["cub", "food101", "pets", "aircraft", "places365", "inat2021", "inat17"])
 def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, kind: str):
     with pytest.raises(UserError, match=f"{kind} is not complete under .*nothing is downloaded here"):
         open_probe_set(f"{kind}:{tmp_path}", "train")
@@ -518,7 +547,7 @@ def test_emoji_groups_are_told_better_by_the_trained_tower(tmp_path: Path):
     shutil.copy(DEMO_CHECKPOINT.parent.parent / "params.txt", tmp_path / "random" / "params.txt")
     train = "data/emoji/{noto,twemoji,openmoji,fluent}/train-{00000..00004}.tar"
     test = "data/emoji/test/{noto,twemoji,openmoji,fluent}/test/0.tar"
-    settings = LarsSettings(epochs=6, batch_size=256)
+    settings = LarsSettings(epochs=6, batch_size=256, batch_norm=True)
     for way in ("quick", "paper"):
         top1 = {}
         for name, checkpoint in (("trained", DEMO_CHECKPOINT), ("random", random_weights)):

@@ -22,10 +22,10 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir, load_model
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.gallery import pick
 from open_clip_zerovl.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
-from open_clip_zerovl.retrieval.run import paper_transform_of
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
@@ -324,7 +324,7 @@ def test_the_papers_transform_squashes_and_crops(export, sets):
     """Equal to pictures squashed to 37 x 37 and cropped to 32 by hand (256 / 224 of 32 px); unlike the checkpoint's own."""
     model, preprocess, _ = load_model(export)
     image = open_retrieval_set(karpathy(sets)).read_image(0)
-    ours = paper_transform_of(model)(image)
+    ours = paper_transform_of(model.visual)(image)
     squashed = image.resize((37, 37), Image.Resampling.BILINEAR)
     corner = round((37 - 32) / 2)
     pixels = torch.from_numpy(np.array(squashed)[corner : corner + 32, corner : corner + 32]).permute(2, 0, 1) / 255

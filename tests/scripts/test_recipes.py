@@ -33,6 +33,7 @@ from scripts.paper.recipes import (
     crowded,
     missing_for,
     parse_settings,
+    probe_line,
     training_flags,
 )
 from scripts.paper.table import (
@@ -90,7 +91,7 @@ def given(line: list[str], flag: str) -> str:
 
 def test_the_table_covers_the_papers_tables_and_each_recipe_says_what_it_is():
     papers = " ".join(recipe.paper for recipe in RECIPES.values())
-    assert all(part in papers for part in (*(f"Table {n}" for n in range(3, 12)), "A.4", "A.6", "288 px"))
+    assert all(part in papers for part in (*(f"Table {n}" for n in range(3, 13)), "A.4", "A.5", "A.6", "288 px"))
     for name, recipe in RECIPES.items():
         text = described(name)
         assert all(f"\n  {key} " in text for key in ("paper", "metric", "hardware", "time", "data", "batch", "command"))
@@ -446,6 +447,13 @@ def test_the_linear_probe_runs_through_the_launcher(workplace, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads((out / "linear_probe.json").read_text())
     assert json.dumps(result).count("top1") and (out / "state.pt").exists()
+    assert result["test_transform"] == "squash 256, crop 224" and not result["settings"]["batch_norm"]
+
+
+def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
+    line = probe_line(RECIPES["linear-probe-cub"], "linear-probe-cub", tmp_path, Hardware(8, 32), {"model": "M"})
+    assert given(line, "--train") == given(line, "--test") == f"cub:{tmp_path}/cub"
+    assert (given(line, "--batch-size"), given(line, "--lr"), "--amp" in line) == ("512", "6.4", True)
 
 
 def test_the_report_is_one_table_with_the_papers_row_where_there_is_one():

@@ -145,7 +145,9 @@ def _add_linear_probe(commands) -> None:
         help="an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
     )
     add_encoder_flags(probe)
-    where = "a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of food101, pets, "
+    where = (
+        "a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
+    )
     where += "aircraft, places365, inat2021, inat17"
     probe.add_argument("--train", required=True, metavar="DATA", help=where)
     probe.add_argument("--test", required=True, metavar="DATA", help="likewise; NAME:DIR takes the test split")
@@ -166,6 +168,11 @@ def _add_linear_probe(commands) -> None:
     probe.add_argument("--lr", type=float, default=6.4, help="learning rate with --way paper (default %(default)s)")
     probe.add_argument("--wd", type=float, default=0.0, help="weight decay with --way paper (default %(default)s)")
     probe.add_argument(
+        "--batch-norm",
+        action="store_true",
+        help="with --way paper: standardise the features and leave the bias out of LARS, as other papers' probes do",
+    )
+    probe.add_argument(
         "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
     )
     probe.add_argument("--amp", action="store_true", help="run the tower in bf16")
@@ -183,6 +190,7 @@ def _run_linear_probe(arguments: argparse.Namespace) -> None:
         batch_size=arguments.batch_size,
         lr=arguments.lr,
         weight_decay=arguments.wd,
+        batch_norm=arguments.batch_norm,
         seed=arguments.seed,
     )
     run_linear_probe(

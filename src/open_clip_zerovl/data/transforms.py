@@ -7,6 +7,7 @@ generator, as in torchvision; the data pipeline seeds it for each sample (`rando
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from open_clip.transform import MaybeConvertMode
@@ -114,6 +115,20 @@ def paper_eval_transform(
     side = round(size_px * 256 / 224)
     resize = Resize((side, side), interpolation=_interpolation(interpolation))
     return Compose([MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)])
+
+
+def paper_transform_of(visual: Any) -> Compose:
+    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of an image tower (`model.visual`).
+
+    Raises:
+        UserError: a tower whose images are not square.
+    """
+    preprocess_cfg = visual.preprocess_cfg
+    size = preprocess_cfg["size"]
+    sides = set(size) if isinstance(size, (tuple, list)) else {size}
+    if len(sides) != 1:
+        raise UserError(f"the paper's transform crops a square, and this tower takes images of {size}")
+    return paper_eval_transform(sides.pop(), preprocess_cfg["mean"], preprocess_cfg["std"])
 
 
 def _auto_augment(policy: str) -> AutoAugment:

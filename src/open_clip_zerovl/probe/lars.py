@@ -1,11 +1,12 @@
 """The paper's linear probe (section 5.3, A.7): a linear classifier on the frozen image tower, trained by LARS.
 
-The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0, crops of 8-100 % of the area, AutoAugment.
-The tower runs in micro-batches; the classifier takes its step on the whole batch.
+The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0. Its released code has the others: a linear
+layer on the features as they are, in torch's initialisation; crops of 8-100 % of the area and AutoAugment; momentum 0.9, trust
+coefficient 0.001, both also for the bias; warm-up over 1/9 of the steps, then a cosine to 0. The tower runs in micro-batches;
+the classifier takes its step on the whole batch.
 
-What the paper does not say is set as large-batch linear probes usually have it: momentum 0.9, trust coefficient 0.001, warm-up
-over 1/9 of the steps and then a cosine to 0, features standardised by a batch norm without parameters, no LARS adaptation for
-the bias.
+With `batch_norm` the classifier is the one that large-batch probes of other papers have: features standardised by a batch norm
+without parameters, weights from N(0, 0.01^2), a bias of 0 without LARS's adaptation.
 
 Legend: `N` images, `B` effective batch, `F` width of the features, `C` classes.
 """
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LarsSettings:
-    """How the classifier is trained; the defaults are the paper's, see the module's text.
+    """How the classifier is trained; the defaults are the paper's and its code's, see the module's text.
 
     A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
     a step to the norm of the weights, whatever the norm of the gradient.
@@ -54,6 +55,7 @@ class LarsSettings:
         batch_size: effective batch B, in images.
         lr: at the end of the warm-up.
         warmup_share: of all steps, 0..1.
+        batch_norm: standardise the features, and leave the bias out of LARS.
         seed: of the order, the augmentation and the initial weights.
 
     Raises:
@@ -67,6 +69,7 @@ class LarsSettings:
     momentum: float = 0.9
     trust_coefficient: float = 0.001
     warmup_share: float = 1 / 9
+    batch_norm: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,23 +82,35 @@ class LarsSettings:
             )
 
 
-def linear_head(width: int, num_classes: int, seed: int = 0) -> nn.Sequential:
-    """Batch norm without parameters, then a linear layer: features (b, F) -> scores (b, C); weights N(0, 0.01^2), bias 0."""
+def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False) -> nn.Sequential:
+    """The classifier: features (b, F) -> scores (b, C); its last module is the linear layer.
+
+    Without `batch_norm` weights and bias are from U(-1/sqrt(F), 1/sqrt(F)), torch's own initialisation of a linear layer. With
+    it a batch norm without parameters comes first, weights are from N(0, 0.01^2), and the bias is 0.
+    """
     linear = nn.Linear(width, num_classes)
+    generator = torch.Generator().manual_seed(stream_seed(seed, Purpose.PROBE_HEAD))
     with torch.no_grad():
-        linear.weight.normal_(std=0.01, generator=torch.Generator().manual_seed(stream_seed(seed, Purpose.PROBE_HEAD)))
-        linear.bias.zero_()
-    return nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), linear)
+        if batch_norm:
+            linear.weight.normal_(std=0.01, generator=generator)
+            linear.bias.zero_()
+        else:
+            bound = 1 / math.sqrt(width)
+            linear.weight.uniform_(-bound, bound, generator=generator)
+            linear.bias.uniform_(-bound, bound, generator=generator)
+    return nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6) if batch_norm else nn.Identity(), linear)
 
 
 def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
     """timm's LARS over the linear layer.
 
     timm adapts the step only with weight decay or `always_adapt`. With the paper's weight decay of 0 and without
-    `always_adapt` it is plain SGD. The bias takes SGD's step.
+    `always_adapt` it is plain SGD. With `batch_norm` the bias takes SGD's step. timm multiplies by the rate after the momentum,
+    the released code before; where the rate changes slowly, as here, the steps are the same but for that change.
     """
     linear = head[-1]
-    groups = [{"params": [linear.weight], "always_adapt": True}, {"params": [linear.bias], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [linear.weight], "always_adapt": True}]
+    groups += [{"params": [linear.bias], "weight_decay": 0.0} | ({} if settings.batch_norm else {"always_adapt": True})]
     return Lars(
         groups,
         lr=1.0,  # set each step
@@ -159,7 +174,7 @@ def train_lars(
     ]
     with torch.no_grad():
         width = tower(transform(images.image(0))[None].to(tower_settings.device)).shape[1]
-    head = linear_head(width, len(classes), settings.seed).to(tower_settings.device)
+    head = linear_head(width, len(classes), settings.seed, batch_norm=settings.batch_norm).to(tower_settings.device)
     optimizer = lars(head, settings)
     history: list[dict[str, float]] = []
     if state_file.is_file():

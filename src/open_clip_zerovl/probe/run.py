@@ -2,7 +2,7 @@
 
 The features are the tower's pooled output *before* the projection into the shared space (CLIP's protocol).
 
-    paper   LARS on augmented images (lars.py)
+    paper   LARS on augmented images (lars.py); test images pass the paper's transform, squash to 256 and crop 224 (2.2, A.9)
     quick   logistic regression by L-BFGS (logistic.py) on cached features of the unaugmented images
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.data.transforms import image_transform_train
+from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import require_matplotlib
 from open_clip_zerovl.files import check_writable, write_atomically
@@ -67,6 +67,8 @@ def run_linear_probe(
     train_set, test_set = open_probe_set(train, "train", label=label), open_probe_set(test, "test", label=label)
     classes = class_list(train_set, test_set)
     loaded, preprocess, _, device = encoder.load()
+    if way == "paper":
+        preprocess = paper_transform_of(loaded.visual)
     tower = tower_before_projection(loaded.visual).eval()
     tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
 
@@ -100,6 +102,7 @@ def run_linear_probe(
         "test": {"path": test_set.path, "images": len(test_set)},
         "classes": len(classes),
         "feature_width": test_features.shape[1],
+        "test_transform": "squash 256, crop 224" if way == "paper" else "checkpoint",
     }
     names = [train_set.names.get(label, label) for label in classes]
     return _write(out, facts, details, names, scores, test_targets)

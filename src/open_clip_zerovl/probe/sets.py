@@ -2,10 +2,11 @@
 
 What `open_probe_set` reads:
 
-    DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet, CUB-200-2011 ...)
+    DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
     DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
                                 or with the class in a field of `key.json`
     food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
+    cub:DIR                     CUB-200-2011 with its images.txt and train_test_split.txt (torchvision does not know it)
     inat17:DIR                  iNaturalist 2017 with its train2017.json and val2017.json (torchvision knows no split of it)
 
 Nothing is downloaded.
@@ -157,6 +158,29 @@ def _from_torchvision(what: str, files: Sequence[Any], targets: Sequence[int], c
     return ProbeSet(what, [classes[target] for target in targets], lambda index: _decode_file(files[index]))
 
 
+def _cub(what: str, root: Path, role: str) -> ProbeSet:
+    root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
+
+    def column(name: str) -> dict[str, str]:
+        """The second column of a file by the first, an image's number."""
+        rows = (
+            line.split(maxsplit=1) for line in (root / name).read_text(encoding="utf-8").splitlines() if line.strip()
+        )
+        return {number: value.strip() for number, value in rows}
+
+    of_training, files = column("train_test_split.txt"), column("images.txt")
+    chosen = [file for number, file in files.items() if of_training[number] == ("1" if role == "train" else "0")]
+    if not chosen:
+        raise UserError(f"{root / 'train_test_split.txt'} leaves no image for {role}")
+    if not (root / "images" / chosen[0]).is_file():
+        raise UserError(
+            f"{root / 'images' / chosen[0]}, the first image of images.txt, is not there; unpack the images"
+        )
+    return ProbeSet(
+        what, [file.split("/")[0] for file in chosen], lambda index: _decode_file(root / "images" / chosen[index])
+    )
+
+
 def _food101(what: str, root: Path, role: str) -> ProbeSet:
     dataset = tvd.Food101(str(root), split=role, download=False)
     return _from_torchvision(what, dataset._image_files, dataset._labels, dataset.classes)
@@ -202,6 +226,7 @@ def _inat17(what: str, root: Path, role: str) -> ProbeSet:
 
 
 _DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
+    "cub": _cub,
     "food101": _food101,
     "pets": _pets,
     "aircraft": _aircraft,

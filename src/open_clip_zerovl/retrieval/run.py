@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.data.transforms import paper_eval_transform
+from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.retrieval.encode import encode_retrieval
@@ -110,7 +110,7 @@ def run_retrieval(
     with _ranks() as ranks:
         loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
         if settings.paper_transform:
-            preprocess = paper_transform_of(loaded)
+            preprocess = paper_transform_of(loaded.visual)
         results: dict[str, dict[str, float]] = {}
         shown: list[GallerySet] = []
         for name, dataset in sets.items():
@@ -193,20 +193,6 @@ def _write(
         write_csv(files.csv, results, how)
     if files.gallery is not None:
         print(f"Gallery: {write_gallery(files.gallery, shown, model=model)}")
-
-
-def paper_transform_of(model: nn.Module) -> Callable[[Any], Tensor]:
-    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of a model.
-
-    Raises:
-        UserError: a model whose images are not square.
-    """
-    preprocess_cfg = model.visual.preprocess_cfg
-    size = preprocess_cfg["size"]
-    sides = set(size) if isinstance(size, (tuple, list)) else {size}
-    if len(sides) != 1:
-        raise UserError(f"the paper's transform crops a square, and this model takes images of {size}")
-    return paper_eval_transform(sides.pop(), preprocess_cfg["mean"], preprocess_cfg["std"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
