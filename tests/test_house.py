@@ -15,7 +15,8 @@ FLOORS = (
     ("losses", "tar", "models", "figures"),
     ("dga", "data", "datasets", "checkpoints"),
     ("recipe", "retrieval", "clustering", "probe"),
-    ("plan", "bias", "teacher", "interpolation"),
+    ("teacher",),
+    ("plan", "bias", "interpolation"),
     ("cli", "training"),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

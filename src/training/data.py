@@ -19,16 +19,14 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, sche
 from open_clip_zerovl.data.schedule import Batching, Schedule
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.cache import ShardCache
-from open_clip_zerovl.teacher.manifest import augmentation_of
-from open_clip_zerovl.teacher.rows import TeacherRows
-from open_clip_zerovl.teacher.shards import PREFIX, InShards, parse_widths
+from open_clip_zerovl.teacher.opening import open_teachers, shown_by
+from open_clip_zerovl.teacher.shards import PREFIX, InShards
 from open_clip_zerovl.teacher.store import TeacherStore
 from training.config import RecipeConfig, uses_own_step
 from training.stock_data import check_augmentation, check_stock_data
@@ -100,18 +98,9 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
-    teachers = open_teachers(config)
+    teachers = open_teachers(config.teacher, config.captions)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     return Inputs(sources, teachers, {name: open_retrieval_set(path) for name, path in paths.items()})
-
-
-def open_teachers(config: RecipeConfig) -> TeacherStore | InShards | None:
-    """What `--teacher` names: a folder of embeddings, or that the shards carry them."""
-    if config.teacher is None:
-        return None
-    if not config.teacher.startswith(PREFIX):
-        return TeacherStore.open(config.teacher)
-    return InShards(parse_widths(config.teacher), config.captions)
 
 
 def get_data(
@@ -190,9 +179,7 @@ def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) ->
 
 def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
     assert config.sampling is not None
-    sources, normalizer, pixel_path = inputs.sources, None, config.pixel_path
-    teachers: StoredTeachers | None = None
-    in_shards: InShards | None = None
+    sources, normalizer = inputs.sources, None
     own_step = uses_own_step(config, args)
     if own_step:  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
         try:
@@ -202,13 +189,8 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
             if inputs.teachers is not None:
                 raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
-    if isinstance(inputs.teachers, TeacherStore):
-        augmentation = augmentation_of(transform, config.pixel_path)
-        teachers = TeacherRows(inputs.teachers, sources, augmentation=augmentation, captions=config.captions)
-    elif inputs.teachers is not None:
-        in_shards = teachers = inputs.teachers
-        in_shards.check(transform)
-        pixel_path = "pil"
+    shown = shown_by(inputs.teachers, sources, transform, pixel_path=config.pixel_path, captions=config.captions)
+    if shown.in_shards is not None:
         logging.info(f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats.")
     mixture = Mixture(
         sources,
@@ -217,11 +199,11 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
             transform,
             tokenizer,
             augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
-            pixel_path=pixel_path,
+            pixel_path=shown.pixel_path,
             with_origin=own_step,
             with_content=config.positives != "pair",
-            teachers=teachers,
-            shard_teachers=in_shards,
+            teachers=shown.teachers,
+            shard_teachers=shown.in_shards,
         ),
         rank=args.rank,
         sampling=_sampling(config, args),

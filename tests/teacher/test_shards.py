@@ -18,11 +18,10 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.teacher.opening import open_teachers
 from open_clip_zerovl.teacher.shards import InShards, parse_widths
 from support.reinforced import AUGMENTATIONS, WIDTHS, embeddings_of, members_of
 from support.tars import noise_jpeg, write_tar
-from training.config import RecipeConfig
-from training.data import open_teachers
 
 SIZE = 16
 CAPTIONS = "txt=0.5,syn.json:syn_text=0.5"
@@ -140,7 +139,7 @@ def test_what_does_not_go_with_stored_augmentations_is_refused_by_name():
         parse_widths("shards:")
     with pytest.raises(UserError, match="--captions one-per-epoch does not work with --teacher shards"):
         InShards(WIDTHS, "one-per-epoch")
-    assert open_teachers(RecipeConfig(teacher="shards:4,3")).widths == WIDTHS
+    assert open_teachers("shards:4,3", None).widths == WIDTHS
     transform = with_auto_augment(image_transform_v2(PreprocessCfg(size=SIZE), is_train=True))
     with pytest.raises(UserError, match="repeats the stored augmentation, and this run has its own"):
         InShards(WIDTHS, None).check(split_normalize(transform)[0])

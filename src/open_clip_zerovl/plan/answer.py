@@ -10,6 +10,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.plan.data import Missing, SourceCheck
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.plan.teachers import TeacherPlan
 from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags
 
@@ -50,6 +51,8 @@ class Plan:
         checkpoint_bytes, checkpoints: size of one checkpoint, and how many are kept at the same time.
         free_disk_bytes: of the disk of --logs, None for assumed hardware.
         timed: (K, R, seconds) of the steps that were taken.
+        teachers: the run's stored teachers.
+        teacher_hours: of `zerovl teacher` on all of the run's devices; None where the embeddings exist, or nothing is known.
         missing: what the run needs and lacks.
         elsewhere: what this machine lacks, if the plan is for other hardware.
     """
@@ -75,6 +78,8 @@ class Plan:
     checkpoints: int = 0
     free_disk_bytes: int | None = None
     timed: tuple[tuple[int, int, float], ...] = ()
+    teachers: TeacherPlan | None = None
+    teacher_hours: float | None = None
     missing: list[Missing] = field(default_factory=list)
     elsewhere: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

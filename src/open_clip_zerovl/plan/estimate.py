@@ -44,6 +44,8 @@ class Costs:
         fixed_bytes: of a step, whatever the micro-batch: gradients, copies in half precision.
         state_bytes: weights and optimizer.
         embed_dim: D.
+        texts_per_image: texts of each image in a step, each with a loss of its own.
+        teacher_widths: of the stored teachers, in the loss.
     """
 
     retained_flops: float
@@ -52,18 +54,23 @@ class Costs:
     fixed_bytes: float
     state_bytes: int
     embed_dim: int
+    texts_per_image: int = 1
+    teacher_widths: tuple[int, ...] = ()
 
     def step_flops(self, batching: Batching, retained: int, loss_chunk: int | None) -> float:
         """FLOPs of one rank's step, with the loss."""
         b, k = batching.micro_batch, batching.dga_steps
         towers = b * (retained * self.retained_flops + (k - retained) * self.replayed_flops)
         rows, total = b * k, batching.effective_batch
-        return towers + 2.0 * rows * total * self.embed_dim * loss_products(rows, total, loss_chunk)
+        products = self.embed_dim * loss_products(rows, total, loss_chunk)
+        products += sum(self.teacher_widths) * teacher_products(rows, total)
+        return towers + 2.0 * rows * total * products * self.texts_per_image
 
     def peak_bytes(self, batching: Batching, retained: int, loss_chunk: int | None) -> float:
         """Peak memory of one rank's step, without fragmentation."""
         graphs = max(1, retained) * batching.micro_batch * self.sample_bytes
-        return self.state_bytes + self.fixed_bytes + graphs + loss_bytes(batching, self.embed_dim, loss_chunk)
+        loss = loss_bytes(batching, self.embed_dim, loss_chunk, self.texts_per_image, self.teacher_widths)
+        return self.state_bytes + self.fixed_bytes + graphs + loss
 
     def graphs_that_fit(self, batching: Batching, memory_bytes: float, loss_chunk: int | None) -> int:
         """R of `--dga-retain auto` on a device of this size."""
@@ -91,10 +98,26 @@ def loss_products(rows: int, total: int, chunk: int | None) -> int:
     return 1 + 2 + sweeps - (chunk is None or chunk >= rows)
 
 
-def loss_bytes(batching: Batching, width: int, chunk: int | None) -> float:
-    """Memory of the loss: the chunks of the logits, and gathered features with their gradients, in fp32."""
+def teacher_products(rows: int, total: int) -> int:
+    """How many products of (rows, D) with (D, total) of a teacher's embeddings the loss computes.
+
+    One for the teacher's normalisers, one for the value, and one in each sweep of the gradients.
+    """
+    return 2 + (1 if rows == total else 2)
+
+
+def loss_bytes(
+    batching: Batching, width: int, chunk: int | None, texts_per_image: int = 1, teacher_widths: tuple[int, ...] = ()
+) -> float:
+    """Memory of the loss: the chunks of the logits, and gathered features with their gradients, in fp32.
+
+    Teachers have chunks of their own, one teacher at a time, and gathered embeddings in half precision. Each further text of an
+    image has features and gradients of its own; the rest is used for one text after the other.
+    """
     rows, total = batching.micro_batch * batching.dga_steps, batching.effective_batch
-    return 4.0 * (2 * min(chunk or rows, rows) * total + 4 * (rows + total) * width)
+    chunks = 2 * (1 + bool(teacher_widths)) * min(chunk or rows, rows) * total
+    features = 4 * (rows + total) * width + 3 * (texts_per_image - 1) * rows * width
+    return 4.0 * (chunks + features) + 2.0 * (1 + texts_per_image) * (rows + total) * sum(teacher_widths)
 
 
 def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:
@@ -111,10 +134,10 @@ def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:
 
     def step(size: int, steps: int, counter: AbstractContextManager[Any]) -> None:
         dga = DecoupledGradientAccumulation(model, _sum_of_features, autocast=planned.autocast, retain=1, check="never")
-        micro_batches = [planned.micro_batch(size)] * steps
+        micro_batches = [planned.micro_batch(size)[:2]] * steps
         model.zero_grad(set_to_none=True)
         with counter:
-            dga.backward(micro_batches, prepare=planned.prepare)
+            dga.backward(micro_batches, prepare=planned.prepare, texts_per_image=planned.texts_per_image)
         model.zero_grad(set_to_none=True)
 
     def note_width(_module: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> None:
@@ -137,14 +160,23 @@ def count_costs(planned: PlannedModel, *, with_memory: bool = True) -> Costs:
         hook.remove()
     a_sample = (peaks[1] - peaks[0]) / size if peaks else 0.0
     fixed = max(0.0, peaks[0] - size * a_sample) if peaks else 0.0
-    return Costs(flops[0], flops[1] - flops[0], a_sample, fixed, planned.state_bytes, width)
+    return Costs(
+        flops[0],
+        flops[1] - flops[0],
+        a_sample,
+        fixed,
+        planned.state_bytes,
+        width,
+        planned.texts_per_image,
+        planned.teacher_widths,
+    )
 
 
 def _sum_of_features(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool = False, **_: Any
 ) -> Tensor:
     """A loss of almost no cost, since `loss_products` and `loss_bytes` count the real one."""
-    return (image_features + text_features).sum() * logit_scale
+    return (image_features.sum() + text_features.sum()) * logit_scale
 
 
 def estimated_seconds(costs: Costs, batching: Batching, retained: int, loss_chunk: int | None, gpu: Gpu) -> float:

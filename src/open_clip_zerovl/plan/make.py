@@ -26,6 +26,7 @@ from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graph
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+from open_clip_zerovl.plan.teachers import check_teachers
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
@@ -64,8 +65,11 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         precision = precision_on(device.type, precision)
     if gpu is None and device.type == "cpu" and settings.device.startswith("cuda"):
         data.notes.append("There is no CUDA device here: the run would train on the CPU.")
+    teachers = check_teachers(settings, data)
     say("building the model with random weights")
     planned = build(settings, device, precision)
+    readable = teachers is not None and (gpu is not None or teachers.made or not data.opened)
+    planned.teacher_widths = teachers.widths if teachers is not None and readable else ()
     for what, advice in weights_to_fetch(settings, planned).items():
         if constants.HF_HUB_OFFLINE and gpu is None:
             data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
@@ -77,6 +81,8 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
             plan.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
     else:
         plan = _measured(settings, hardware, planned, data, say)
+    plan.teachers = teachers
+    _add_teachers_time(plan)
     _add_disk(plan, planned)
     _add_files(plan)
     return plan
@@ -262,6 +268,14 @@ def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel,
     return plan
 
 
+def _add_teachers_time(plan: Plan) -> None:
+    """Hours of `zerovl teacher`: its FLOPs at the rate of the run's steps."""
+    if plan.teachers is None or plan.teachers.flops is None or not (plan.sample_flops and plan.compute_seconds):
+        return
+    per_second = plan.sample_flops * plan.batching.effective_batch / plan.compute_seconds
+    plan.teacher_hours = plan.teachers.flops / per_second / 3600
+
+
 def kept_checkpoints(settings: PlanSettings) -> int:
     """How many checkpoints are on the disk at the end, plus one that is being written."""
     every = settings.save_frequency
@@ -282,12 +296,31 @@ def _add_disk(plan: Plan, planned: PlannedModel) -> None:
         folder = folder.parent
     plan.free_disk_bytes = shutil.disk_usage(folder).free
     needed = plan.checkpoint_bytes * plan.checkpoints
+    _require_teachers_room(plan)
     if needed > plan.free_disk_bytes:
         plan.missing.append(
             Missing(
                 f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
                 f"{plan.free_disk_bytes / GIB:.1f} GiB free",
                 "--logs on another disk, --save-frequency 5, or --delete-previous-checkpoint",
+            )
+        )
+
+
+def _require_teachers_room(plan: Plan) -> None:
+    teachers = plan.teachers
+    if teachers is None or teachers.made or not teachers.stored_bytes:
+        return
+    folder = Path(teachers.place).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if teachers.stored_bytes > free:
+        plan.missing.append(
+            Missing(
+                f"disk: the teachers' embeddings take {teachers.stored_bytes / GIB:.1f} GiB, {folder} has "
+                f"{free / GIB:.1f} GiB free",
+                "fewer --teacher-views, or --teacher on another disk",
             )
         )
 

@@ -27,6 +27,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Retention, most_graphs
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.estimate import loss_products
@@ -34,6 +35,7 @@ from open_clip_zerovl.plan.gpus import USABLE_SHARE
 from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
+from open_clip_zerovl.teacher.opening import open_teachers, shown_by
 
 STEP_SECONDS = 30.0  # for timing steps, after each kind of step was taken once
 ROUNDS = 50  # of each kind of step, at most
@@ -76,7 +78,7 @@ class Stepper:
         if retain not in self._steps:
             self._steps[retain] = RecipeStep(
                 self.planned.model,
-                _loss(self.settings),
+                _loss(self.planned, self.settings),
                 self.optimizer,
                 precision=self.planned.precision,
                 scaler=self.scaler,
@@ -162,7 +164,7 @@ def measure_step(
     timed = tuple((*kind, statistics.median(values)) for kind, values in seconds.items())
 
     def loss(rows: int, total: int) -> float:
-        return loss_seconds(device, rows, total, width, settings)
+        return loss_seconds(planned, rows, total, width, settings)
 
     b, width = batching.micro_batch, _width(planned)
     without_loss = [(of_k, of_r, max(0.0, s - loss(of_k * b, of_k * b))) for of_k, of_r, s in timed]
@@ -174,7 +176,7 @@ def measure_step(
 
 def _width(planned: PlannedModel) -> int:
     with torch.no_grad(), planned.autocast():
-        images, texts = (part.to(planned.device) for part in planned.micro_batch(1))
+        images, texts = (part.to(planned.device) for part in planned.micro_batch(1)[:2])
         planned.model.eval()
         width = planned.model(*planned.prepare(images, texts))["image_features"].shape[-1]
         planned.model.train()
@@ -188,7 +190,7 @@ def _retained(planned: PlannedModel, settings: PlanSettings, batching: Batching,
     sizes = [batching.micro_batch] * batching.dga_steps
     retention = Retention("auto", planned.device, 1)
     retention.graphs(sizes)
-    images, texts = planned.prepare(*(part.to(planned.device) for part in micro_batch))
+    images, texts = planned.prepare(*(part.to(planned.device) for part in micro_batch[:2]))
     with retention.measured(len(images)), planned.autocast():
         outputs = planned.model(images, texts)
     sum(outputs[side].float().sum() for side in ("image_features", "text_features")).backward()
@@ -198,17 +200,22 @@ def _retained(planned: PlannedModel, settings: PlanSettings, batching: Batching,
     return min(retention.graphs(sizes), most_graphs(batching.dga_steps, batching.world_size))
 
 
-def loss_seconds(device: torch.device, rows: int, total: int, width: int, settings: PlanSettings) -> float:
+def loss_seconds(planned: PlannedModel, rows: int, total: int, width: int, settings: PlanSettings) -> float:
     """Seconds of the loss and its gradient for `rows` of `total` pairs. For several ranks it times as many products on one."""
-    chunk = settings.loss_chunk
+    chunk, device = settings.loss_chunk, planned.device
     more = loss_products(rows, total, chunk) / loss_products(rows, rows, chunk)
     equal = round((rows * total * more) ** 0.5)
     taken = min(equal, LOSS_ROWS_ON_CPU) if device.type == "cpu" else equal
-    loss = _loss(settings)
+    loss, texts_per_image = _loss(planned, settings), planned.texts_per_image
     generator = torch.Generator().manual_seed(0)
-    parts = (torch.randn(taken, width, generator=generator) for _ in range(2))
+    parts = (torch.randn(of * taken, width, generator=generator) for of in (1, texts_per_image))
     images, texts = (torch.nn.functional.normalize(part).to(device).requires_grad_() for part in parts)
     inputs: dict[str, Any] = {"logit_scale": torch.tensor(50.0, device=device, requires_grad=True)}
+    if texts_per_image > 1:
+        inputs["texts_per_image"] = texts_per_image
+    if planned.teacher_widths:
+        embeddings = tuple(rows.to(device) for rows in planned.embeddings(taken))
+        inputs["teacher_features"] = teacher_features([embeddings], texts_per_image)
     if settings.siglip:
         inputs["logit_bias"] = torch.tensor(-10.0, device=device)
 
@@ -222,11 +229,14 @@ def loss_seconds(device: torch.device, rows: int, total: int, width: int, settin
     return min(first, *(once() for _ in range(2))) * (equal / taken) ** 2
 
 
-def _loss(settings: PlanSettings) -> torch.nn.Module:
+def _loss(planned: PlannedModel, settings: PlanSettings) -> torch.nn.Module:
     """The loss that training takes."""
+    distilled = {"distill_weight": settings.distill_weight} if planned.teacher_widths else {}
     if settings.siglip:
-        return SigLipLoss() if settings.loss_chunk is None else SigmoidLoss(chunk_size=settings.loss_chunk)
-    return ContrastiveLoss(chunk_size=settings.loss_chunk)
+        if settings.loss_chunk is None and not distilled and planned.texts_per_image == 1:
+            return SigLipLoss()
+        return SigmoidLoss(chunk_size=settings.loss_chunk, **distilled)
+    return ContrastiveLoss(chunk_size=settings.loss_chunk, **distilled)
 
 
 def _wait_for(device: torch.device) -> None:
@@ -280,10 +290,19 @@ def largest_that_fits(fitting: Callable[[int], bool], start: int, most: int) -> 
 def _mixture(
     planned: PlannedModel, settings: PlanSettings, batching: Batching, sources: Sequence[Source], workers: int
 ) -> Mixture:
+    opened = open_teachers(settings.teacher, settings.captions) if planned.teacher_widths else None
+    shown = shown_by(opened, sources, planned.transform, pixel_path=settings.pixel_path, captions=settings.captions)
     return Mixture(
         sources,
         Batching(batching.micro_batch, 1, 1, max(1, workers)),
-        Preprocessing(planned.transform, planned.tokenizer, planned.augment_caption, pixel_path=settings.pixel_path),
+        Preprocessing(
+            planned.transform,
+            planned.tokenizer,
+            planned.augment_caption,
+            pixel_path=shown.pixel_path,
+            teachers=shown.teachers,
+            shard_teachers=shown.in_shards,
+        ),
         sampling=Sampling("random", epoch_samples=_epoch(batching, sources, workers)),
         seed=settings.seed,
         on_bad_sample=settings.on_bad_sample,

@@ -49,6 +49,8 @@ class PlannedModel:
         normalize: the normalisation on the device, or None.
         tokenizer: captions -> (B, L).
         stand_in: the hub's name of the text tower that a random BERT-base replaces, or None.
+        texts_per_image: captions of a picture that a step shows.
+        teacher_widths: of the stored teachers, whose embeddings a micro-batch holds.
     """
 
     model: nn.Module
@@ -60,6 +62,8 @@ class PlannedModel:
     device: torch.device
     precision: str
     stand_in: str | None = None
+    texts_per_image: int = 1
+    teacher_widths: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -76,12 +80,12 @@ class PlannedModel:
         """The context of a forward pass, as in training."""
         return autocast_of(self.precision, self.device)()
 
-    def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, images: Tensor, texts: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """What a training step without mixup does to a micro-batch on the device."""
         return prepare(images, texts, precision=self.precision, normalize=self.normalize)
 
-    def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Random images (B, C, H, W) and texts (B, L) in the loader's form."""
+    def micro_batch(self, size: int) -> tuple[Any, ...]:
+        """Random images (B, C, H, W) and texts (B, L) in the loader's form; with teachers also origin and embeddings."""
         side = self.model.visual.image_size
         height, width = (side, side) if isinstance(side, int) else side
         generator = torch.Generator().manual_seed(0)
@@ -90,8 +94,20 @@ class PlannedModel:
             images = images.contiguous(memory_format=torch.channels_last)
         else:
             images = torch.randn(size, 3, height, width, generator=generator)
-        texts = self.tokenizer(["a photo of a cat beside two dogs on the road"] * size)
-        return images, texts
+        texts = self.tokenizer(["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image))
+        if not self.teacher_widths:
+            return images, texts
+        origin = torch.stack([torch.zeros(size, dtype=torch.int64), torch.arange(size)], dim=1)
+        return images, texts, origin, self.embeddings(size)
+
+    def embeddings(self, size: int) -> tuple[Tensor, ...]:
+        """Random embeddings (B, D) of the teachers, in the loader's form."""
+        generator = torch.Generator().manual_seed(0)
+        return tuple(
+            torch.nn.functional.normalize(torch.randn(size, width, generator=generator), dim=1).half()
+            for width in self.teacher_widths
+            for _ in range(1 + self.texts_per_image)
+        )
 
     def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
         """Training's AdamW with a learning rate of zero, which takes the same time and does not change the weights."""
@@ -140,7 +156,20 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     except UserError:  # timm's transforms normalise themselves: images are floats, as in training
         pass
     augment = WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
-    return PlannedModel(model.train(), transform, normalizer, tokenizer, augment, mixup, device, precision, stand_in)
+    if normalizer is None and settings.teacher is not None:
+        raise UserError("--teacher needs open_clip's own training transform; leave use_timm=True out")
+    return PlannedModel(
+        model.train(),
+        transform,
+        normalizer,
+        tokenizer,
+        augment,
+        mixup,
+        device,
+        precision,
+        stand_in,
+        texts_per_image=settings.texts_per_image,
+    )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def report(plan: Plan) -> str:
         ("batch", _batch(plan)),
         ("step", _step(plan)),
         ("memory", _memory(plan)),
+        ("teachers", _teachers(plan)),
         ("loaders", _loaders(plan)),
         ("run", _run(plan)),
         ("disk", _disk(plan)),
@@ -196,6 +197,31 @@ def _memory(plan: Plan) -> list[str]:
         return [f"{size} counted in tensors, of {hardware.free_gib:.1f} GiB free"]
     kept = max((r for _, r, _ in plan.timed), default=0)
     return [f"{size} a GPU at the peak of steps with {kept} graphs kept, of {hardware.memory_gib:.1f} GiB"]
+
+
+def _teachers(plan: Plan) -> list[str]:
+    teachers = plan.teachers
+    if teachers is None:
+        return []
+    widths = ", ".join(map(str, teachers.widths)) or "unknown"
+    text = f"embeddings of width {widths} in {teachers.place}"
+    if teachers.views is not None:
+        text += f", {teachers.views} views"
+    if teachers.stored_bytes is not None:
+        text += f": {_size(teachers.stored_bytes)}"
+    if not teachers.made:
+        text += ", still to be made"
+    lines = [text]
+    if plan.teacher_hours is not None:
+        ranks = plan.hardware.ranks
+        word = "ESTIMATE " if plan.estimate else ""
+        text = f"zerovl teacher: {word}{_hours(plan.teacher_hours)}"
+        text += f" in {ranks} calls, one a GPU (--part I/{ranks})" if ranks > 1 else ""
+        lines.append(f"{text}, its FLOPs at the rate of a step's")
+    if teachers.sample_bytes:
+        whole = "" if teachers.place != "the shards" else " (and unpacks all that its sample has)"
+        lines.append(f"a sample reads {teachers.sample_bytes / 1024:.1f} KiB of embeddings{whole}")
+    return lines
 
 
 def _loaders(plan: Plan) -> list[str]:

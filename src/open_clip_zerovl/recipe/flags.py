@@ -296,7 +296,6 @@ class TeacherFlags:
             ),
             _DETACHED_GATHER,
         ),
-        planned="neither its rows nor its part of the loss are in the plan",
     )
     distill_weight: float = flag(
         1.0,
