@@ -26,9 +26,9 @@ $(STAMP): setup.py
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
 	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
 
-ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (an hour on 2 idle cores; QUICK=1: a few minutes)
-	$(BIN)/python -m scripts.ablation.run $(if $(QUICK),--quick) $(ARGS)
-	$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick)
+ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (hours, in several sittings; QUICK=1: minutes; PILOT=1)
+	$(BIN)/python -m scripts.ablation.run $(if $(PILOT),--pilot) $(if $(QUICK),--quick) $(ARGS)
+	$(if $(PILOT),,$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick))
 
 test: $(STAMP) ## run the tests (under 10 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -79,5 +79,6 @@ dist-check: $(STAMP) ## build wheel and sdist, install and use the wheel elsewhe
 	$(BIN)/python -m scripts.dist_check --out build/dist
 
 clean: ## remove the environment and everything the demo and tests wrote
-	rm -rf $(VENV) build dist data/emoji demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist data/emoji data/icons demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		src/*.egg-info
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ from open_clip_zerovl.files import write_atomically
 from scripts.emoji.page import demo_page
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import RunRecord, results_table
-from scripts.emoji.runs import Encoder, Pool, TrainingRun, emoji_flags, flag_names, flag_value, measure
+from scripts.emoji.runs import Encoder, Pool, TrainingRun, drawn_flags, flag_names, flag_value, measure
 
 SAMPLINGS = ("debiased", "random")
 _COMPARED = "the two runs are debiased and random sampling"
@@ -157,7 +157,7 @@ def run(settings: Settings) -> None:
 
 
 def training_run(settings: Settings, sampling: str) -> TrainingRun:
-    flags = emoji_flags(
+    flags = drawn_flags(
         settings.data, sampling=sampling, epochs=settings.epochs, seed=settings.seed, more=settings.flags
     )
     return TrainingRun(settings.out / "runs" / f"{sampling}-seed{settings.seed}", tuple(flags))

@@ -23,7 +23,7 @@ def page(parts: Parts) -> str:
         loss(parts),
         plan(parts),
         retrieval(parts, "demo", "The emoji demo, 20 epochs on the GPU (RSUM of held-out pairs, 0 to 600):"),
-        retrieval(parts, "ablation", "The runs of the ablation at 20 epochs that fitted into the time:"),
+        retrieval(parts, "ablation", "The short runs of the ablation that fitted into the time:"),
         open_parts(parts),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"

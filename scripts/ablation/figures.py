@@ -1,85 +1,47 @@
-"""The figures of docs/results.md: one for each table, with a dot for every seed and a bar for their mean."""
+"""The figures of docs/results.md: one for each table, a row for each comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
-from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
-from scripts.ablation.conditions import CONDITIONS, PaperTable
-
-Records = Mapping[str, Mapping[int, Mapping[str, Any]]]
+from scripts.ablation.conditions import Comparison, PaperTable
+from scripts.ablation.verdicts import Verdict
 
 _DPI = 110
+_PAPER = "the paper (COCO, Flickr30K)"
 
 
-def table_figure(table: PaperTable, records: Records) -> bytes:
-    """PNG of a table's conditions: RSUM in three pools, CPU seconds if they are compared, loss curves if the table names some.
+def differences_figure(table: PaperTable, judged: Sequence[tuple[Comparison, Verdict]]) -> bytes:
+    """PNG of a table's comparisons: mean difference with its interval, the margin, and the paper's differences beside it.
 
     Raises:
         UserError: matplotlib is missing.
     """
-    colours = colours_of(list(table.conditions), MODEL_COLOURS)
-    timed = any(one.measure == "cpu_seconds" for one in table.comparisons)
-    widths = [3.0 * len(POOLS) / 2.2, *([1.6] if timed else []), *([3.0] * len(table.curves))]
-    figure = new_figure(max(6.5, 2.2 * sum(widths) / 2), 3.4, dpi=_DPI)
-    panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
-
-    axes = panels.pop(0)
-    groups = {pool: {n: [run["rsum"][pool] for run in records[n].values()] for n in colours} for pool in POOLS}
-    _bars(axes, groups, colours)
-    axes.set_title("RSUM, held-out pairs", fontsize=10, loc="left", color=INK)
-    if timed:
-        axes = panels.pop(0)
-        seconds = {n: [run["cpu_seconds"] for run in records[n].values()] for n in colours}
-        _bars(axes, {"training": seconds}, colours)
-        axes.set_title("CPU seconds", fontsize=10, loc="left", color=INK)
-    for names, axes in zip(table.curves, panels, strict=True):
-        _curves(axes, {name: records[name] for name in names}, colours)
-        axes.set_title("training loss by samples", fontsize=10, loc="left", color=INK)
-
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=CONDITIONS[name].label) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9)
-    return png_bytes(figure)
-
-
-def _bars(axes: Any, groups: Mapping[str, Mapping[str, Sequence[float]]], colours: Mapping[str, str]) -> None:
-    """Grouped bars of means with the seeds' values as dots; `groups` maps a label to each condition's values."""
-    thick = 0.84 / len(colours)
-    for position, values in enumerate(groups.values()):
-        for i, (name, colour) in enumerate(colours.items()):
-            if not values[name]:
-                continue
-            x = position + (i - (len(colours) - 1) / 2) * thick
-            mean = sum(values[name]) / len(values[name])
-            axes.bar(x, mean, 0.9 * thick, color=colour, alpha=0.75)
-            axes.plot([x] * len(values[name]), values[name], ".", color=INK, markersize=4)
-            axes.annotate(f"{mean:.0f}", (x, max(values[name])), (0, 4), textcoords="offset points", ha="center",
-                          fontsize=8, color=INK)  # fmt: skip
-    axes.set_xticks(range(len(groups)), list(groups), fontsize=9)
-    axes.margins(y=0.12)
-    _plain(axes)
-
-
-def _curves(axes: Any, runs: Mapping[str, Mapping[int, Mapping[str, Any]]], colours: Mapping[str, str]) -> None:
-    """One thin line a run. Conditions differ in colour and dashes, so that two curves that coincide are both visible."""
-    for i, (name, by_seed) in enumerate(runs.items()):
-        for run in by_seed.values():
-            samples, losses = zip(*run["loss_curve"], strict=True)
-            axes.plot(
-                [n / 1000 for n in samples],
-                losses,
-                color=colours[name],
-                linewidth=1.2,
-                linestyle=("-", (0, (3, 2)))[i % 2],
-            )
-    axes.set_xlabel("thousand samples", fontsize=9, color=INK)
-    _plain(axes)
-
-
-def _plain(axes: Any) -> None:
+    rows = [(one, verdict) for one, verdict in judged if verdict.seeds and one.measure == "score"]
+    figure = new_figure(7.2, 1.3 + 0.42 * max(1, len(rows)), dpi=_DPI)
+    axes = figure.subplots()
+    colour = colours_of(["here"], MODEL_COLOURS)["here"]
+    for position, (one, verdict) in enumerate(rows):
+        reach = (verdict.high - verdict.low) / 2
+        bar = 0 if math.isinf(reach) else reach
+        axes.errorbar(
+            verdict.difference, position, xerr=bar, fmt="o", color=colour, capsize=3, label="here, 95 % interval"
+        )
+        if one.paper is not None:
+            of_paper = [ours - theirs for ours, theirs in zip(*one.paper, strict=True)]
+            axes.plot(of_paper, [position + 0.25] * len(of_paper), "|", color=INK, markersize=9, label=_PAPER)
+    margin = rows[0][0].margin if rows else 0
+    axes.axvspan(-margin, margin, color=INK, alpha=0.08, linewidth=0, label=f"counts as none (within {margin:g})")
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{one.run} - {one.against}" for one, _ in rows], fontsize=9)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("difference in RSUM", fontsize=9, color=INK)
+    axes.set_title(f"{table.name}: {table.title}", fontsize=10, loc="left", color=INK)
     plain_axes(axes)
     axes.tick_params(length=0)
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    figure.legend(by_label.values(), by_label, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return png_bytes(figure)

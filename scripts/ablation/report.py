@@ -3,31 +3,38 @@
     python -m scripts.ablation.report [--runs ablation] [--page docs/results.md] [--quick]
 
 The folder of the page's name holds the figures and `runs.json`, all records in one file, which makes the same page again:
-`--runs docs/results/runs.json`. Every verdict follows from the numbers by the rule in `judge`.
+`--runs docs/results/runs.json`. Every verdict follows from the numbers by the rule in `verdicts.judge`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from scripts.ablation.conditions import CONDITIONS, TABLES, Claim, Comparison, PaperTable
-from scripts.ablation.figures import table_figure
+from scripts.ablation.conditions import CONDITIONS, TABLES, Comparison, PaperTable
+from scripts.ablation.figures import differences_figure
+from scripts.ablation.protocol import CHOICES_FILE, MARGIN_RSUM
+from scripts.ablation.verdicts import (
+    CONTRADICTED,
+    LEAST_SEEDS,
+    NO_DIFFERENCE,
+    NOT_RUN,
+    REPRODUCED,
+    UNDECIDED,
+    Verdict,
+    judge,
+)
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed
-
-REPRODUCED, INVISIBLE, CONTRADICTED = "reproduced in direction", "not visible at this scale", "contradicted"
-REPRODUCED_SAME = "reproduced: no difference to be seen"
-NO_VERDICT, NOT_RUN = "no verdict from one seed", "not run"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Records
@@ -38,7 +45,7 @@ def read_records(path: Path) -> Records:
     """The records of a folder of JSONs, or of a `runs.json`.
 
     Raises:
-        UserError: no records, or runs of different lengths or splits, which cannot be compared.
+        UserError: no records, or runs of different choices or splits, which cannot be compared.
     """
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -47,79 +54,36 @@ def read_records(path: Path) -> Records:
     found = [record for record in found if record["condition"] in CONDITIONS]
     if not found:
         raise UserError(f"there is no finished run in {path}; make them with `make ablation`")
-    kinds = {(record["epochs"], record["split"]) for record in found}
+    kinds = {(record["choices"], record["split"]) for record in found}
     if len(kinds) > 1:
-        raise UserError(f"{path} holds runs of several lengths or splits, {sorted(kinds)}; train them alike")
+        raise UserError(f"{path} holds runs of several choices or splits, {sorted(kinds)}; train them alike")
     return {
         name: {record["seed"]: record for record in sorted(found, key=lambda one: one["seed"]) if record["condition"] == name}
         for name in CONDITIONS
     }  # fmt: skip
 
 
-def value_of(record: Record, measure: str) -> float:
-    """A pool's RSUM; "rsum", the mean of within and across by which rows are judged; or another number of the record."""
-    if measure == "rsum":
-        return (record["rsum"]["within"] + record["rsum"]["across"]) / 2
-    return record["rsum"][measure] if measure in POOLS else record[measure]
+def reach(run: Record, against: Record) -> float:
+    """Logarithm of the cost at which `run` first reaches the final score of `against`, over the cost of `against` (Table 8).
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The rule
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdict on a comparison: means over the seeds that both have, and the larger of their spreads (max - min)."""
-
-    verdict: str
-    seeds: int
-    run: float = float("nan")
-    against: float = float("nan")
-    spread: float = float("nan")
-
-    @property
-    def difference(self) -> float:
-        return self.run - self.against
-
-
-def judge(claim: Claim, run: Mapping[int, float], against: Mapping[int, float]) -> Judgement:
-    """Whether two conditions reproduce the paper's claim, from their values by seed.
-
-    A difference counts if it exceeds the spread, the larger of the two ranges over seeds.
-
-        claim              within the spread    beyond it, the paper's sign    beyond it, the other sign
-        higher, lower      not visible          reproduced                     contradicted
-        different          not visible          reproduced                     reproduced
-        same               reproduced           contradicted                   contradicted
+    Cost is CPU seconds, an epoch of each taken as its share of the run's. Infinite where the score is not reached.
     """
-    seeds = sorted(run.keys() & against.keys())
-    if not seeds:
-        return Judgement(NOT_RUN, 0)
-    ours, theirs = [run[seed] for seed in seeds], [against[seed] for seed in seeds]
-    mean, other = sum(ours) / len(seeds), sum(theirs) / len(seeds)
-    if len(seeds) == 1:
-        return Judgement(NO_VERDICT, 1, mean, other)
-    spread = max(max(ours) - min(ours), max(theirs) - min(theirs))
-    difference = mean - other
-    if claim == "same":
-        verdict = REPRODUCED_SAME if abs(difference) <= spread else CONTRADICTED
-    elif abs(difference) <= spread:
-        verdict = INVISIBLE
-    elif claim == "different":
-        verdict = REPRODUCED
-    else:
-        verdict = REPRODUCED if (difference > 0) == (claim == "higher") else CONTRADICTED
-    return Judgement(verdict, len(seeds), mean, other, spread)
+    for epoch, score in enumerate(run["score_by_epoch"], 1):
+        if score >= against["score"]:
+            return math.log(run["cpu_seconds"] * epoch / run["epochs"] / against["cpu_seconds"])
+    return math.inf
 
 
-def judged(records: Records, comparison: Comparison) -> Judgement:
-    """`judge` on the records of a comparison."""
-    run, against = (
-        {seed: value_of(record, comparison.measure) for seed, record in records[name].items()}
-        for name in (comparison.run, comparison.against)
-    )
-    return judge(comparison.claim, run, against)
+def judged(records: Records, comparison: Comparison) -> Verdict:
+    """`verdicts.judge` on the records of a comparison."""
+    runs, others = records[comparison.run], records[comparison.against]
+    if comparison.measure == "score":
+        ours, theirs = ({seed: record["score"] for seed, record in one.items()} for one in (runs, others))
+        return judge(comparison.claim, ours, theirs, comparison.margin)
+    ratios = {seed: reach(runs[seed], others[seed]) for seed in runs.keys() & others.keys()}
+    if any(math.isinf(ratio) for ratio in ratios.values()):  # no mean: what was not reached has no cost
+        return Verdict(UNDECIDED if len(ratios) >= LEAST_SEEDS else "too few seeds", len(ratios))
+    return judge(comparison.claim, ratios, dict.fromkeys(ratios, 0.0), comparison.margin)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,84 +93,75 @@ def judged(records: Records, comparison: Comparison) -> Judgement:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table; columns of numbers are aligned to the right."""
-    numbers = [all(row[i][:1] in "-0123456789" for row in rows) for i in range(len(header))]
+    numbers = [all(row[i][:1] in "-+0123456789" for row in rows) for i in range(len(header))]
     rule = ["--:" if right else "---" for right in numbers]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
-def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
+def mean_and_range(values: Sequence[float | None], digits: int = 1) -> str:
     """`231.4 (225.0-240.1)`, one value alone, or a dash."""
-    if not values:
+    known = [value for value in values if value is not None]
+    if not known:
         return "-"
-    mean = f"{sum(values) / len(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    mean = f"{sum(known) / len(known):.{digits}f}"
+    return mean if len(known) == 1 else f"{mean} ({min(known):.{digits}f}-{max(known):.{digits}f})"
 
 
 def papers_words(comparison: Comparison) -> str:
     """The paper's numbers of both runs and their difference."""
     if comparison.paper is None:
-        return "bars, no numbers"
+        return "no numbers"
     run, against = comparison.paper
-    if comparison.measure == "cpu_seconds":
+    if comparison.measure == "reach":
         return f"{against[0]:.0f} -> {run[0]:.0f} GPU h (x {run[0] / against[0]:.2f})"
     pairs = zip(("COCO", "F30K"), run, against, strict=True)
     return ", ".join(f"{name} {b:.1f} -> {a:.1f} ({a - b:+.1f})" for name, a, b in pairs)
 
 
-def our_words(comparison: Comparison, judgement: Judgement) -> str:
-    """Our numbers of both runs and their difference."""
-    if not judgement.seeds:
+def our_words(comparison: Comparison, verdict: Verdict) -> str:
+    """The difference with its interval."""
+    if not verdict.seeds:
         return "-"
-    if comparison.measure == "cpu_seconds":
-        ratio = judgement.run / judgement.against
-        return f"{judgement.against:.0f} -> {judgement.run:.0f} CPU s (x {ratio:.2f})"
-    return f"{judgement.against:.1f} -> {judgement.run:.1f} ({judgement.difference:+.1f})"
+    if comparison.measure == "reach":
+        if math.isnan(verdict.difference):
+            return "the score is not reached by every seed"
+        low, middle, high = (math.exp(value) for value in (verdict.low, verdict.difference, verdict.high))
+        return f"x {middle:.2f} (x {low:.2f} to x {high:.2f})"
+    if math.isinf(verdict.low):
+        return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f}"
+    interval = f"({verdict.low:+.1f} to {verdict.high:+.1f})"
+    return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f} {interval}"
 
 
-def sentence(comparison: Comparison, judgement: Judgement) -> str:
-    """A comparison as a sentence."""
-    run, against = CONDITIONS[comparison.run].label, CONDITIONS[comparison.against].label
-    head = f"{comparison.what} (*{run}* against *{against}*)"
-    if not judgement.seeds:
-        return f"{head}: not run."
-    unit = "CPU seconds" if comparison.measure == "cpu_seconds" else "RSUM"
-    said = {
-        "higher": f"the paper has more {unit if unit == 'RSUM' else 'GPU hours'}",
-        "lower": f"the paper has less {unit if unit == 'RSUM' else 'GPU hours'}",
-        "same": "the paper has nearly the same",
-        "different": "the paper finds a difference",
-    }[comparison.claim]
-    spread = f", with a seed spread of {judgement.spread:.1f}" if judgement.seeds > 1 else ""
-    return f"{head}: {judgement.difference:+.1f} {unit}{spread}; {said}: **{judgement.verdict}**."
+def label(comparison: Comparison) -> str:
+    return f"{comparison.what} (*{CONDITIONS[comparison.run].label}* against *{CONDITIONS[comparison.against].label}*)"
 
 
-HOW = """\
+HOW = f"""\
 ## How to read it
 
-- **RSUM** is the sum of recall at 1, 5 and 10 in both directions, 0 to 600, on held-out pairs of the test split; the
-  hyperparameters are those of `make demo`, chosen on validation, the same for every row.
-- *within*: pictures and captions of one source (mean over the four); *across*: pictures of one source, captions of
-  the same concepts in another (mean over twelve pairs); *mixed*: all sources in one pool. A model that knows the query's
-  source has to search a quarter of the mixed pool only, so bias raises that number.
-- The paper's numbers are zero-shot RSUM on COCO and Flickr30K, where knowing a source does not help. The nearest measure
-  here is **the mean of within and across**, called RSUM below; verdicts use it alone, and it was chosen before any run.
-- Cells are the mean over seeds (min-max). **Spread** is the larger of the two runs' max - min over seeds.
-- **reproduced in direction**: the difference has the paper's sign and exceeds the spread. **not visible at this scale**: it
-  lies within the spread. **contradicted**: it exceeds the spread with the other sign. Where the paper has nearly the same
-  for both, a difference within the spread is reproduced and one beyond it contradicted; with a wide spread that says little.
-  With three seeds, equal normal noise and no effect, 5 % of differences exceed the spread, half of them with the paper's sign.
-- **probe**: accuracy in percent of a linear probe that guesses the source from an embedding; chance is 25 (50 in A.5).
-  **log p**: its mean over negative pairs of the same and of another source (figure 4 of the paper).
-- **CPU s**: CPU seconds of the training process(es) with start-up (about 8 s a process) and data loading; **samples/s**: from
-  the first to the last logged step by wall-clock time, on a machine with other work."""
+- **Zero-shot means an unseen source**: COCO and Flickr30K are no source of the paper's training. A miniature has four sources;
+  seed s is trained on three of them and scored within the fourth, source number s mod 4. The score is RSUM, the sum of recall
+  at 1, 5 and 10 in both directions, 0 to 600, on 200 (emoji) or 150 (icons) held-out pairs. The text tower's vocabulary was
+  made from the training captions of all four.
+- **Paired by seed**: two conditions share initialisation and unseen source; the difference is taken seed by seed, and its 95 %
+  interval is Student's over the seeds, at least {LEAST_SEEDS}.
+- **{NO_DIFFERENCE}**: the interval lies within {MARGIN_RSUM:g} RSUM of zero, a margin fixed beforehand. **{REPRODUCED}**: it
+  lies on the paper's side of zero (or within the margin, where the paper has nearly the same). **{CONTRADICTED}**: on the
+  other side. **{UNDECIDED}**: all else; more seeds would be needed.
+- **Chosen on validation**: epochs, learning rates and clusters were chosen by pilot runs with other seeds
+  (`scripts/ablation/choices.json`), before the runs. The test split was scored once. The rules are in
+  `scripts/ablation/protocol.py`.
+- *within*, *across*, *mixed*: the same on the sources that were trained on. *within*: pictures and captions of one source;
+  *across*: pictures of one, captions of the same concepts in another (emoji only); *mixed*: all in one pool, where a model that
+  recognises sources has less to search. **probe**: accuracy in percent of a linear probe that guesses the source.
+- Each row is one test of many: of 25 rows without effect, about one interval misses zero by chance."""
 
 
 def introduction(records: Records) -> str:
-    """What was run: seeds, epochs, samples, and time."""
+    """What was run: seeds, epochs, samples, and time; and how far it has got."""
     every = [record for by_seed in records.values() for record in by_seed.values()]
     seeds = sorted({record["seed"] for record in every})
-    epochs, split = every[0]["epochs"], every[0]["split"]
-    samples = sorted({record["samples"] for record in every})
     hours = sum(record["cpu_seconds"] for record in every) / 3600
     lines = [
         "# The paper's tables in miniature",
@@ -214,12 +169,36 @@ def introduction(records: Records) -> str:
         "Made by `make ablation` (`scripts/ablation/run.py`, then `scripts/ablation/report.py`): do not edit. "
         "`python -m scripts.ablation.report --runs docs/results/runs.json` makes the same page.",
         "",
-        f"{len(every)} runs of `training.main` on four emoji sets (docs/data.md), seeds {', '.join(map(str, seeds))}, {epochs} "
-        f"epochs each ({samples[0]:,} to {samples[-1]:,} samples), on a CPU with one thread a process, {hours:.1f} CPU hours "
-        f"in all. Retrieval is measured on the {split} split. No row is tuned, and none is left out.",
+        f"{len(every)} runs of `training.main` on four emoji sets and four icon families (docs/data.md), seeds "
+        f"{', '.join(map(str, seeds))}, {min(record['started'] for record in every)[:10]} to "
+        f"{max(record['started'] for record in every)[:10]}, on a CPU with one thread a process, {hours:.1f} CPU hours in all, "
+        f"scored on the {every[0]['split']} split. No row is left out.",
     ]
-    if len(seeds) < 2:
-        lines += ["", "**One seed only: differences are shown, but without a spread there is no verdict.**"]
+    missing = [name for name in CONDITIONS if len(records[name]) < LEAST_SEEDS]
+    if missing:
+        lines += [
+            "",
+            f"**Not finished**: {len(missing)} of {len(CONDITIONS)} conditions have fewer than {LEAST_SEEDS} seeds.",
+        ]
+    return "\n".join(lines)
+
+
+def takeaways(records: Records) -> str:
+    """The page's first lines: how many rows came out how, and which."""
+    by_word: dict[str, list[str]] = {}
+    for table in TABLES:
+        for one in table.comparisons:
+            verdict = judged(records, one)
+            by_word.setdefault(verdict.verdict, []).append(f"{table.name}: {label(one)} {our_words(one, verdict)}")
+    lines = ["## In short", ""]
+    for word in (REPRODUCED, CONTRADICTED, NO_DIFFERENCE, UNDECIDED):
+        rows = by_word.get(word, [])
+        lines.append(f"- **{word}**: {'; '.join(rows) if rows else 'no row'}.")
+    left = sum(
+        len(rows) for word, rows in by_word.items() if word not in (REPRODUCED, CONTRADICTED, NO_DIFFERENCE, UNDECIDED)
+    )
+    if left:
+        lines.append(f"- without a verdict yet: {left} rows.")
     return "\n".join(lines)
 
 
@@ -229,10 +208,26 @@ def summary(records: Records) -> str:
     for table in TABLES:
         for one in table.comparisons:
             result = judged(records, one)
-            spread = f"{result.spread:.1f}" if result.seeds > 1 else "-"
-            what = f"{one.what} (*{CONDITIONS[one.run].label}* against *{CONDITIONS[one.against].label}*)"
-            rows.append((table.name, what, our_words(one, result), spread, papers_words(one), result.verdict))
-    return markdown_table(("table", "what", "RSUM here", "spread", "the paper", "verdict"), rows)
+            seeds = str(result.seeds) if result.verdict != NOT_RUN else "0"
+            rows.append((table.name, label(one), our_words(one, result), seeds, papers_words(one), result.verdict))
+    return markdown_table(("table", "what", "here", "seeds", "the paper", "verdict"), rows)
+
+
+def choices_table() -> str:
+    """What the pilots chose, if they are done."""
+    if not CHOICES_FILE.is_file():
+        return "## What was chosen on validation\n\nNothing yet."
+    rows = [
+        (
+            one["what"],
+            ", ".join(f"{value}: {score:.0f}" for value, score in one["scores"].items()),
+            one["rule"],
+            one["chosen"],
+        )
+        for one in json.loads(CHOICES_FILE.read_text(encoding="utf-8")).values()
+    ]
+    table = markdown_table(("setting", "validation RSUM", "rule", "chosen"), rows)
+    return f"## What was chosen on validation\n\n{table}"
 
 
 def conditions_table(records: Records, names: Sequence[str]) -> str:
@@ -240,32 +235,36 @@ def conditions_table(records: Records, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         runs = list(records[name].values())
-        cells = [mean_and_range([value_of(run, key) for run in runs]) for key in (*POOLS, "rsum")]
-        probes = [mean_and_range([100 * run[key] for run in runs], 0) for key in ("probe_images", "probe_texts")]
-        log_p = [mean_and_range([run[f"log_p_{key}_source"] for run in runs]) for key in ("same", "other")]
-        speed = mean_and_range([run["samples_per_second"] for run in runs if run["samples_per_second"]], 0)
+        cells = [mean_and_range([run["score"] for run in runs])]
+        cells += [mean_and_range([run["rsum"][pool] for run in runs]) for pool in POOLS]
+        probes = [[run[key] for run in runs if run[key] is not None] for key in ("probe_images", "probe_texts")]
+        cells += [mean_and_range([100 * value for value in values], 0) for values in probes]
+        epochs = str(runs[0]["epochs"]) if runs else "-"
+        shared = [run["shared_information"] for run in runs if "shared_information" in run]
+        more = f"; NMI with the sources {mean_and_range(shared, 2)}" if shared else ""
         cpu = mean_and_range([run["cpu_seconds"] for run in runs], 0)
-        rows.append((CONDITIONS[name].label, *cells, *probes, *log_p, cpu, speed))
-    header = (
-        "run", *POOLS, "RSUM", "probe images %", "probe texts %", "log p same", "log p other", "CPU s", "samples/s",
-    )  # fmt: skip
+        rows.append((f"{CONDITIONS[name].label}{more}", str(len(runs)), epochs, *cells, cpu))
+    header = ("run", "seeds", "epochs", "score", *POOLS, "probe images %", "probe texts %", "CPU s")
     return markdown_table(header, rows)
 
 
 def section(records: Records, table: PaperTable, folder: Path) -> str:
-    """The page's section on a table of the paper: setting, measurements, comparisons, figure. Draws the figure's file."""
-    picture = folder / f"{table.name.lower().replace(' ', '-').replace('.', '')}.png"
-    write_atomically(picture, table_figure(table, records))
+    """The page's section on a table of the paper: setting, comparisons, figure, measurements. Draws the figure's file."""
     comparisons = [(one, judged(records, one)) for one in table.comparisons]
-    return "\n\n".join(
-        [
-            f"## {table.name}: {table.title}",
-            table.setting,
-            conditions_table(records, table.conditions),
-            "\n".join(f"- {sentence(one, result)} The paper: {papers_words(one)}." for one, result in comparisons),
-            f"![{table.name}]({folder.name}/{picture.name})",
-        ]
-    )
+    parts = [
+        f"## {table.name}: {table.title}",
+        table.setting,
+        "\n".join(
+            f"- {label(one)}: {our_words(one, result)}; the paper: {papers_words(one)}. **{result.verdict}**"
+            for one, result in comparisons
+        ),
+    ]
+    if any(result.seeds and one.measure == "score" for one, result in comparisons):
+        name = "".join(letter for letter in table.name.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
+        write_atomically(folder / f"{name}.png", differences_figure(table, comparisons))
+        parts.append(f"![{table.name}]({folder.name}/{name}.png)")
+    parts.append(conditions_table(records, table.conditions))
+    return "\n\n".join(parts)
 
 
 def write_page(records: Records, page: Path) -> str:
@@ -275,7 +274,8 @@ def write_page(records: Records, page: Path) -> str:
     lines = [json.dumps(record) for by_seed in records.values() for record in by_seed.values()]
     write_atomically(folder / "runs.json", "[\n" + ",\n".join(lines) + "\n]\n")
     overview = summary(records)
-    parts = [introduction(records), overview, HOW, *(section(records, table, folder) for table in TABLES)]
+    sections = (section(records, table, folder) for table in TABLES)
+    parts = [introduction(records), takeaways(records), HOW, overview, *sections, choices_table()]
     write_atomically(page, "\n\n".join(parts) + "\n")
     return overview
 

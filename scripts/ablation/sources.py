@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
@@ -22,9 +23,7 @@ from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics
 from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import write_source
-from scripts.ablation.conditions import CLUSTERS
-from scripts.emoji.records import RunRecord, read_training_log
-from scripts.emoji.runs import SOURCES, Encoder, Pool, TrainingRun, bias_record
+from scripts.emoji.runs import Encoder, Pool, signs_of_bias
 
 CONTEXT_SOURCE = "twemoji"  # keyword lists of 1 to 13 words: the widest spread of caption lengths
 CONTEXTS = ("long", "short")
@@ -86,10 +85,11 @@ def _framed_pair(pair: Sample) -> Sample:
 
 @dataclass(frozen=True)
 class ContextPairs:
-    """The held-out pairs of the source by context: pictures with their own context's frame, and with the other's."""
+    """The held-out pairs of the source: by context, with the frame of their own or of the other, and all without a frame."""
 
     own: dict[str, list[DrawnSample]]
     other: dict[str, list[DrawnSample]]
+    plain: list[DrawnSample]
 
     @classmethod
     def of(cls, samples: Sequence[DrawnSample], contexts: Path) -> ContextPairs:
@@ -101,6 +101,7 @@ class ContextPairs:
         bound = tuple(json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"])
         own: dict[str, list[DrawnSample]] = {context: [] for context in CONTEXTS}
         other: dict[str, list[DrawnSample]] = {context: [] for context in CONTEXTS}
+        plain = []
         for sample in samples:
             if sample.held_out:
                 context = "long" if length(sample.caption) >= bound else "short"
@@ -108,26 +109,29 @@ class ContextPairs:
                 without = replace(sample, source=context)
                 own[context].append(with_frame if context == "long" else without)
                 other[context].append(without if context == "long" else with_frame)
-        return cls(own, other)
+                plain.append(without)
+        return cls(own, other, plain)
 
 
-def measure_contexts(run: TrainingRun, encoder: Encoder, pairs: ContextPairs, *, seed: int) -> RunRecord:
-    """Measures RSUM within a half (mean of both), across (pictures with the other half's frame), mixed (with their own)."""
+def measure_contexts(encoder: Encoder, pairs: ContextPairs, *, seed: int) -> dict[str, Any]:
+    """RSUM without frames (the score), within a half (mean of both), across (the other half's frame), mixed (own frames)."""
     pool = Pool.of(pairs.own)
     own = {context: encoder(samples) for context, samples in pairs.own.items()}
     other = {context: encoder(samples) for context, samples in pairs.other.items()}
     images, texts = pool.features(own)
     rsum = {
-        "within": sum(_rsum([one]) for one in own.values()) / len(own),
-        "across": _rsum([other[context] for context in CONTEXTS]),
-        "mixed": _rsum([own[context] for context in CONTEXTS]),
+        "plain": rsum_of([encoder(pairs.plain)]),
+        "within": sum(rsum_of([one]) for one in own.values()) / len(own),
+        "across": rsum_of([other[context] for context in CONTEXTS]),
+        "mixed": rsum_of([own[context] for context in CONTEXTS]),
     }
-    return bias_record(rsum, images, texts, encoder.logit_scale, pool, read_training_log(run.log), seed)
+    return {"rsum": rsum, **signs_of_bias(images, texts, encoder.logit_scale, pool, seed)}
 
 
-def _rsum(features: Sequence[SourceFeatures]) -> float:
-    images = torch.cat([one.image_features for one in features])
-    texts = torch.cat([one.text_features for one in features])
+def rsum_of(features: Sequence[SourceFeatures]) -> float:
+    """RSUM of these sources' held-out pairs in one pool."""
+    images = torch.cat([one.image_features[one.held_out_rows()] for one in features])
+    texts = torch.cat([one.text_features[one.held_out_rows()] for one in features])
     return retrieval_metrics(images, texts, torch.arange(len(texts)))["rsum"]
 
 
@@ -136,11 +140,24 @@ def _rsum(features: Sequence[SourceFeatures]) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_union(data: Path, out: Path) -> Path:
-    """All sources' shards as one source: links in one folder, with a `sizes.json` for all."""
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How clusters are made: `image-8` is eight clusters of image features."""
+
+    features: str
+    count: int
+
+    @classmethod
+    def of(cls, choice: str) -> ClusterSettings:
+        features, count = choice.split("-")
+        return cls(features, int(count))
+
+
+def write_union(data: Path, sources: Sequence[str], out: Path) -> Path:
+    """The shards of several sources as one source: links in one folder, with a `sizes.json` for all."""
     sizes: dict[str, int] = {}
     out.mkdir(parents=True, exist_ok=True)
-    for source in SOURCES:
+    for source in sources:
         own = json.loads((data / source / "sizes.json").read_text(encoding="utf-8"))
         for name, count in own.items():
             link = out / f"{source}-{name}"
@@ -151,26 +168,44 @@ def write_union(data: Path, out: Path) -> Path:
     return out
 
 
-def cluster_data(out: Path) -> str:
+def cluster_data(out: Path, count: int) -> str:
     """The `--train-data` value for the sources of `write_clusters`."""
-    return "::".join(f"emoji-{k:03d}={out / f'cluster-{k:03d}'}" for k in range(CLUSTERS))
+    return "::".join(f"emoji-{k:03d}={out / f'cluster-{k:03d}'}" for k in range(count))
 
 
-def write_clusters(data: Path, checkpoint: Path, out: Path, *, seed: int) -> None:
-    """Runs `zerovl cluster` on the union of the sources, with a checkpoint's image features; replaces an earlier result.
+def write_clusters(
+    data: Path, sources: Sequence[str], checkpoint: Path, out: Path, settings: ClusterSettings, *, seed: int
+) -> None:
+    """Runs `zerovl cluster` on the union of the sources, with a checkpoint's features; replaces an earlier result.
 
     Raises:
         UserError: the command fails.
     """
-    union = write_union(data, out.with_name("union"))
     shutil.rmtree(out, ignore_errors=True)
+    union = out.with_name(f"{out.name}-union")
+    shutil.rmtree(union, ignore_errors=True)
+    write_union(data, sources, union)
     command = [
         sys.executable, "-m", "open_clip_zerovl.cli", "cluster", str(checkpoint), "--data", f"emoji={union}",
-        "--out", str(out), "--features", "image", "--clusters", str(CLUSTERS), "--reshard", "--preview", "0",
+        "--out", str(out), "--features", settings.features, "--clusters", str(settings.count), "--reshard", "--preview", "0",
         "--seed", str(seed), "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    shutil.rmtree(union, ignore_errors=True)
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()
         raise UserError(f"zerovl cluster ended with status {done.returncode}: {words[-1] if words else 'no message'}")
+
+
+def shared_information(out: Path) -> float:
+    """Normalised mutual information of the clusters of `write_clusters` and the sources, 0 (unrelated) to 1 (the same)."""
+    from sklearn.metrics import normalized_mutual_info_score
+
+    clusters, sources = [], []
+    for folder in sorted(out.glob("cluster-*")):
+        for shard in sorted(folder.glob("*.tar")):
+            for sample in read_samples(shard):
+                clusters.append(folder.name)
+                sources.append(json.loads(sample.files["json"])["source"])
+    return float(normalized_mutual_info_score(sources, clusters))

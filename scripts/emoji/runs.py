@@ -34,18 +34,27 @@ MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def emoji_flags(data: Path, *, sampling: str, epochs: int, seed: int, more: Sequence[str] = ()) -> list[str]:
+def drawn_flags(
+    data: Path,
+    *,
+    sampling: str,
+    epochs: int,
+    seed: int,
+    sources: Sequence[str] = SOURCES,
+    more: Sequence[str] = (),
+) -> list[str]:
     """The training flags of `make demo` and `make ablation`, chosen on the validation split (docs/models.md).
 
     Args:
-        data: the folder of `zerovl data emoji`.
-        more: further training flags, which replace those of the same name.
+        data: the folder of `zerovl data emoji` or `zerovl data icons`.
+        sources: those of its folders that are trained on.
+        more: further training flags, which replace those of the same name; `--warmup` replaces the share of the steps.
     """
     flags = [
         "--model", "zerovl-emoji", "--text-model", str(data / "bert"),
-        "--train-data", "::".join(f"{source}={data / source}" for source in SOURCES), "--sampling", sampling,
+        "--train-data", "::".join(f"{source}={data / source}" for source in sources), "--sampling", sampling,
         "--batch-size", str(MICRO_BATCH), "--dga-steps", str(DGA_STEPS), "--dga-retain", "auto",
-        "--epochs", str(epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", "--warmup", "50",
+        "--epochs", str(epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", "--warmup-share", "0.05",
         "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6",
         "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)",
         "--precision", "fp32", "--workers", "0", "--seed", str(seed),
@@ -61,6 +70,8 @@ def merge_flags(base: Sequence[str], more: Sequence[str]) -> list[str]:
         UserError: `more` does not begin with a flag.
     """
     named = {group[0] for group in _groups(more)}
+    if "--warmup" in named:  # the same setting in steps
+        named.add("--warmup-share")
     return [word for group in _groups(base) if group[0] not in named for word in group] + _words(more)
 
 
@@ -277,14 +288,20 @@ def bias_record(
     seed: int,
 ) -> RunRecord:
     """The record of a run: the given RSUM, and the signs of source bias in a pool's features (P, D)."""
+    return RunRecord(loss_curve=loss_curve, rsum=rsum, **signs_of_bias(images, texts, logit_scale, pool, seed))
+
+
+def signs_of_bias(images: Tensor, texts: Tensor, logit_scale: float, pool: Pool, seed: int) -> dict[str, Any]:
+    """The source probe's accuracies and the mean log p of negatives of a pool's features (P, D); None with one source."""
+    if len(pool.rows) < 2:
+        names = ("probe_images", "probe_texts", "probe_chance", "log_p_same_source", "log_p_other_source")
+        return dict.fromkeys(names)
     concepts = [sample.concept for sample in pool.samples]
     log_p = mean_log_p_negatives(images, texts, pool.sources, logit_scale)["mean"]
-    return RunRecord(
-        loss_curve=loss_curve,
-        rsum=rsum,
-        probe_images=source_probe_accuracy(images, pool.sources, concepts=concepts, seed=seed),
-        probe_texts=source_probe_accuracy(texts, pool.sources, concepts=concepts, seed=seed),
-        probe_chance=1 / len(pool.rows),
-        log_p_same_source=log_p["same_source"],
-        log_p_other_source=log_p["other_source"],
-    )
+    return {
+        "probe_images": source_probe_accuracy(images, pool.sources, concepts=concepts, seed=seed),
+        "probe_texts": source_probe_accuracy(texts, pool.sources, concepts=concepts, seed=seed),
+        "probe_chance": 1 / len(pool.rows),
+        "log_p_same_source": log_p["same_source"],
+        "log_p_other_source": log_p["other_source"],
+    }

@@ -1,7 +1,7 @@
 """Four icon families as four sources of unequal size, which draw few of the same concepts.
 
 The emoji sets are a special case: each draws the same 1,900 concepts. These families differ in style and in what they draw, and
-the largest has eight times the pairs of the smallest, as the web's sources do. A concept is an icon's name.
+the largest has six times the pairs of the smallest, as the web's sources do. A concept is an icon's name.
 
     mdi          name (category)            Material Design Icons: one colour, outlines and filled shapes
     game-icons   name                       one colour, filled; things of games: weapons, creatures, symbols

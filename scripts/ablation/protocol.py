@@ -1,0 +1,102 @@
+"""The protocol of `make ablation`: what was fixed before any run that is reported.
+
+1. A run is scored where it was not trained: on the held-out pairs of a source that it never saw, as COCO and Flickr30K are no
+   source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each out twice.
+2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
+   A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
+3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
+   to `choices.json`, which is committed before the runs. The test split is scored once.
+4. Every row of `conditions.py` is reported, whatever comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from open_clip_zerovl.errors import UserError
+
+SEEDS = tuple(range(8))
+PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
+CONFIDENCE = 0.95
+MARGIN_RSUM = 10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
+MARGIN_RATIO = 0.05  # the same for ratios of times
+STILL_RISING = 5.0  # RSUM by which a longer training has to be better to be chosen
+
+CHOICES_FILE = Path(__file__).with_name("choices.json")
+
+Choices = Mapping[str, str]  # by name; a value as it stands in a command line
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that pilot runs choose on the validation split.
+
+    Attributes:
+        what: for the page.
+        grid: the values tried, the first being the cheapest.
+        conditions: whose mean score decides.
+        rule: "best": the highest score; "shortest": the first value within `STILL_RISING` of the highest.
+        quick: the value of a quick run, which has no pilots.
+    """
+
+    what: str
+    grid: tuple[str, ...]
+    conditions: tuple[str, ...]
+    rule: Literal["best", "shortest"]
+    quick: str
+
+    def decide(self, scores: Mapping[str, float]) -> str:
+        """The chosen value, from the mean score of each value of the grid."""
+        highest = max(scores.values())
+        enough = highest if self.rule == "best" else highest - STILL_RISING
+        return next(value for value in self.grid if scores[value] >= enough)
+
+
+_RATES = ("5e-4", "1e-3", "2e-3")
+
+#: In the order in which they are made: a pilot uses the choices before its own, and the quick values of those after it.
+CHOICES: dict[str, Choice] = {
+    "epochs": Choice("epochs on the emoji", ("8", "16", "32"), ("random", "debiased"), "shortest", "2"),
+    "icon-epochs": Choice("epochs on the icons", ("4", "8", "16"), ("icons-random", "icons-debiased"), "shortest", "1"),
+    "lr-16": Choice("learning rate at batch 16", _RATES, ("batch-16",), "best", "1e-3"),
+    "lr-64": Choice("learning rate at batch 64", _RATES, ("batch-64",), "best", "1e-3"),
+    "lr-256": Choice("learning rate at batch 256", ("1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"),
+    "clusters": Choice(
+        "clusters, by features of", ("image-4", "image-8", "image-16", "text-8"), ("clusters",), "best", "image-4"
+    ),
+    "mixup-epochs": Choice("epochs with augmentation", ("20", "40", "80"), ("augmented", "mixup"), "shortest", "2"),
+}  # fmt: skip
+
+QUICK: Choices = {name: choice.quick for name, choice in CHOICES.items()}
+
+
+def unseen_source(sources: Sequence[str], seed: int) -> str:
+    """The source that a seed's runs are not trained on, and are scored on."""
+    return sources[seed % len(sources)]
+
+
+def read_choices(path: Path = CHOICES_FILE) -> Choices:
+    """The choices that the pilot runs made.
+
+    Raises:
+        UserError: no such file yet, or it is of another protocol.
+    """
+    if not path.is_file():
+        raise UserError(f"{path.name} does not exist: choose the settings first, with `make ablation PILOT=1`")
+    chosen = {name: one["chosen"] for name, one in json.loads(path.read_text(encoding="utf-8")).items()}
+    if set(chosen) != set(CHOICES):
+        differing = sorted(set(chosen) ^ set(CHOICES))
+        raise UserError(
+            f"{path.name} is of another protocol ({', '.join(differing)}): run `make ablation PILOT=1` again"
+        )
+    return chosen
+
+
+def fingerprint(choices: Choices) -> str:
+    """Twelve digits that name the choices; every record carries those that it was made with."""
+    return hashlib.sha256(json.dumps(dict(sorted(choices.items()))).encode()).hexdigest()[:12]
