@@ -19,6 +19,7 @@ from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.errors import UserError
 
 CARD_FILE = "README.md"
+FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
 
 # Arguments in params.txt that belong to the recipe, with their labels, in the card's order. A falsy value means "not used".
 _RECIPE = (
@@ -61,14 +62,14 @@ _LOADING = {
     "open_clip": (
         "It loads in stock [open_clip](https://github.com/mlfoundations/open_clip):",
         "import open_clip\n\n"
-        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:/path/to/this/folder")\n'
-        'tokenizer = open_clip.get_tokenizer("local-dir:/path/to/this/folder")',
+        f'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{FOLDER_HERE}")\n'
+        f'tokenizer = open_clip.get_tokenizer("local-dir:{FOLDER_HERE}")',
     ),
     "transformers": (
         "It loads in [transformers](https://github.com/huggingface/transformers), 4.45 and later:",
         "from transformers import AutoModel, AutoProcessor\n\n"
-        'model = AutoModel.from_pretrained("/path/to/this/folder")\n'
-        'processor = AutoProcessor.from_pretrained("/path/to/this/folder")\n'
+        f'model = AutoModel.from_pretrained("{FOLDER_HERE}")\n'
+        f'processor = AutoProcessor.from_pretrained("{FOLDER_HERE}")\n'
         'inputs = processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt")\n'
         "output = model(**inputs)  # image_embeds and text_embeds of length 1, logits_per_image",
     ),

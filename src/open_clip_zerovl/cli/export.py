@@ -1,9 +1,11 @@
-"""The part of `zerovl`'s command line that writes a model as a folder: `zerovl export` (see program.py)."""
+"""The part of `zerovl`'s command line that writes a model as a folder, and to a hub: `zerovl export` (see program.py)."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from open_clip_zerovl.errors import UserError
 
 
 def add_export(commands) -> None:
@@ -29,6 +31,12 @@ def add_export(commands) -> None:
     )
     export.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
     export.add_argument("--license", metavar="NAME", help="for the model card: mit, apache-2.0, cc-by-4.0, ...")
+    export.add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="then push the folder to NAMESPACE/NAME on the Hugging Face hub, in one commit",
+    )
+    export.add_argument("--private", action="store_true", help="make the repository a private one, if it is not there")
     export.add_argument("--force", action="store_true", help="replace an earlier export that is there")
     export.set_defaults(run=_run_export)
 
@@ -41,16 +49,27 @@ def _run_export(arguments: argparse.Namespace) -> None:
         "licence": arguments.license,
         "force": arguments.force,
     }
+    if arguments.private and not arguments.push_to_hub:
+        raise UserError("--private is of the repository that --push-to-hub makes: give both, or neither")
+    if arguments.push_to_hub:
+        from open_clip_zerovl.checkpoints.hub import check_hub
+
+        check_hub(arguments.push_to_hub)
     if arguments.format == "transformers":
         from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 
         folder = export_transformers(arguments.checkpoint, arguments.out, **common)
         print(f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor.")
-        return
-    from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+    else:
+        from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
 
-    folder = export_local_dir(arguments.checkpoint, arguments.out, **common)
-    print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
-    note = relocation_note(folder)
-    if note:
-        print(note)
+        folder = export_local_dir(arguments.checkpoint, arguments.out, **common)
+        print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
+        note = relocation_note(folder)
+        if note and not arguments.push_to_hub:
+            print(note)
+    if arguments.push_to_hub:
+        from open_clip_zerovl.checkpoints.hub import push_folder
+
+        address = push_folder(folder, arguments.push_to_hub, private=arguments.private)
+        print(f"Pushed and compared file by file: {address}")

@@ -1,0 +1,130 @@
+"""Pushing an exported folder to a hub that stands on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import huggingface_hub
+import pytest
+
+from open_clip_zerovl.checkpoints.hub import push_folder
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from support.model_hub import model_hub
+from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The stand-in hub as huggingface_hub's, with the token of one who may write."""
+    with model_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", "writer")
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    bert = write_bert(home / "bert")
+    register(home / "configs", "hub-bert", NATIVE_VISION, bert_text(bert))
+    results = {
+        "epoch": 1,
+        **{f"coco_{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)},
+    }
+    path = write_run(
+        home / "run", random_model("hub-bert"), {"model": "hub-bert", "train_data": "sbu=/secret/sbu", "lr": 0.1}
+    )
+    (path.parent / "results.jsonl").write_text(json.dumps(results) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("format", ["open_clip", "transformers"])
+def test_a_push_is_one_commit_with_a_card(hub, checkpoint, tmp_path, capsys, format):
+    command = ["export", str(checkpoint), str(tmp_path / "out"), "--format", format, "--license", "mit"]
+    assert main([*command, "--push-to-hub", "me/model", "--private"]) == 0
+    out = capsys.readouterr().out
+    assert f"Pushed and compared file by file: {hub.address}/me/model/commit/" in out and "after moving" not in out
+    assert hub.commits == ["me/model"] and hub.private == {"me/model"}
+    files = hub.repositories["me/model"]
+    assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
+    card = files["README.md"].decode()
+    assert (
+        f"library_name: {format}" in card
+        and "license: mit" in card
+        and "- sbu" in card
+        and "- learning rate: 0.1" in card
+    )
+    assert "| coco | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 300.0 |" in card and "/path/to" not in card
+    assert ('from_pretrained("me/model")' if format == "transformers" else '"hf-hub:me/model"') in card
+    assert str(tmp_path) not in b"".join(content for name, content in files.items() if name.endswith("n")).decode()
+    if format == "open_clip":
+        text_cfg = json.loads(files["open_clip_config.json"])["model_cfg"]["text_cfg"]
+        assert text_cfg["hf_model_name"] == text_cfg["hf_tokenizer_name"] == "me/model"
+        # The folder itself still opens here.
+        assert str(tmp_path) in (tmp_path / "out" / "open_clip_config.json").read_text()
+
+
+@pytest.mark.slow  # a process that imports open_clip; the files of the push are compared in the fast test
+def test_stock_open_clip_loads_the_pushed_model_from_the_hub(hub, checkpoint, tmp_path):
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", "me/model"]) == 0
+    (tmp_path / "out").rename(tmp_path / "gone")
+    code = (
+        "import open_clip, sys\nmodel, _, _ = open_clip.create_model_and_transforms('hf-hub:me/model')\n"
+        "print(open_clip.get_tokenizer('hf-hub:me/model')(['a cat']).shape, float(model.logit_scale))"
+    )
+    outside = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    outside |= {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"torch.Size([1, 12]) {random_model('hub-bert').logit_scale.item()}" in done.stdout
+
+
+def test_what_hinders_a_push_is_said_before_the_work(hub, checkpoint, tmp_path, capsys, monkeypatch):
+    def said(repo: str = "me/model", *more: str) -> str:
+        assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", repo, *more]) == 2
+        assert not (tmp_path / "out").exists() and not hub.repositories
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "'a b' is no name of a repository" in said("a b")
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--private"]) == 2
+    assert "give both, or neither" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "reader")
+    assert "the hub's token of me may only read" in said()
+    monkeypatch.setenv("HF_TOKEN", "stolen")
+    assert "the hub does not know the token, so me/model cannot be written: make one" in said()
+    monkeypatch.delenv("HF_TOKEN")
+    assert "there is no token for the hub" in said()
+    monkeypatch.setenv("HF_TOKEN", "writer")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the hub cannot be reached" in said()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids to push me/model" in said()
+
+
+def test_a_push_that_fails_leaves_the_repository_as_it_was(hub, checkpoint, tmp_path, monkeypatch):
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    push_folder(tmp_path / "out", "model")  # the owner of the token is filled in
+    before = dict(hub.repositories["me/model"])
+    with pytest.raises(UserError, match=r"may not write others/model \(the hub answers 403\)"):
+        push_folder(tmp_path / "out", "others/model")
+    (tmp_path / "out" / "tokenizer_config.json").write_text("{}")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between huggingface_hub's own attempts
+    for fault, words in (("upload", "cannot be reached, or stopped answering"), ("commit", r"refuses me/model \(500")):
+        hub.fault = fault
+        weights = tmp_path / "out" / "open_clip_model.safetensors"
+        weights.write_bytes(weights.read_bytes() + b" ")
+        with pytest.raises(UserError, match=words):
+            push_folder(tmp_path / "out", "me/model")
+        assert hub.repositories["me/model"] == before
+    hub.fault = "damage"
+    with pytest.raises(UserError, match=r"does not hold README\.md in me/model as it was pushed"):
+        push_folder(tmp_path / "out", "me/model")
