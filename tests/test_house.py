@@ -13,7 +13,7 @@ FLOORS = (
     ("errors",),
     ("files", "randomness", "memory", "precision", "late", "processes", "releases", "launch"),
     ("losses", "tar", "models", "figures"),
-    ("dga", "data", "datasets", "checkpoints"),
+    ("dga", "data", "datasets", "checkpoints", "runs"),
     ("recipe", "retrieval", "clustering", "probe"),
     ("teacher",),
     ("plan", "bias", "interpolation"),

@@ -29,6 +29,7 @@ from open_clip_zerovl.teacher.opening import open_teachers, shown_by
 from open_clip_zerovl.teacher.shards import PREFIX, InShards
 from open_clip_zerovl.teacher.store import TeacherStore
 from training.config import RecipeConfig, uses_own_step
+from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
@@ -279,10 +280,12 @@ def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
     """Log how many samples an epoch takes from each source."""
     logging.info(
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
-        f"from {len(sources)} sources:"
+        f"from {len(sources)} sources:",
+        extra=DETAIL,
     )
     for source, taken in zip(sources, schedule.taken.tolist(), strict=True):
         logging.info(
             f"  {source.name}: {taken} of {source.num_samples} samples in {len(source.shards)} shards"
-            + (f", weight {source.weight:g}" if source.weight != 1 else "")
+            + (f", weight {source.weight:g}" if source.weight != 1 else ""),
+            extra=DETAIL,
         )

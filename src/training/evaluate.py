@@ -14,15 +14,21 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
-from open_clip_zerovl.retrieval.encode import evaluate_retrieval
+from open_clip_zerovl.retrieval.encode import encode_retrieval
+from open_clip_zerovl.retrieval.gallery import retrieval_examples
+from open_clip_zerovl.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.retrieval.sets import retrieval_batches
+from open_clip_zerovl.runs.examples import write_examples
 from training.config import RecipeConfig
 from training.data import RetrievalData
+from training.journal import Journal
 from training.step_log import reporter_of
 
 
 def evaluate(
     config: RecipeConfig,
     args: argparse.Namespace,
+    journal: Journal,
     stock: Callable[[dict], dict[str, Any]],
     model: torch.nn.Module,
     data: dict,
@@ -35,6 +41,7 @@ def evaluate(
     Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
 
     Args:
+        journal: told of the metrics.
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
@@ -44,28 +51,40 @@ def evaluate(
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
     if retrieval is None or not due or not is_master(args):
         return metrics
-    ours: dict[str, Any] = {"epoch": epoch}
+    by_set: dict[str, dict[str, float]] = {}
+    examples: list[dict[str, Any]] = []
+    kept = retrieval.captions_per_image
     how = {
         "retrieval_transform": config.retrieval_transform,
         "retrieval_captions": config.retrieval_captions,
     }
     for name, dataset in retrieval.sets.items():
-        recalls = evaluate_retrieval(
+        features = encode_retrieval(
             model,
-            retrieval.transform,
+            retrieval_batches(
+                dataset,
+                retrieval.transform,
+                captions_per_image=kept,
+                batch_size=args.batch_size,
+                num_workers=args.workers,
+            ),
             tokenizer,
-            dataset,
-            captions_per_image=retrieval.captions_per_image,
-            batch_size=args.batch_size,
-            num_workers=args.workers,
             device=torch.device(args.device),
             autocast=get_autocast(args.precision, device_type=torch.device(args.device).type),
             input_dtype=get_input_dtype(args.precision),
         )
-        ours.update({f"{name}_{key}": value for key, value in recalls.items()})
+        ranks = retrieval_ranks(*features)
+        by_set[name] = recalls(ranks)
         logging.info(
-            f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in recalls.items())
+            f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
+        if args.save_logs:
+            examples += retrieval_examples(name, dataset, *features, ranks["text_to_image"], kept)
+    ours: dict[str, Any] = {"epoch": epoch}
+    ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
+    journal.retrieval(epoch, by_set)
+    if args.save_logs:
+        write_examples(os.path.join(args.logs, args.name), epoch, examples)
     _log(ours, how, epoch, args, data, tb_writer)
     return {**metrics, **ours}
 

@@ -32,7 +32,7 @@ from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
@@ -53,6 +53,8 @@ from training import (
     train,
 )
 from training.config import RecipeConfig, uses_own_step
+from training.console import Console
+from training.journal import Journal
 from training.lock import LOCK, RunLock
 from training.params import parse
 from training.pieces import Pieces
@@ -74,55 +76,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, world_size = world_info_from_env()
-    early_log, run = EarlyLog(), None
+    console, run = Console(), None
     try:
         line = check_host()
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         args, config = parse(sys.argv[1:] if argv is None else argv)
-        run = Run(args, config, line)
+        if config.active and not (config.verbose or args.debug):
+            console.shorten(rank)
+        run = Run(args, config, line, console)
         run.check(rank)
         run.open(rank)
         run.start()
     except UserError as error:
         where = f"[rank {rank}] " if world_size > 1 else ""
+        console.progress.end()
         ending.say(f"{where}training.main: error: {error}")
         return 2
     except preemption.Stopped as stopped:
         assert run is not None
         return run.stopped(stopped, rank)
     finally:
-        early_log.close()
+        console.close()
         if run is not None:
             run.close()
     return 0
 
 
-class EarlyLog(logging.StreamHandler):
-    """Shows messages before open_clip's main sets up its log, in that log's form.
-
-    Without it the first message would make `logging` add a handler of its own, and each later line would come twice.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
-        if not logging.root.handlers:
-            logging.root.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.root.handlers == [self]:
-            super().emit(record)
-
-    def close(self) -> None:
-        logging.root.removeHandler(self)
-        super().close()
-
-
 class Run:
     """One run of open_clip's main with our pieces in the seams of the installed open_clip's line."""
 
-    def __init__(self, args: argparse.Namespace, config: RecipeConfig, line: Any) -> None:
+    def __init__(self, args: argparse.Namespace, config: RecipeConfig, line: Any, console: Console) -> None:
+        self.journal = Journal(args, config, console)
         self.args, self.config, self.line = args, config, line
         self.resumes_latest = args.resume == "latest"
         self.own_step = uses_own_step(config, args)
@@ -192,8 +177,11 @@ class Run:
             ):
                 try:
                     status = host.main([])  # parse_args is a seam: the arguments are parsed already
+                    if status in (None, 0):
+                        self.journal.end("done")
                 except preemption.Stopped as stopped:
                     if self.args.rank == 0:
+                        self.journal.end("stopped", f"Step {stopped.step} of epoch {stopped.epoch} was the last.")
                         self._leave(stopped)
                     self.preemption.wait_for_all()
                     raise
@@ -207,7 +195,9 @@ class Run:
                     ) from error
             if status not in (None, 0):
                 raise UserError(f"open_clip's main gave up with status {status}; its message is above")
-        except BaseException:  # also for an interrupt or a defect
+        except BaseException as error:  # also for an interrupt or a defect
+            if self.trained and not isinstance(error, preemption.Stopped | KeyboardInterrupt):
+                self.journal.end("failed", first_line(error))
             if self.fresh and not self.trained:
                 logging.shutdown()
                 shutil.rmtree(self._folder(), ignore_errors=True)
@@ -275,7 +265,7 @@ class Run:
             if config.lr_min is not None or config.warmup_share is not None
             else None,
             create_adamw=self._create_adamw if config.no_embedding_decay else None,
-            evaluate=partial(evaluate.evaluate, config, args) if config.retrieval_data else None,
+            evaluate=partial(evaluate.evaluate, config, args, self.journal) if config.retrieval_data else None,
         )
 
     def _create_model(self, model_name: str, pretrained: str | None = None, **options: Any):
@@ -360,7 +350,9 @@ class Run:
         try:
             if self.own_step:
                 if self.trainer is None:
-                    inputs = train.TrainerInputs(self.config, self.preemption, self.resumed, self.mixup, self.cache)
+                    inputs = train.TrainerInputs(
+                        self.config, self.preemption, self.resumed, self.mixup, self.cache, self.journal
+                    )
                     self.trainer = train.Trainer(inputs)
                 self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
             else:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.data.names import is_named
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.recipe.declare import add_flags
+from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, values_of
 from training.config import RecipeConfig
 from training.refusals import check
@@ -97,6 +97,17 @@ def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, argparse
         raise
     except ValueError as error:  # what open_clip 4 refuses once the words are read
         raise UserError(str(error).rstrip(".")) from error
+
+
+def flags_given(args: argparse.Namespace, config: RecipeConfig) -> dict[str, Any]:
+    """The flags that are not at their defaults: name -> value, open_clip's first."""
+    stock = {
+        action.dest: getattr(args, action.dest)
+        for action in open_clip_parser()._actions
+        if hasattr(args, action.dest) and getattr(args, action.dest) != action.default
+    }
+    ours = {each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)}
+    return stock | {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:

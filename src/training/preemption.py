@@ -78,7 +78,8 @@ class Preemption:
         self.asked = INTERRUPTED
         if os.environ.get("RANK", "0") == "0":
             words = "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, words.encode())
+            number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
+            os.write(number, ("\n" * os.isatty(number) + words).encode())  # a terminal shows the progress line there
 
     def agreed(self, distributed: bool) -> int:
         """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""

@@ -15,6 +15,8 @@ from open_clip_train.distributed import is_master
 from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.losses.problem import Report
+from training.console import PROGRESS
+from training.journal import Journal, memory_bytes
 
 STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
@@ -118,6 +120,7 @@ class StepLog:
 
     Args:
         judged: whether the loss is the plain contrastive one, whose chance value is known.
+        journal: told of each step.
     """
 
     def __init__(
@@ -130,7 +133,9 @@ class StepLog:
         tb_writer=None,
         sources: Sequence[str] = (),
         judged: bool = False,
+        journal: Journal | None = None,
     ) -> None:
+        self.journal = journal
         self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
         self.epoch_samples = epoch_samples
         self.judged = judged
@@ -159,6 +164,8 @@ class StepLog:
         self.counted_steps += 1
         if self.counted_steps == 0:
             self.counted_from = self.end
+        if self.journal is not None:
+            self.journal.step(self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val)
         due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
@@ -172,6 +179,9 @@ class StepLog:
         seen = (index + 1) * self.samples_per_gpu * self.args.world_size
         of_sources, sources_line = self.by_source.take()
         digits = math.ceil(math.log(self.epoch_samples + 1, 10))
+        memory = memory_bytes(torch.device(getattr(self.args, "device", "cpu")))
+        waited = self.data_time.sum / self.batch_time.sum
+        eta = self.journal.eta(self.epoch, index) if self.journal is not None else ""
         logging.info(
             f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
             f"Data (t): {self.data_time.avg:.3f} "
@@ -179,7 +189,18 @@ class StepLog:
             f"LR: {lr:5f} Logit Scale: {scale:.3f} "
             + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
             + sources_line
+            + f" Data wait: {waited:.0%} Memory: {memory / 2**30:.1f} GiB"
+            + (f" ETA: {eta}" if eta else ""),
+            extra=PROGRESS,
         )
+        if self.journal is not None:
+            by_source = {name.removeprefix("loss/"): v for name, v in of_sources.items() if name.startswith("loss/")}
+            self.journal.logged(
+                self.epoch,
+                index,
+                {**values, "by_source": by_source, "lr": lr, "logit_scale": scale, "samples_per_second": rate,
+                 "waited": waited, "memory_bytes": memory},
+            )  # fmt: skip
         self._report(
             step,
             {

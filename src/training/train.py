@@ -26,9 +26,11 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.buckets import settle_buckets
 from training.checkpointing import StepCheckpoints
 from training.config import RecipeConfig
+from training.journal import Journal
 from training.preemption import Preemption, Stopped
 from training.resume import Position
 from training.step_log import StepLog
+from training.summary import Facts
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
@@ -58,6 +60,7 @@ class TrainerInputs:
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
         cache: of a frozen tower's features, if there is one.
+        journal: what the run tells of itself.
     """
 
     config: RecipeConfig
@@ -65,6 +68,7 @@ class TrainerInputs:
     resumed: Position | None = None
     mixup: CoinFlipMixup | None = None
     cache: FrozenCache | None = None
+    journal: Journal | None = None
 
 
 class Trainer:
@@ -76,7 +80,7 @@ class Trainer:
 
     def __init__(self, inputs: TrainerInputs) -> None:
         self.config, self.preemption, self.resumed = inputs.config, inputs.preemption, inputs.resumed
-        self.mixup, self.cache = inputs.mixup, inputs.cache
+        self.mixup, self.cache, self.journal = inputs.mixup, inputs.cache, inputs.journal
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
 
@@ -132,7 +136,16 @@ class Trainer:
             judged=isinstance(loss, ContrastiveLoss)
             and not self.config.changes("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
             and self.config.texts_per_image == 1,
+            journal=self.journal,
         )
+        if first_of_process and self.journal is not None:
+            taken = mixture.schedule(epoch).taken.tolist() if mixture is not None else ()
+            counted = list(zip(sources, taken, strict=True))
+            bare = getattr(model, "module", model)
+            from_checkpoint = args.resume if self.resumed is not None or epoch else None
+            self.journal.begin(
+                Facts(args, self.config, bare, loss, counted, loader.num_samples, steps, epoch, start, from_checkpoint)
+            )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
@@ -151,9 +164,17 @@ class Trainer:
             if stop or checkpoints.due(step + 1):
                 checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1, retained=self._retained()))
             if stop:
+                self._lost(loader, epoch + (index + 1) / steps)
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
+        self._lost(loader, epoch + 1)
         if self.config.dga_retain == "auto":
             self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
+
+    def _lost(self, loader, at: float) -> None:
+        """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
+        ledger = getattr(loader, "ledger", None)
+        if ledger is not None and self.journal is not None:
+            self.journal.lost(at, ledger.whole or ledger.books)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.processes import children_of
+from open_clip_zerovl.runs.record import read_record
 from scripts.soak import processes_of
 from support import ROOT
 from support.programs import SCRIPT
@@ -277,9 +278,53 @@ def test_what_auto_decided_holds_after_a_resume(train):
 def test_each_line_of_the_log_comes_once(train):
     """Where a source has no sizes.json, a warning comes before the log is set up."""
     write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
-    done, printed, _ = train(None, "--epochs", "1", "--train-data", f"a={train.folder / 'uncounted'}")
+    done, printed, _ = train(None, "--epochs", "1", "--train-data", f"a={train.folder / 'uncounted'}", "--verbose")
     assert done["statuses"] == [0], printed[-3000:]
     assert printed.count("Start epoch 0") == 1
+
+
+def test_a_run_shows_what_it_will_do_and_where_it_is(train):
+    """Ten lines and not hundreds; the log file has the rest. At its end it says what there is, and what to type next."""
+    pairs = train.folder / "shown"
+    write_retrieval_set(pairs, [1, 2, 1, 1])
+    done, printed, folder = train(None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown")
+    assert done["statuses"] == [0], printed[-3000:]
+    before = printed.partition("Train Epoch")[0].splitlines()
+    labels = [line.partition(" | INFO | ")[2].split(" ")[0] for line in before if " | INFO | " in line][:-1]
+    wanted = ["model", "data", "batch", "run", "loss", "optimizer", "device", "saves", "log"]
+    assert labels == wanted and len(before) < 14, printed
+    assert "4 x 2 x 1 = 8 pairs a step (micro-batch x DGA steps x ranks)" in printed
+    assert "7 steps an epoch, 1 epoch: 7 steps" in printed and "ETA: " in printed and "Data wait: " in printed
+    assert "Params:" not in printed and "Params:" in (folder / "out.log").read_text()
+    last = [line.partition(" | INFO | ")[2] for line in printed.splitlines()[-4:]]
+    assert last[0].startswith("Done: 7 steps in ") and last[0].endswith(
+        "Checkpoint: logs/shown/checkpoints/epoch_1.pt."
+    )
+    assert last[1].startswith("Best RSUM: r ") and last[1].endswith(" after epoch 1.")
+    assert last[3] == "Next: zerovl export logs/shown/checkpoints/epoch_1.pt logs/shown/exported"
+    page = (folder / "run.html").read_text()
+    assert last[2] == "Page of the run: logs/shown/run.html." and page.count("own picture at rank") == 5
+    record = read_record(folder)
+    assert [line["at"] for line in record["step"]] == pytest.approx([(i + 1) / STEPS for i in range(STEPS)])
+    assert record["lost"][0]["delivered"] == {"a": 56} and record["end"][0]["how"] == "done"
+    assert record["start"][0]["settings"]["dga_steps"] == "2"
+
+
+@pytest.mark.parametrize(("fault", "how"), [("sigterm", "stopped"), ("defect in the step", "failed")])
+def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(train, fault, how):
+    name = f"page-{how}"
+    done, printed, folder = train(fault, name=name, fault_step=5)
+    assert done["statuses"] != [0] and (folder / "run.html").exists(), printed[-3000:]
+    assert read_record(folder)["end"][-1]["how"] == how
+    begun = (folder / "record.jsonl").read_text()
+    (folder / "record.jsonl").write_text(begun + '{"kind": "step", "at": 0.9')  # as a killed process may leave it
+    done, printed, _ = train(None, "--resume", "latest", name=name)
+    assert done["statuses"] == [0], printed[-3000:]
+    record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    at = [line["at"] for line in record if line["kind"] == "step"]
+    assert at == pytest.approx([epoch + (i + 1) / STEPS for epoch in (0, 1) for i in range(STEPS)])
+    assert [line["how"] for line in record if line["kind"] == "end"] == ["done"]
+    assert "goes on after step" in printed and sum(line["kind"] == "start" for line in record) == 2
 
 
 @pytest.mark.timeout(200)

@@ -19,6 +19,7 @@ from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.export import add_export
 from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
+from open_clip_zerovl.cli.report import add_report
 from open_clip_zerovl.cli.teacher import add_teacher
 from open_clip_zerovl.cli.train import add_train
 from open_clip_zerovl.cli.values import captions, positive, seed
@@ -64,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_train(commands)
+    add_report(commands)
     add_plan(commands)
     add_doctor(commands)
     add_data(commands)

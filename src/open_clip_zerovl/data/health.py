@@ -122,12 +122,14 @@ class Ledger:
         names: of the sources.
         max_bad_share: share of a source's samples that may be lost.
         books: of this epoch.
+        whole: of this epoch on all ranks, once it is closed.
         totals: source -> samples of this epoch on all ranks.
     """
 
     names: Sequence[str]
     max_bad_share: float
     books: Books = field(default_factory=Books)
+    whole: Books | None = None
     totals: dict[str, int] = field(default_factory=dict)
     _said: set[object] = field(default_factory=set, repr=False)
 
@@ -137,7 +139,7 @@ class Ledger:
         Args:
             totals: (S,) samples of each source in the epoch, on all ranks together.
         """
-        self.books = Books()
+        self.books, self.whole = Books(), None
         self.totals = dict(zip(self.names, totals, strict=True))
 
     def add(self, report: Report) -> None:
@@ -206,6 +208,7 @@ class Ledger:
         whole = Books()
         for books in all_ranks if all_ranks is not None else [self.books]:
             whole.add(books)
+        self.whole = whole
         for name, waited in sorted(whole.waited.items()) if log else ():
             logging.warning(
                 f"Source {name}: {waited.shards} of the shards opened in this epoch took {_retries(waited.reasons)} and "

@@ -35,6 +35,8 @@ table { border-collapse: collapse; margin: 0.6rem 0; }
 th, td { padding: 0.35rem 0.9rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--grid); }
 td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+.words th, .words td { text-align: left; white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
+.words td:first-child { white-space: nowrap; }
 th { font-weight: 600; color: #555; vertical-align: bottom; }
 .strip { display: flex; flex-wrap: wrap; gap: 0.75rem; margin: 0.4rem 0 1rem; }
 .strip figure { margin: 0; width: 8.5rem; }
@@ -88,11 +90,16 @@ def chart(png: bytes, description: str) -> str:
     return picture(png, description).replace("<img ", f'<img width="{width * 105 // DPI}" ', 1)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A `<table>` of plain text; the first column is left-aligned (a name), the others right-aligned (numbers)."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A `<table>` of plain text; the first column is left-aligned (a name), the others right-aligned (numbers).
+
+    Args:
+        kind: "words": the others hold words, left-aligned and wrapped.
+    """
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<div class="scroll"><table{attribute}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def thumbnail(image: Image.Image | np.ndarray, description: str, kind: str = "") -> str:

@@ -573,14 +573,27 @@ class RetrievalFlags:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConsoleFlags:
+    """What is shown while training"""
+
+    verbose: bool = flag(
+        False,
+        "show all that the log file has: the model, all settings, what open_clip says; without it, and with another flag of "
+        "the recipe, a run shows about ten lines and then where training is",
+        planned=False,
+    )
+
+
 SECTIONS = (
     SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags,
-    RetrievalFlags,
+    RetrievalFlags, ConsoleFlags,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig(
+    ConsoleFlags,
     RetrievalFlags,
     CheckpointFlags,
     OptimizerFlags,
@@ -595,8 +608,11 @@ class RecipeConfig(
 
     @property
     def active(self) -> bool:
-        """Whether any of our flags was given."""
-        return any(getattr(self, each.name) != each.default for each in flags_of(RecipeConfig))
+        """Whether any of our flags was given that changes a training."""
+        shown_only = {each.name for each in flags_of(ConsoleFlags)}
+        return any(
+            getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name not in shown_only
+        )
 
     @property
     def step_flags(self) -> bool:

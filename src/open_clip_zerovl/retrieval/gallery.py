@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -25,6 +26,7 @@ from open_clip_zerovl.retrieval.sets import RetrievalSet
 
 MISSED_BEYOND = max(RECALL_KS)
 _THUMBNAIL_PX = (240, 180)
+_EXAMPLE_PX = (128, 128)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,49 @@ def write_gallery(
     )
     write_atomically(path, page)
     return Path(path)
+
+
+def retrieval_examples(
+    name: str,
+    dataset: RetrievalSet,
+    image_features: Tensor,
+    text_features: Tensor,
+    text_to_image: Tensor,
+    ranks: QueryRanks,
+    captions_per_image: int | None = None,
+    *,
+    queries: int = 6,
+    best: int = 5,
+) -> list[dict[str, Any]]:
+    """Some captions of a set, spread evenly over it, with their best pictures: what a training run's page shows.
+
+    Args:
+        name: of the set.
+        image_features, text_features: (I, D) and (T, D).
+        text_to_image: (T,) image of each caption.
+        ranks: of the captions.
+        captions_per_image: how many captions of each image were encoded, the first ones; None for all.
+
+    Returns:
+        For each: `set`, `caption`, `rank` (of its own picture), `own` (a data URI), `top` (with `picture` and `own`).
+    """
+    captions = [caption for sample in dataset.samples for caption in sample.captions[:captions_per_image]]
+    examples = []
+    for query in pick(torch.ones(len(captions), dtype=torch.bool), queries):
+        own = int(text_to_image[query])
+        top = torch.argsort(image_features @ text_features[query], descending=True, stable=True)[:best].tolist()
+        pictures = {image: data_uri(dataset.read_image(image), _EXAMPLE_PX) for image in {own, *top}}
+        shown = [{"picture": pictures[image], "own": image == own} for image in top]
+        examples.append(
+            {
+                "set": name,
+                "caption": captions[query],
+                "rank": int(ranks.above[query]) + 1,
+                "own": pictures[own],
+                "top": shown,
+            }
+        )
+    return examples
 
 
 def pick(mask: Tensor, count: int) -> list[int]:
@@ -174,10 +219,10 @@ class _Section:
         )
 
 
-def data_uri(image: Image.Image) -> str:
-    """The data URI of a picture, shrunk to a thumbnail, as JPEG."""
+def data_uri(image: Image.Image, size: tuple[int, int] = _THUMBNAIL_PX) -> str:
+    """The data URI of a picture, shrunk to a thumbnail of at most this width and height, as JPEG."""
     small = image.copy()
-    small.thumbnail(_THUMBNAIL_PX)
+    small.thumbnail(size)
     buffer = BytesIO()
     small.save(buffer, format="JPEG", quality=82)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,0 +1,111 @@
+"""What a run shows: the progress line of a terminal, which messages the short form has, and times in words."""
+
+from __future__ import annotations
+
+import io
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from training import console
+from training.console import DETAIL, PROGRESS, Console, ProgressLine, seconds_in_words
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def quiet_root(monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s"),
+        (41.4, "41 s"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (18_750, "5 h 12 min"),
+        (190_000, "2 d 4 h"),
+        (-3, "0 s"),
+    ],
+)
+def test_seconds_in_words(seconds, words):
+    assert seconds_in_words(seconds) == words
+
+
+def test_the_progress_line_makes_room_for_a_message_and_comes_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=10))
+    terminal = Terminal()
+    line = ProgressLine(terminal)
+    line.clear()
+    assert terminal.getvalue() == ""
+    line.show("step 1 of 1000")
+    assert terminal.getvalue() == "\r\x1b[Kstep 1 of"  # cut to the width, so that it stays one line
+    line.end()
+    line.draw()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_no_progress_line_in_a_file():
+    line = ProgressLine(io.StringIO())
+    line.show("step")
+    assert not line.possible and line._stream.getvalue() == ""
+
+
+def shown(record: logging.LogRecord, *, rank: int = 0, terminal: bool = False) -> bool:
+    handler = Console()
+    handler.shorten(rank)
+    handler.progress.possible = terminal
+    try:
+        return handler._shows(record)
+    finally:
+        handler.close()
+
+
+def record_of(path: str, level: int = logging.INFO, **extra: str) -> logging.LogRecord:
+    record = logging.LogRecord("root", level, path, 1, "words", None, None)
+    vars(record).update(extra)
+    return record
+
+
+OWN, HOST = console.__file__, "/site-packages/open_clip/factory.py"
+
+
+@pytest.mark.parametrize(
+    ("record", "where", "is_shown"),
+    [
+        (record_of(OWN), {}, True),
+        (record_of(OWN, **DETAIL), {}, False),
+        (record_of(OWN, **PROGRESS), {}, True),
+        (record_of(OWN, **PROGRESS), {"terminal": True}, False),
+        (record_of(HOST), {}, False),
+        (record_of("/site-packages/open_clip_train/train.py"), {}, True),
+        (record_of(HOST, logging.WARNING), {}, True),
+        (record_of(HOST, logging.WARNING), {"rank": 1}, False),
+        (record_of(OWN, logging.WARNING), {"rank": 1}, True),
+    ],
+)
+def test_which_messages_the_short_form_has(quiet_root, record, where, is_shown):
+    assert shown(record, **where) == is_shown
+
+
+def test_in_the_short_form_open_clips_own_handler_is_silent(quiet_root, monkeypatch):
+    """open_clip's main adds it later; one that was there before the run stays."""
+    err, theirs, before = io.StringIO(), io.StringIO(), io.StringIO()
+    logging.root.addHandler(logging.StreamHandler(before))
+    monkeypatch.setattr(console.sys, "stderr", err)
+    handler = Console()
+    handler.shorten(0)
+    try:
+        logging.root.addHandler(logging.StreamHandler(theirs))
+        logging.warning("once")
+    finally:
+        handler.close()
+    assert err.getvalue().count("once") == 1 and theirs.getvalue() == "" and before.getvalue() == "once\n"
