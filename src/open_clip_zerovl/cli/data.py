@@ -169,6 +169,45 @@ def _add_shard_tools(datasets) -> None:
     check.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
     check.add_argument("--threads", type=positive, default=4, help="shards at the same time (default %(default)s)")
     check.set_defaults(run=_run_check)
+    _add_near(datasets)
+
+
+def _add_near(datasets) -> None:
+    near = datasets.add_parser(
+        "near",
+        help="training pictures that are in a test set, found by perceptual hashes",
+        description="Compare the pictures of sources with those of test sets, and list copies: re-encoded, resized or lightly "
+        "cropped ones too.",
+    )
+    near.add_argument("data", metavar="NAME=SHARDS::...", help="sources as in --train-data: local shards or tables")
+    near.add_argument(
+        "--test", required=True, metavar="NAME=SET::...", help="sets as for `zerovl retrieval`, or folders of pictures"
+    )
+    near.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
+    near.add_argument("--out", type=Path, default=Path("near"), metavar="DIR", help="default %(default)s")
+    near.add_argument(
+        "--distance",
+        type=natural,
+        metavar="BITS",
+        help="largest distance of a copy, of 256 bits (default: as docs/data.md says why, 56)",
+    )
+    near.add_argument("--threads", type=positive, default=4, help="pictures at the same time (default %(default)s)")
+    near.set_defaults(run=_run_near)
+
+
+def _run_near(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.datasets.near import NEAR
+    from open_clip_zerovl.retrieval.overlap import run_overlap
+
+    within = NEAR if arguments.distance is None else arguments.distance
+    run_overlap(
+        arguments.data,
+        arguments.test,
+        arguments.out,
+        split=arguments.split,
+        within=within,
+        threads=arguments.threads,
+    )
 
 
 def _run_report(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,119 @@
+"""How far copies and distinct pictures are apart by `datasets.near`, and how fast hashes are made and compared.
+
+    python -m scripts.bench.near [--pictures 300] [--test 25000] [--training 50000]
+
+Pictures are 24 windows of scikit-learn's two sample photographs, and noise whose amplitude falls with its frequency, as a
+photograph's does. Prints a row for each kind of copy: quantiles of the distance, and the share within NEAR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import time
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageEnhance
+
+from open_clip_zerovl.datasets.near import NEAR, NearIndex, picture_hash
+
+
+def fractal(seed: int, width: int = 400, height: int = 300) -> Image.Image:
+    """Noise with an amplitude of frequency to the power of -1.2, in colours that go together."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1
+    spectrum = (rng.normal(size=(3, *frequency.shape)) + 1j * rng.normal(size=(3, *frequency.shape))) / frequency**1.2
+    spectrum[:, 0, 0] = 0
+    pixels = np.fft.irfft2(spectrum, (height, width))
+    pixels = pixels[:1] + 0.3 * pixels
+    return Image.fromarray((128 + 45 * pixels / pixels.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+
+
+def windows(count: int, seed: int = 0) -> list[Image.Image]:
+    """Windows of 35 to 60 % of the sides of scikit-learn's sample photographs."""
+    from sklearn.datasets import load_sample_images
+
+    rng, found = np.random.default_rng(seed), []
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    for i in range(count):
+        photograph = photographs[i % len(photographs)]
+        share = rng.uniform(0.35, 0.6)
+        width, height = round(photograph.width * share), round(photograph.height * share)
+        x, y = int(rng.integers(photograph.width - width)), int(rng.integers(photograph.height - height))
+        found.append(photograph.crop((x, y, x + width, y + height)))
+    return found
+
+
+def encoded(image: Image.Image, quality: int = 90) -> bytes:
+    """The picture as JPEG."""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def resized(image: Image.Image, factor: float) -> Image.Image:
+    """The picture with its sides times a factor."""
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+
+
+def cropped(image: Image.Image, share: float, corner: bool = False) -> Image.Image:
+    """The picture without a share of its width and height: half of it on each side, or all of it at the right and below."""
+    x, y = (0.0, 0.0) if corner else (image.width * share / 2, image.height * share / 2)
+    return image.crop((round(x), round(y), round(x + image.width * (1 - share)), round(y + image.height * (1 - share))))
+
+
+COPIES: dict[str, Callable[[Image.Image], bytes]] = {
+    "JPEG, quality 75": lambda image: encoded(image, 75),
+    "JPEG, quality 30": lambda image: encoded(image, 30),
+    "half size": lambda image: encoded(resized(image, 0.5), 75),
+    "a quarter of the size": lambda image: encoded(resized(image, 0.25), 60),
+    "double size": lambda image: encoded(resized(image, 2)),
+    "squashed to 224 x 224": lambda image: encoded(image.resize((224, 224), Image.Resampling.BICUBIC)),
+    "grey": lambda image: encoded(image.convert("L")),
+    "brighter by 20 %": lambda image: encoded(ImageEnhance.Brightness(image).enhance(1.2)),
+    "cropped by 2 %": lambda image: encoded(cropped(image, 0.02)),
+    "cropped by 2 % at one corner": lambda image: encoded(cropped(image, 0.02, corner=True)),
+    "cropped by 5 %": lambda image: encoded(cropped(image, 0.05)),
+    "cropped by 5 %, half size": lambda image: encoded(resized(cropped(image, 0.05), 0.5), 60),
+    "cropped by 5 % at one corner": lambda image: encoded(cropped(image, 0.05, corner=True)),
+    "cropped by 10 %": lambda image: encoded(cropped(image, 0.10)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=300)
+    parser.add_argument("--test", type=int, default=25_000)
+    parser.add_argument("--training", type=int, default=50_000)
+    arguments = parser.parse_args()
+    pictures = windows(24) + [fractal(seed) for seed in range(arguments.pictures)]
+    contents = [encoded(image) for image in pictures]
+    start = time.process_time()
+    hashes = np.stack([picture_hash(content) for content in contents])
+    milliseconds = 1000 * (time.process_time() - start) / len(contents)
+    print(f"{'copy':30} {'median':>6} {'95 %':>5} {'most':>5}  within {NEAR}")
+    for name, copy in COPIES.items():
+        distances = np.bitwise_count(hashes ^ np.stack([picture_hash(copy(image)) for image in pictures])).sum(axis=1)
+        low, high = np.quantile(distances, (0.5, 0.95))
+        print(f"{name:30} {low:6.0f} {high:5.0f} {distances.max():5d}  {100 * (distances <= NEAR).mean():5.1f} %")
+    noise = hashes[24:]  # windows of one photograph overlap
+    between = np.bitwise_count(noise[:, None] ^ noise).sum(axis=-1)[np.triu_indices(len(noise), 1)]
+    told = f"mean {between.mean():.1f}, deviation {between.std():.1f}, least {between.min()}"
+    print(f"distinct pictures, {len(between):,} pairs: {told}")
+    rng = np.random.default_rng(0)
+    index = NearIndex(rng.integers(0, 2**63, (arguments.test, 4), dtype=np.uint64))
+    asked = rng.integers(0, 2**63, (arguments.training, 4), dtype=np.uint64)
+    start = time.process_time()
+    index.nearest(asked)
+    seconds = time.process_time() - start
+    print(f"hashing: {milliseconds:.1f} ms of CPU time a picture of {pictures[-1].width} x {pictures[-1].height}")
+    print(
+        f"comparing {arguments.training:,} with {arguments.test:,}: {seconds:.1f} s of CPU time, "
+        f"{1e9 * seconds / arguments.training / arguments.test:.2f} ns a pair"
+    )
+
+
+if __name__ == "__main__":
+    main()
