@@ -131,6 +131,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "clip_benchmark==1.6.2",
+            "sentence-transformers[train]>=6",  # dga.sentence_transformers, which itself imports nothing of it
             "requests",  # clip_benchmark imports it without declaring it
             "matplotlib",
             "scikit-learn",

@@ -44,6 +44,8 @@ class Case:
     dga: dict[str, Any] = field(default_factory=dict)
     use_dga: bool = True
     compile: bool = False
+    deferred: bool = False  # the step is the backward pass of `loss()`
+    adapter: bool = False  # the model in DDP is inside of a module that is not
     shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would be others
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
@@ -135,6 +137,11 @@ CASES = {
     "ours, frozen text": Case(ContrastiveLoss, freeze="text"),
     "ours, frozen image": Case(ContrastiveLoss, freeze="visual", retain=0),
     "ours, logit_bias": Case(ContrastiveLoss, model={"bias": True}),
+    "ours, deferred, ragged": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged, deferred=True),
+    "ours, deferred, one micro-batch": Case(ContrastiveLoss, sizes=one_micro_batch, deferred=True),
+    "ours, deferred, retain K-1, frozen text": Case(ContrastiveLoss, retain=2, freeze="text", deferred=True),
+    "ours, an adapter around DDP": Case(ContrastiveLoss, adapter=True),
+    "ours, an adapter around DDP, deferred": Case(ContrastiveLoss, sizes=ragged, adapter=True, deferred=True),
     "ours, find_unused_parameters": Case(ContrastiveLoss, ddp={"find_unused_parameters": True}),
     "ours, gradients as bucket views": Case(ContrastiveLoss, ddp={"gradient_as_bucket_view": True}),
     "ours, an ordinary DDP loop": Case(ContrastiveLoss, sizes=lambda rank: [4], use_dga=False),
@@ -226,6 +233,15 @@ CONTROLS = {
 }
 
 
+class Adapter(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, texts):
+        return self.model(images, texts)
+
+
 def rank_batches(case: Case, rank: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches(case.sizes(rank), seed=1000 * step + rank, texts_per_image=case.texts)
 
@@ -240,6 +256,8 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
     wrapped = DistributedDataParallel(model, **case.ddp) if world_size > 1 else model
     if case.compile:
         wrapped = torch.compile(wrapped, backend="aot_eager")  # the wrapping is tested here, not the code generator
+    if case.adapter:
+        wrapped = Adapter(wrapped)
     loss = case.loss(rank=rank, world_size=world_size)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     dga = DecoupledGradientAccumulation(wrapped, loss, retain=case.retain, **case.dga) if case.use_dga else None
@@ -254,7 +272,11 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
                 order["text_order"] = torch.randperm(case.texts * sum(case.sizes(rank)))
                 texts = torch.cat(texts)[order["text_order"]].split([len(part) for part in texts])
                 micro_batches = list(zip(images, texts, strict=True))
-            dga.backward(micro_batches, texts_per_image=case.texts, **order, **case.loss_inputs(rank, step))
+            inputs = order | {"texts_per_image": case.texts} | case.loss_inputs(rank, step)
+            if case.deferred:
+                dga.loss(micro_batches, **inputs).backward()
+            else:
+                dga.backward(micro_batches, **inputs)
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -316,6 +338,8 @@ def global_loss(rank: int, world_size: int) -> tuple[float, float]:
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = DistributedDataParallel(bert_clip())
+    outside = Adapter(DistributedDataParallel(bert_clip()))
+    outside.own = torch.nn.Parameter(torch.zeros(1))
     attempts = {
         "local_loss": lambda: DecoupledGradientAccumulation(
             model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
@@ -323,6 +347,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "world_size": lambda: DecoupledGradientAccumulation(model, ClipLoss()),
         "static_graph": lambda: DecoupledGradientAccumulation(
             DistributedDataParallel(bert_clip(), static_graph=True), ContrastiveLoss(rank=rank, world_size=world_size)
+        ),
+        "a parameter outside": lambda: DecoupledGradientAccumulation(
+            outside, ContrastiveLoss(rank=rank, world_size=world_size)
         ),
         "no DDP": lambda: DecoupledGradientAccumulation(bert_clip(), ContrastiveLoss(rank=rank, world_size=world_size)),
         "retain": lambda: DecoupledGradientAccumulation(

@@ -24,6 +24,7 @@ from open_clip_zerovl.precision import ieee_products
 log = logging.getLogger(__name__)
 
 FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D) with C texts of each sample
+OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
 SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 
@@ -52,12 +53,17 @@ class Objective:
         self._group = ddp.process_group if ddp is not None else None
         self._world_size = dist.get_world_size(self._group) if ddp is not None else 1
         self._feature_factor = feature_factor(self._loss, self._world_size)
-        self._own_gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are multiplied by a GradScaler's scale."""
+        return self._scaler is not None
 
     def gradients(
         self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The detached losses, and the gradient of their sum (times the scaler's scale) by each of `values`.
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnGradients]:
+        """The detached losses, the gradient of their sum (times the scaler's scale) by each of `values`, and by the loss' own
+        parameters, for `add_own_gradients`.
 
         Args:
             values: the features (b, D) and (C*b, D), and the scalars that the model returned.
@@ -85,21 +91,23 @@ class Objective:
             self._check_leaves(total, [*leaves.values(), *own])
             scaled = total if self._scaler is None else self._scaler.scale(total)
             found = torch.autograd.grad(scaled, [*leaves.values(), *own], allow_unused=True)
-        self._own_gradients = list(zip(own, found[len(leaves) :], strict=True))
+        own_gradients = list(zip(own, found[len(leaves) :], strict=True))
         gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
         }
         if self._feature_factor != 1:
             gradients |= {name: gradients[name] * self._feature_factor for name in FEATURES}
-        return {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}, gradients
+        detached = {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}
+        return detached, gradients, own_gradients
 
-    def add_own_gradients(self) -> None:
-        """Add the gradients that `gradients` found for the loss' own parameters to `.grad`, averaged over ranks as in DDP.
+    def add_own_gradients(self, own_gradients: OwnGradients, factor: Tensor | None) -> None:
+        """Add the loss' own parameters' gradients, times a factor, to `.grad`, averaged over ranks as in DDP.
 
         All ranks call it together, after the last backward pass of the towers.
         """
-        for parameter, gradient in self._own_gradients:
+        for parameter, found in own_gradients:
+            gradient = found if found is None or factor is None else found * factor
             if self._world_size > 1:
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
                 dist.all_reduce(gradient, group=self._group)
@@ -111,7 +119,6 @@ class Objective:
             else:
                 with torch.no_grad():
                     parameter.grad.add_(gradient)
-        self._own_gradients = []
 
     def _parameters(self) -> list[nn.Parameter]:
         held: Any = self._loss

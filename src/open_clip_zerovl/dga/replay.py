@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
+# (encode method, micro-batch) -> a frozen tower's output, and the random state after it.
+TowerOutputs = dict[tuple[str, int], tuple[Tensor, RngState]]
+
+
 class ReplayError(UserError, RuntimeError):
     """A replayed forward pass gave other features than the first: the gradients would be wrong."""
 
@@ -94,7 +98,7 @@ class FrozenTowers:
         self._index = 0
         self._replaying = False
         self._restore_rng = True
-        self._outputs: dict[tuple[str, int], tuple[Tensor, RngState]] = {}
+        self._outputs: TowerOutputs = {}
         self._learning: set[str] = set()  # encode methods whose output required gradient
         self._once: dict[str, Callable[..., Tensor]] = {}  # their replacements
         scripted = isinstance(model, torch.jit.ScriptModule)  # whose class has no forward to look at
@@ -121,9 +125,18 @@ class FrozenTowers:
         return names
 
     @contextmanager
-    def reused(self, restore_rng: bool = True) -> Iterator[FrozenTowers]:
-        """Within the block a forward pass after `first_pass` records outputs, and one after `replay` reuses them."""
+    def reused(self, restore_rng: bool = True, outputs: TowerOutputs | None = None) -> Iterator[TowerOutputs]:
+        """Within the block a forward pass after `first_pass` records outputs, and one after `replay` reuses them.
+
+        Args:
+            restore_rng: whether a reused output also sets the random state to that after its tower.
+            outputs: those recorded in an earlier block.
+
+        Yields:
+            what is recorded in this block.
+        """
         self._restore_rng = restore_rng
+        self._outputs = {} if outputs is None else outputs
         names = [name for name in self.frozen() if name not in self._learning]
         if names and not self._reusable:
             if not self._told:
@@ -139,13 +152,13 @@ class FrozenTowers:
         before = {name: self._model.__dict__.get(name) for name in names}
         self._model.__dict__.update({name: self._once[name] for name in names})
         try:
-            yield self
+            yield self._outputs
         finally:
             for name, method in before.items():
                 del self._model.__dict__[name]
                 if method is not None:
                     self._model.__dict__[name] = method
-            self._outputs.clear()
+            self._outputs = {}
             self._replaying = False
 
     def first_pass(self, index: int) -> None:

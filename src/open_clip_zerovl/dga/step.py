@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import open_clip
@@ -33,13 +34,15 @@ from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.dga.deferred import deferred
 from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
-from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective
+from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective, OwnGradients
 from open_clip_zerovl.dga.replay import (
     BufferState,
     FrozenTowers,
     ReplayCheck,
     ReplayError,
+    TowerOutputs,
     buffers_kept,
     replay_tolerance,
 )
@@ -114,6 +117,24 @@ class FirstPass:
     rng_before: list[RngState]
 
 
+@dataclass
+class HalfStep:
+    """What phases (1) and (2) leave for phase (3).
+
+    Attributes:
+        losses: detached, the loss' entries and "loss", their sum.
+        gradients: of that sum by features (b, D) and scalars.
+        own_gradients: of that sum by the loss' own parameters.
+    """
+
+    plan: StepPlan
+    inputs: DeviceInputs
+    first: FirstPass
+    losses: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    own_gradients: OwnGradients
+
+
 class DecoupledGradientAccumulation:
     """The gradient of one optimizer step over K micro-batches, exactly that of one graph over all of them.
 
@@ -124,7 +145,7 @@ class DecoupledGradientAccumulation:
 
     Args:
         model: called as `model(images, texts)`, or with any two inputs (such as texts and texts); returns open_clip's output
-            dict, or a pair of features. Plain, in DistributedDataParallel, compiled, or compiled DDP.
+            dict, or a pair of features. Plain, in DistributedDataParallel, compiled, compiled DDP, or an adapter around one.
         loss: called with open_clip's signature, `loss(image_features=, text_features=, [logit_scale=, [logit_bias=,]]
             **loss_inputs, output_dict=True)`, with the scalars that the model returns; gives one number or a dict of numbers.
             Over ranks DDP's mean of its gradients must be right, as for `ContrastiveLoss`, `ClipLoss(gather_with_grad=True)`
@@ -156,6 +177,8 @@ class DecoupledGradientAccumulation:
         if check not in ("first", "always", "never"):
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
         inner, self._ddp, _ = unwrapped(model)
+        if self._ddp is None:
+            self._ddp = _wrapped_inside(inner)
         if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
             raise UserError(
                 "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
@@ -225,35 +248,103 @@ class DecoupledGradientAccumulation:
 
         After any error the random state and the model's buffers are as before, and `.grad` must not be used.
         """
+        self._check_call()
+        with self._undone_on_failure(), self._towers.reused(self._replay_rng):
+            step = self._half_step(micro_batches, prepare, text_order, texts_per_image, loss_inputs)
+            rng_after = RngState.capture(self._device)
+            self._second_half(step)
+            if self._replay_rng:
+                rng_after.restore()
+        self._retention.step_done(step.plan.sizes)
+        return step.losses | {name: value for name, value in step.first.scalars.items() if name == "logit_scale"}
+
+    def loss(
+        self,
+        micro_batches: Sequence[Sequence[Any]],
+        *,
+        prepare: Prepare | None = None,
+        text_order: Tensor | None = None,
+        texts_per_image: int = 1,
+        **loss_inputs: Any,
+    ) -> Tensor:
+        """The loss of the effective batch, for a loop or trainer that calls `loss.backward()` itself.
+
+        This call makes phases (1) and (2); the backward pass of the returned number makes phase (3), once. Until then the
+        weights must stay as they are. What multiplies the number (a GradScaler, a share of accumulated steps) multiplies the
+        gradients. Without grad mode it is the loss alone, and nothing is kept.
+
+        Args: as for `backward`.
+
+        Returns:
+            The sum of the loss' entries, (). Its `backward()` adds the gradient to every parameter's `.grad`.
+
+        Raises:
+            UserError: as `backward`; also if the accumulation has a scaler of its own, which would count twice; from
+                the backward pass, if it is called a second time.
+        """
+        if self._objective.scaled:
+            raise UserError(
+                "loss() was called of an accumulation with a scaler; leave scaler= out and scale what loss() returns."
+            )
+        self._check_call()
+        if not torch.is_grad_enabled():
+            with self._undone_on_failure(), torch.no_grad(), self._towers.reused(self._replay_rng):
+                return self._half_step(
+                    micro_batches, prepare, text_order, texts_per_image, loss_inputs, graphs=0
+                ).losses["loss"]
+        with self._undone_on_failure(), self._towers.reused(self._replay_rng) as outputs:
+            step = self._half_step(micro_batches, prepare, text_order, texts_per_image, loss_inputs)
+        return deferred(step.losses["loss"], partial(self._backpropagate_later, step, outputs), self._device)
+
+    def _backpropagate_later(self, step: HalfStep, outputs: TowerOutputs, factor: Tensor) -> None:
+        rng_after = RngState.capture(self._device)
+        with self._undone_on_failure(), self._towers.reused(self._replay_rng, outputs):
+            self._second_half(step, factor)
+        rng_after.restore()
+        self._retention.step_done(step.plan.sizes)
+
+    def _check_call(self) -> None:
         if torch.is_inference_mode_enabled():
             raise UserError(
-                "backward was called under torch.inference_mode(), where no graph is recorded; call it outside "
-                "(torch.no_grad() does no harm)."
+                "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
+                "outside (torch.no_grad() does no harm)."
             )
-        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
+
+    def _half_step(
+        self,
+        micro_batches: Sequence[Sequence[Any]],
+        prepare: Prepare | None,
+        text_order: Tensor | None,
+        texts_per_image: int,
+        loss_inputs: dict[str, Any],
+        graphs: int | None = None,
+    ) -> HalfStep:
+        """Phases (1) and (2); `graphs` are retained, or as many as `retain` says."""
+        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
         order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
         if texts_per_image > 1:
             loss_inputs["texts_per_image"] = texts_per_image
             places = text_places(sizes, texts_per_image)
             order = places if order is None else places[order]
         order = None if order is None else order.to(self._device, non_blocking=True)
-        plan = StepPlan(sizes, self._retention.graphs(sizes), texts_per_image)
+        plan = StepPlan(sizes, self._retention.graphs(sizes) if graphs is None else graphs, texts_per_image)
+        inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
+        first = self._first_pass(plan, inputs)
+        losses, gradients, own = self._objective.gradients(_paired(first.features, order) | first.scalars, loss_inputs)
+        if order is not None:
+            gradients[TEXTS] = gradients[TEXTS][order]
+        return HalfStep(plan, inputs, first, losses, gradients, own)
+
+    def _second_half(self, step: HalfStep, factor: Tensor | None = None) -> None:
+        """Phase (3), with all gradients times `factor`."""
         self._check.start()
-        with self._undone_on_failure(), self._towers.reused(restore_rng=self._replay_rng):
-            inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
-            first = self._first_pass(plan, inputs)
-            losses, gradients = self._objective.gradients(_paired(first.features, order) | first.scalars, loss_inputs)
-            if order is not None:
-                gradients[TEXTS] = gradients[TEXTS][order]
-            rng_after = RngState.capture(self._device)
-            self._second_pass(plan, inputs, first, gradients)
-            self._objective.add_own_gradients()
-            if self._replay_rng:
-                rng_after.restore()
-        self._retention.step_done(sizes)
-        return losses | {name: value for name, value in first.scalars.items() if name == "logit_scale"}
+        gradients = step.gradients
+        if factor is not None:
+            gradients = {name: gradient * factor for name, gradient in gradients.items()}
+        self._second_pass(step.plan, step.inputs, step.first, gradients)
+        self._objective.add_own_gradients(step.own_gradients, factor)
 
     def adopt(self, decision: Decision) -> None:
         """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run."""
@@ -361,6 +452,26 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
             compiled, model = True, model._orig_mod
         else:
             return model, ddp, compiled
+
+
+def _wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of the model inside of an adapter, where the adapter itself is not wrapped; None if there is none.
+
+    Raises:
+        UserError: parameters that this DDP does not average.
+    """
+    found = [module for module in adapter.modules() if isinstance(module, DistributedDataParallel)]
+    if not found:
+        return None
+    averaged = {id(parameter) for ddp in found for parameter in ddp.parameters()}
+    outside = [name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged]
+    if len(found) > 1 or outside:
+        what = f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
+        raise UserError(
+            f"{type(adapter).__name__} wraps a model in DistributedDataParallel and {what}, so that gradients would not be "
+            "averaged together; put the whole adapter into one DistributedDataParallel."
+        )
+    return found[0]
 
 
 def _one_graph_alone(model: nn.Module) -> bool:

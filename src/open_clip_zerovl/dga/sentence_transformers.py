@@ -1,0 +1,160 @@
+"""Decoupled gradient accumulation under sentence-transformers' trainer: its own losses, on a batch that does not fit at once.
+
+`DecoupledLoss` is put around a loss and given to `SentenceTransformerTrainer` in its place. It imports nothing of that
+library; it uses a loss' `model` and `compute_loss_from_embeddings(embeddings, labels)`.
+
+Shapes: `n` samples a batch (the trainer's `per_device_train_batch_size`), `C` columns of the data set (anchor, positive,
+negatives ...), `D` width of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
+
+Column = Mapping[str, Any]  # what the tokenizer returns for a column of a batch; tensors have a row a sample
+
+
+class DecoupledLoss(nn.Module):
+    """A loss of sentence-transformers with the gradient of the whole batch and the memory of one mini-batch.
+
+        loss = DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)
+        trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset, loss=loss)
+
+    Args:
+        loss: one that takes a batch's embeddings: it has `model` and `compute_loss_from_embeddings`.
+        mini_batch_size: samples of each column that are forwarded at once.
+        retain: mini-batches whose graph is kept, which are not forwarded twice; "auto" for as many as fit.
+        check: compare replayed with cached embeddings "first", "always" or "never" (see `DecoupledGradientAccumulation`).
+
+    Raises:
+        UserError: a loss without these two names, such as one that is cached already.
+    """
+
+    def __init__(
+        self, loss: nn.Module, mini_batch_size: int = 32, *, retain: int | str = 1, check: str = "first"
+    ) -> None:
+        super().__init__()
+        if not callable(getattr(loss, "compute_loss_from_embeddings", None)) or not hasattr(loss, "model"):
+            raise UserError(
+                f"{type(loss).__name__} does not compute its loss from embeddings (it has no compute_loss_from_embeddings and "
+                "model), as decoupled gradient accumulation needs; MultipleNegativesRankingLoss, for one, does."
+            )
+        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
+            raise UserError(f"mini_batch_size must be a positive number of samples, but is {mini_batch_size!r}.")
+        self.loss = loss
+        self.mini_batch_size = mini_batch_size
+        self._options: dict[str, Any] = {"retain": retain, "check": check}
+        self._step: tuple[Any, _Columns, DecoupledGradientAccumulation] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The loss' model: the trainer replaces that by its DDP wrapper."""
+        return self.loss.model
+
+    def forward(self, sentence_features: Iterable[Column], labels: Tensor | None = None) -> Tensor:
+        """The loss of a batch, (); its backward pass runs the mini-batches again (see `DecoupledGradientAccumulation.loss`).
+
+        Args:
+            sentence_features: C columns; tensors of n rows, and constants such as names.
+            labels: (n, ...) or None, handed to the loss.
+
+        Raises:
+            UserError: columns that cannot be split by samples.
+        """
+        columns = [dict(column) for column in sentence_features]
+        if len(columns) < 2:
+            raise UserError(
+                f"DecoupledLoss needs two columns at least, such as anchor and positive, but got {len(columns)}."
+            )
+        rows = _rows(columns)
+        towers, step = self._made_for(self.model)
+        towers.constants = [{k: v for k, v in column.items() if not isinstance(v, Tensor)} for column in columns]
+        tensors = [{k: v for k, v in column.items() if isinstance(v, Tensor)} for column in columns]
+        starts = range(0, rows, self.mini_batch_size)
+        parts = [slice(start, min(start + self.mini_batch_size, rows)) for start in starts]
+        micro_batches = [
+            tuple([{k: v[part] for k, v in column.items()} for column in of] for of in (tensors[:1], tensors[1:]))
+            for part in parts
+        ]
+        return step.loss(micro_batches, labels=labels)
+
+    def _made_for(self, model: nn.Module) -> tuple[_Columns, DecoupledGradientAccumulation]:
+        """The step on a model; another one when the trainer has wrapped or moved it."""
+        key = model, next(model.parameters()).device
+        if self._step is None or self._step[0] != key:
+            towers = _Columns(model)
+            self._step = key, towers, DecoupledGradientAccumulation(towers, _Head(self.loss, towers), **self._options)
+        return self._step[1:]
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """For the model card."""
+        own: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
+        return {"loss": type(self.loss).__name__, **own, "mini_batch_size": self.mini_batch_size}
+
+    @property
+    def citation(self) -> str:
+        """The wrapped loss' citation, for the model card."""
+        return getattr(self.loss, "citation", "")
+
+
+class _Columns(nn.Module):
+    """The model on the columns of a mini-batch: the first, and the others, whose embeddings stand side by side."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.constants: list[dict[str, Any]] = []
+        self.widths: list[int] = []
+
+    def forward(self, first: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        embeddings = [
+            self.model({**column, **constants})["sentence_embedding"]
+            for column, constants in zip([*first, *others], self.constants, strict=True)
+        ]
+        self.widths = [embedding.shape[1] for embedding in embeddings]
+        return embeddings[0], torch.cat(embeddings[1:], dim=1)
+
+
+class _Head(nn.Module):
+    """The loss on all embeddings of the step. Its parameters are those that are not the model's."""
+
+    def __init__(self, loss: nn.Module, towers: _Columns) -> None:
+        super().__init__()
+        self._held = (loss, towers)  # a tuple, so that the model is no part of this module
+
+    def forward(
+        self, image_features: Tensor, text_features: Tensor, labels: Tensor | None, output_dict: bool
+    ) -> Tensor:
+        loss, towers = self._held
+        embeddings = torch.cat([image_features, text_features], dim=1).split(towers.widths, dim=1)
+        return loss.compute_loss_from_embeddings(list(embeddings), labels)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        loss, towers = self._held
+        models = {id(parameter) for parameter in towers.parameters()}
+        return (parameter for parameter in loss.parameters(recurse) if id(parameter) not in models)
+
+
+def _rows(columns: list[dict[str, Any]]) -> int:
+    """The number of samples.
+
+    Raises:
+        UserError: no column, or tensors that do not have a row a sample.
+    """
+    rows = {
+        f"column {i}'s {name}": value.shape[0] if value.ndim else 0
+        for i, column in enumerate(columns)
+        for name, value in column.items()
+        if isinstance(value, Tensor)
+    }
+    if len(set(rows.values())) != 1 or 0 in rows.values():
+        seen = ", ".join(f"{name} has {count}" for name, count in rows.items()) or "there are none"
+        raise UserError(f"All tensors of a batch must have a row for each sample, to be split by samples, but {seen}.")
+    return next(iter(rows.values()))

@@ -1,0 +1,189 @@
+"""`DecoupledGradientAccumulation.loss`: the gradient of `backward`, when a trainer calls `loss.backward()` (fp64, 1e-10)."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from support import ROOT
+from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph
+from support.two_towers import Metric, adapter_in_a_hook, lora_on, noisy
+
+EXACT = TOLERANCE[torch.float64]
+SEED = 5
+
+
+def whole(model, loss, micro_batches):
+    torch.manual_seed(SEED)
+    return one_graph(model, loss, micro_batches)
+
+
+def frozen_text():
+    model = bert_clip()
+    model.text.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", [bert_clip, frozen_text, adapter_in_a_hook, partial(lora_on, "text")])
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_the_backward_pass_of_the_loss_is_that_of_one_graph(make, retain):
+    model, micro_batches = make(), batches([3, 2, 2])
+    value, wanted = whole(model, ClipLoss(), micro_batches)
+    drawn = torch.get_rng_state()
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=retain, check="always")
+    for _ in range(2):  # the second step knows which towers are frozen
+        torch.manual_seed(SEED)
+        loss = step.loss(micro_batches)
+        assert loss.shape == () and abs(loss.item() - value.item()) < 1e-12
+        assert all(parameter.grad is None for parameter in model.parameters())  # nothing happens before its backward
+        assert torch.equal(torch.get_rng_state(), drawn)
+        torch.rand(3)  # what a caller draws between the passes changes nothing, and is not drawn again
+        after = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after)
+        assert error(gradients(model), wanted) <= EXACT
+
+
+def test_without_the_replayed_masks_it_is_wrong():
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    _, wanted = whole(model, ClipLoss(), micro_batches)
+    torch.manual_seed(SEED)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), replay_rng=False).loss(micro_batches).backward()
+    assert error(gradients(model), wanted) > 0.1
+
+
+def test_what_multiplies_the_loss_multiplies_the_gradients():
+    """A GradScaler, a share of accumulated steps; the parameters of the loss, too."""
+    model, micro_batches, loss = bert_clip(), batches([3, 2]), Metric()
+    _, wanted = whole(model, loss, micro_batches)
+    own = loss.matrix.grad.clone()
+    loss.zero_grad(set_to_none=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.manual_seed(SEED)
+    value = DecoupledGradientAccumulation(model, loss, check="always").loss(micro_batches)
+    scaler.scale(value / 4).backward()
+    assert error({name: gradient / 2 for name, gradient in gradients(model).items()}, wanted) <= EXACT
+    torch.testing.assert_close(loss.matrix.grad / 2, own, rtol=1e-9, atol=1e-12)
+
+
+def test_two_losses_may_wait_for_one_backward_pass():
+    model, one, two = bert_clip(), batches([3, 2], seed=1), batches([2, 2, 1], seed=2)
+    step = DecoupledGradientAccumulation(model, noisy, check="always")
+    torch.manual_seed(SEED)
+    (step.loss(one) + 3 * step.loss(two)).backward()
+    found = gradients(model)
+    torch.manual_seed(SEED)
+    _, first = one_graph(model, noisy, one)
+    _, second = one_graph(model, noisy, two)
+    assert error(found, {name: first[name] + 3 * second[name] for name in first}) <= EXACT
+
+
+def test_the_replay_runs_in_the_precision_of_the_first_pass():
+    """A trainer computes the loss in an autocast region and calls backward outside of it; the check would see bf16 and fp32."""
+    model, micro_batches = bert_clip(torch.float32), batches([3, 2, 2], torch.float32)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always", retain=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.manual_seed(SEED)
+        loss = step.loss(micro_batches)
+        torch.manual_seed(SEED)
+        step.backward(micro_batches)
+        inside = gradients(model)
+    loss.backward()
+    assert error(gradients(model), inside) <= 1e-6
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = step.loss(micro_batches)
+    seen = []
+    model.visual.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    loss.backward()
+    assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
+
+
+def test_without_grad_mode_it_is_the_loss_alone():
+    """Evaluation: nothing waits for a backward pass."""
+    model, micro_batches = bert_clip().eval(), batches([3, 2])
+    value, _ = one_graph(model, ClipLoss(), micro_batches)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss())
+    with torch.no_grad():
+        loss = step.loss(micro_batches)
+    assert not loss.requires_grad and abs(loss.item() - value.item()) < 1e-12
+    model.requires_grad_(False)
+    with pytest.raises(UserError, match="No parameter of the model is trainable"):
+        step.loss(micro_batches)
+
+
+def test_what_is_refused():
+    model, micro_batches = bert_clip(), batches([2, 2])
+    loss = DecoupledGradientAccumulation(model, ContrastiveLoss()).loss(micro_batches)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="was backpropagated a second time"):
+        loss.backward()
+    scaled = DecoupledGradientAccumulation(model, ContrastiveLoss(), scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UserError, match=re.escape("leave scaler= out and scale what loss() returns")):
+        scaled.loss(micro_batches)
+    with torch.inference_mode(), pytest.raises(UserError, match="under torch.inference_mode"):
+        DecoupledGradientAccumulation(model, ContrastiveLoss()).loss(micro_batches)
+
+
+def test_weights_that_change_before_the_backward_pass_are_noticed():
+    model, micro_batches = bert_clip(), batches([2, 2])
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always", retain=0)
+    loss = step.loss(micro_batches)
+    state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        model.visual.conv1.weight.mul_(1.1)
+    with pytest.raises(ReplayError, match="Replayed image_features of micro-batch 0 differ"):
+        loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True))
+
+
+def test_the_documented_trainer_of_hugging_face(tmp_path):
+    """Its weights after three steps, one of a smaller batch, are those of its loss on the whole batch."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which the trainer needs")
+    from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    text = sizes | dict(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2)
+    config = CLIPConfig(text_config=text, vision_config=sizes | dict(image_size=32, patch_size=16), projection_dim=8)
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scope = {"ContrastiveLoss": ContrastiveLoss, "DecoupledGradientAccumulation": DecoupledGradientAccumulation}
+    for name in ("HuggingFaceTowers", "LargeBatchTrainer"):
+        code = next(block for block in blocks if f"class {name}" in block)
+        exec(compile(code.replace("32", "3"), "docs/dga.md", "exec"), scope)
+
+    class Whole(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            images = inputs.pop("pixel_values")
+            return ContrastiveLoss()(**scope["HuggingFaceTowers"](model)(images, inputs))
+
+    torch.manual_seed(0)
+    start = CLIPModel(config).double()
+    ids = torch.randint(3, VOCABULARY, (19, CONTEXT))
+    rows = [{"pixel_values": torch.randn(3, 32, 32).double(), "input_ids": row} for row in ids]
+    found = []
+    for kind in (Whole, scope["LargeBatchTrainer"]):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            num_train_epochs=1,
+            learning_rate=1e-3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        trainer = kind(model=copy.deepcopy(start), args=arguments, train_dataset=rows)
+        trainer.train()
+        assert trainer.state.global_step == 3
+        found.append(dict(trainer.model.named_parameters()))
+    moved = max((found[0][name] - value).abs().max().item() for name, value in start.named_parameters())
+    assert moved > 1e-4
+    assert max((found[0][name] - found[1][name]).abs().max().item() for name in found[0]) < 1e-9

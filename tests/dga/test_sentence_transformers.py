@@ -1,0 +1,204 @@
+"""sentence-transformers' losses and trainer with decoupled gradient accumulation, against one graph (fp64, 1e-10)."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from open_clip_zerovl.dga.sentence_transformers import DecoupledLoss
+from open_clip_zerovl.errors import UserError
+from support import ROOT
+from support.dga_reference import TOLERANCE, error, gradients
+from support.tiny_clip import WORDS, write_bert
+
+library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+losses = pytest.importorskip("sentence_transformers.losses")
+
+EXACT = TOLERANCE[torch.float64]
+SEED, SAMPLES, MINI = 3, 7, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """BERT with dropout 0.1 and random weights, as sentence-transformers saves a model."""
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    torch.manual_seed(0)
+    bert = write_bert(tmp_path_factory.mktemp("st") / "bert")
+    AutoModel.from_config(AutoConfig.from_pretrained(bert)).save_pretrained(bert)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(bert)
+    return bert
+
+
+def tiny(folder, dtype=torch.float64):
+    """The library puts mean pooling on a model that is not its own, so that BERT's pooler learns nothing."""
+    model = library.SentenceTransformer(str(folder), device="cpu").to(dtype).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("pooler" not in name)
+    return model
+
+
+def columns(model, count, samples=SAMPLES):
+    """Tokens of `count` columns: sentences of several lengths, so that each column is padded to another."""
+    sentences = [
+        [" ".join(WORDS[(i * 5 + c + j) % len(WORDS)] for j in range(2 + (i + c) % 5)) for i in range(samples)]
+        for c in range(count)
+    ]
+    tokenize = getattr(model, "preprocess", None) or model.tokenize
+    return [tokenize(column) for column in sentences]
+
+
+def whole(loss, features, labels, mini):
+    """One graph over the whole batch; the masks are drawn by mini-batches, each its columns in order."""
+    torch.manual_seed(SEED)
+    parts = []
+    for start in range(0, SAMPLES, mini):
+        cut = [
+            {k: v[start : start + mini] if isinstance(v, torch.Tensor) else v for k, v in column.items()}
+            for column in features
+        ]
+        parts.append([loss.model(column)["sentence_embedding"] for column in cut])
+    value = loss.compute_loss_from_embeddings([torch.cat(column) for column in zip(*parts, strict=True)], labels)
+    value.backward()
+    return value.item(), gradients(loss.model)
+
+
+scores = torch.linspace(0, 1, SAMPLES, dtype=torch.float64)
+KINDS = {
+    "pairs": (lambda model: losses.MultipleNegativesRankingLoss(model), 2, None),
+    "triplets": (lambda model: losses.MultipleNegativesRankingLoss(model), 3, None),
+    "GTE's directions": (
+        lambda model: losses.MultipleNegativesRankingLoss(
+            model, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), partition_mode="joint"
+        ),
+        2,
+        None,
+    ),
+    "scored pairs": (lambda model: losses.CoSENTLoss(model), 2, scores),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_on_mini_batches_has_the_gradient_of_the_batch(folder, kind):
+    make, count, labels = KINDS[kind]
+    model = tiny(folder)
+    features = columns(model, count)
+    value, wanted = whole(make(model), features, labels, MINI)
+    kept = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in features]
+    for retain in (0, 1, 3):
+        loss = DecoupledLoss(make(model), MINI, retain=retain, check="always")
+        torch.manual_seed(SEED)
+        found = loss(iter(features), labels)
+        assert abs(found.item() - value) < 1e-12
+        found.backward()
+        assert error(gradients(model), wanted) <= EXACT
+    assert all(
+        torch.equal(a[k], b[k]) for a, b in zip(kept, features, strict=True) for k in a if k.endswith(("ids", "mask"))
+    )
+
+
+def test_with_other_masks_in_the_second_pass_it_is_wrong(folder):
+    """The negative control: the dropout of this model shows in the gradient."""
+    model = tiny(folder)
+    features, make = columns(model, 2), losses.MultipleNegativesRankingLoss
+    _, wanted = whole(make(model), features, None, MINI)
+    loss = DecoupledLoss(make(model), MINI, check="never")
+    torch.manual_seed(SEED)
+    value = loss(features, None)
+    _, step = loss._made_for(model)
+    step._replay_rng = False
+    value.backward()
+    assert error(gradients(model), wanted) > 0.1
+
+
+def test_what_a_loss_learns_itself(folder):
+    class Scaled(losses.MultipleNegativesRankingLoss):
+        def __init__(self, model):
+            super().__init__(model)
+            self.log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+        def compute_loss_from_embeddings(self, embeddings, labels):
+            return super().compute_loss_from_embeddings(
+                [embeddings[0] * self.log_scale.exp(), embeddings[1]], labels
+            ) * (self.log_scale)
+
+    model = tiny(folder)
+    features, plain = columns(model, 2), Scaled(model)
+    _, wanted = whole(plain, features, None, MINI)
+    own = plain.log_scale.grad.clone()
+    plain.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED)
+    DecoupledLoss(plain, MINI, check="always")(features, None).backward()
+    assert error(gradients(model), wanted) <= EXACT
+    torch.testing.assert_close(plain.log_scale.grad, own, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_be_used_gets_a_sentence(folder):
+    model = tiny(folder)
+    cached = losses.CachedMultipleNegativesRankingLoss(model)
+    with pytest.raises(UserError, match="CachedMultipleNegativesRankingLoss does not compute its loss from embeddings"):
+        DecoupledLoss(cached)
+    plain = losses.MultipleNegativesRankingLoss(model)
+    with pytest.raises(UserError, match="mini_batch_size must be a positive number of samples, but is 0"):
+        DecoupledLoss(plain, 0)
+    features = columns(model, 2)
+    with pytest.raises(UserError, match="needs two columns at least, .* but got 1"):
+        DecoupledLoss(plain, 2)(features[:1], None)
+    features[1] = columns(model, 1, samples=5)[0]
+    message = "column 0's input_ids has 7, .* column 1's input_ids has 5"
+    with pytest.raises(UserError, match=message):
+        DecoupledLoss(plain, 2)(features, None)
+
+
+def example():
+    """The block of docs/dga.md that trains."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    return next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "SentenceTransformerTrainer(" in b)
+
+
+def test_the_documented_trainer_gives_the_weights_of_the_plain_loss(folder, tmp_path, monkeypatch):
+    """Without dropout, in fp64: three steps of AdamW with clipping and two accumulated batches each, and an evaluation."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which the trainer needs")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed, which the trainer needs")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    pairs = [(f"{WORDS[i % 18]} {WORDS[i % 7]}", f"{WORDS[(i + 3) % 18]} of {WORDS[i % 5]}") for i in range(48)]
+    dataset = datasets.Dataset.from_dict({"anchor": [a for a, _ in pairs], "positive": [p for _, p in pairs]})
+    arguments = library.SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=1,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    weights, evaluated = {}, {}
+    for way in ("plain", "decoupled"):
+        model = tiny(folder)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        scope = {"model": model, "arguments": arguments, "dataset": dataset, "evaluation": dataset.select(range(10))}
+        code = example()
+        if way == "plain":
+            assert "DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)" in code
+            code = code.replace(
+                "DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)", "given(model)"
+            )
+            scope["given"] = MultipleNegativesRankingLoss
+        else:
+            code = code.replace("mini_batch_size=32", "mini_batch_size=3")
+        exec(compile(code, "docs/dga.md", "exec"), scope)
+        weights[way] = {name: value.clone() for name, value in model.state_dict().items()}
+        evaluated[way] = [row["eval_loss"] for row in scope["trainer"].state.log_history if "eval_loss" in row]
+        assert scope["trainer"].state.global_step == 3
+    start = tiny(folder).state_dict()
+    moved = max((weights["plain"][name] - start[name]).abs().max().item() for name in start)
+    apart = max((weights["plain"][name] - weights["decoupled"][name]).abs().max().item() for name in start)
+    assert moved > 1e-5 and apart < 1e-9
+    assert evaluated["plain"] == pytest.approx(evaluated["decoupled"], abs=1e-9)
