@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo ablation test test-all gpu paper-weights recipes check format dist dist-check clean
+.PHONY: help install demo ablation test test-all gpu paper-weights recipes check format docs dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -20,7 +20,7 @@ $(STAMP): setup.py
 	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev]'
+	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev,docs]'
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
@@ -70,6 +70,10 @@ check: $(STAMP) ## lint, format and types
 format: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP) ## build the documentation site into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html (with search: $(BIN)/python -m http.server --directory build/site)"
 
 # REPOSITORY=https://HOST/OWNER/NAME: where the links of the metadata and the README lead.
 dist: $(STAMP) ## build dist/: wheel and sdist (REPOSITORY=https://HOST/OWNER/NAME: where their links lead)

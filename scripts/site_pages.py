@@ -1,0 +1,53 @@
+"""A hook of mkdocs (mkdocs.yml): pages of the repository's top level become pages of the site, with links that lead there.
+
+The site's home page is README.md. Links of pages to files that are no pages (a licence, a Makefile) become text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# File of the top level -> page of the site.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "vulnerability.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the top level."""
+    from mkdocs.structure.files import File
+
+    for name, page in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=relinked(text, ROOT)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Redirect the links of pages in docs/ that leave it."""
+    return markdown if page.file.generated_by else relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
+
+
+def relinked(markdown: str, folder: Path) -> str:
+    """Markdown whose links, relative to `folder`, are relative to the site's pages; links that lead out of it are text."""
+
+    def redirect(match: re.Match[str]) -> str:
+        picture, text, target, anchor = match.groups()
+        there = (folder / target).resolve()
+        inside = ROOT / "docs"
+        if there.is_relative_to(inside):
+            place = there.relative_to(inside).as_posix()
+        elif there.is_relative_to(ROOT) and there.relative_to(ROOT).as_posix() in PAGES:
+            place = PAGES[there.relative_to(ROOT).as_posix()]
+        else:
+            return text
+        return f"{picture}[{text}]({place}{anchor or ''})"
+
+    return LINK.sub(redirect, markdown)
