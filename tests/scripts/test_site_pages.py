@@ -29,9 +29,9 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_links_of_the_repository_become_links_of_the_site():
-    text = "[data](docs/data.md#a) ![p](docs/results/a4.png) [us](CONTRIBUTING.md) [tool](Makefile) [web](https://x.y) [here](#b)"
+    text = "[data](docs/data.md#a) ![p](docs/results/a4.png) [us](CONTRIBUTING.md) [tool](Makefile) [web](https://x.y) [b](#b)"
     assert relinked(text, ROOT) == (
-        "[data](data.md#a) ![p](results/a4.png) [us](contributing.md) tool [web](https://x.y) [here](#b)"
+        "[data](data.md#a) ![p](results/a4.png) [us](contributing.md) tool [web](https://x.y) [b](#b)"
     )
     assert (
         relinked("[log](../CHANGELOG.md) [dga](dga.md#retain)", ROOT / "docs")
