@@ -139,7 +139,7 @@ setup(
             "imagehash",
         ],
         "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs", "build", "twine"],
-        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.28", "ruff"],  # ruff: formats signatures
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.28", "ruff"],  # the last formats signatures
     },
     entry_points={"console_scripts": ["zerovl=open_clip_zerovl.cli:main"]},
     classifiers=[
