@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory = {name: peak_bytes(model, way, batch) / one for name, way in contestants.items()}  # also the warm-up
     ratios: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(args.rounds):
-        taken = {name: cpu_seconds(lambda way=way: step(model, way, batch)) for name, way in contestants.items()}
+        taken = {name: cpu_seconds(partial(step, model, way, batch)) for name, way in contestants.items()}
         for name, seconds in taken.items():
             ratios[name].append(seconds / next(iter(taken.values())))
     said = f"K = {args.steps} mini-batches of {args.mini_batch}, {args.columns} columns, {args.rounds} rounds"
