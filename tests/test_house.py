@@ -17,6 +17,7 @@ FLOORS = (
     ("recipe", "retrieval", "clustering", "probe"),
     ("teacher",),
     ("plan", "bias", "interpolation"),
+    ("finetune",),
     ("cli", "training"),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -23,14 +23,11 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.checkpoints.spec import read_params
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.interpolation.compare import in_percent, recall_table
 from open_clip_zerovl.retrieval.run import RetrievalSettings, run_retrieval
 from open_clip_zerovl.retrieval.sets import parse_retrieval_data
 from scripts.paper.table import RECIPES, find_recipe
 from training.checkpointing import newest_whole
-
-SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
-ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {"rsum": "RSUM"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Comparison:
     """Retrieval before and after a fine-tuning.
 
     Attributes:
-        before, after: metrics by the names of ROWS, recalls and RSUM in percent points, and numbers of `images` and `captions`.
+        before, after: metrics by the names of compare.ROWS, in percent points, and numbers of `images` and `captions`.
         paper: those of these metrics that the paper reports.
         checkpoints: before and after.
         data: the retrieval set.
@@ -54,12 +51,7 @@ class Comparison:
     def table(self) -> str:
         """As Markdown, aligned for a terminal."""
         columns = {"before": self.before, "after": self.after, **({"paper": self.paper} if self.paper else {})}
-        lines = ["|          |" + "|".join(f"{name:>7} " for name in columns) + "|"]
-        lines.append("|----------|" + "|".join("-------:" for _ in columns) + "|")
-        for key, label in ROWS.items():
-            cells = (f"{values[key]:7.1f} " if key in values else f"{'':8}" for values in columns.values())
-            lines.append(f"| {label:9}|{'|'.join(cells)}|")
-        return "\n".join(lines)
+        return recall_table(columns)
 
     def caption(self) -> str:
         """Set, transform and checkpoints, in Markdown."""
@@ -95,9 +87,7 @@ def compare(run: Path, *, recipe: str | None = None, paper_transform: bool = Fal
     for model in (str(before), after):
         with contextlib.redirect_stdout(io.StringIO()):  # run_retrieval prints a table of one checkpoint
             result = run_retrieval(Encoder(model, device=device), f"{wanted}={sets[wanted]}", settings)[wanted]
-        scores.append(
-            {key: value if key in ("images", "captions", "rsum") else 100 * value for key, value in result.items()}
-        )
+        scores.append(in_percent(result))
     return Comparison(
         scores[0],
         scores[1],

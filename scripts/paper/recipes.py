@@ -35,14 +35,12 @@ from open_clip_zerovl.plan.gpus import (
     micro_batch_for,
 )
 from open_clip_zerovl.processes import PREEMPTED_STATUS
+from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
 from scripts.paper.launch import Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RETRIEVAL_SETS = ("coco", "f30k")
-SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")
-
-Settings = dict[str, "str | None"]
 
 
 @dataclass(frozen=True)
@@ -192,15 +190,6 @@ def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, se
     return flags
 
 
-def as_arguments(flags: Settings) -> list[str]:
-    """A command line: {"lr": "1e-4", "pretrained-image": "", "wd": None} is `--lr 1e-4 --pretrained-image`."""
-    arguments: list[str] = []
-    for flag, value in flags.items():
-        if value is not None:
-            arguments += [f"--{flag}", *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value))]
-    return arguments
-
-
 def check_flags(arguments: Sequence[str]) -> None:
     """Read the flags as training does, so that a mistake is reported now and not when a queued job starts.
 
@@ -273,15 +262,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-slurm", action="store_true", help="start on this machine even if sbatch is installed")
     return parser
-
-
-def parse_settings(texts: Sequence[str]) -> Settings:
-    """`--set` as flags: "a=1" sets a flag, "a" a switch, "a=" removes a flag."""
-    settings: Settings = {}
-    for text in texts:
-        flag, separator, value = text.partition("=")
-        settings[flag.removeprefix("--")] = value if value or not separator else None
-    return settings
 
 
 def hardware_of(options: argparse.Namespace) -> Hardware:

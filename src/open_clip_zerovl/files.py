@@ -100,15 +100,22 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str], *, busy: str | None = None) -> Iterator[None]:
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
 
+    Args:
+        busy: the sentence for a lock that another process holds; None waits for it.
+
     Raises:
+        UserError: `busy`.
         OSError: the folder cannot be made or written.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder, "lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise UserError(busy or "") from error
         yield
 
 

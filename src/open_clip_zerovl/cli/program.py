@@ -17,6 +17,7 @@ from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.export import add_export
+from open_clip_zerovl.cli.finetune import add_finetune
 from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.report import add_report
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bias(commands)
     add_compare(commands)
     add_export(commands)
+    add_finetune(commands)
     add_interpolate(commands)
     _add_convert(commands)
     return parser

@@ -1,0 +1,428 @@
+"""`zerovl finetune`: from a model and pairs to a model that finds them better, with what it cost.
+
+Files of the output folder, in the order in which they are made:
+
+    request.json                     what was asked; a later call that asks the same goes on
+    data/                            a held-out part and the rest, where the data brings no held-out set
+    before/                          the model it starts from, unless an exported folder was given
+    compared.json                    the sets whose pictures are not among those to train on
+    settings.json                    every flag of the training with its reason
+    run/, training.log               the training's own folder, and what it printed
+    model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
+    gallery.html, report.html        hits and misses before and after; all numbers
+    finetune.json                    the same for programs; written last
+
+Each stage that has finished is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.checkpoints.between import open_ends
+from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.export import relocation_note, write_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.figures.plot import require_matplotlib
+from open_clip_zerovl.files import check_writable, locked, write_atomically
+from open_clip_zerovl.finetune import data as pairs
+from open_clip_zerovl.finetune.names import PATIENCE
+from open_clip_zerovl.finetune.page import report_page, training_picture
+from open_clip_zerovl.finetune.settings import Facts, Setting, as_flags, choose_settings, split_batch
+from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
+from open_clip_zerovl.finetune.training import Training, train
+from open_clip_zerovl.interpolation.compare import in_percent, recall_table
+from open_clip_zerovl.interpolation.curve import Curve
+from open_clip_zerovl.interpolation.page import curve_picture, labelled
+from open_clip_zerovl.interpolation.run import CurveSettings, score_curve, write_between
+from open_clip_zerovl.launch import visible_gpus
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.plan.make import usable_cores
+from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.retrieval.run import score_set
+
+REQUEST, COMPARED, SETTINGS, RESULT = "request.json", "compared.json", "settings.json", "finetune.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a fine-tuning.
+
+    Attributes:
+        start: the model to start from; its device also trains, and its batch size and workers are those of evaluations.
+        data: pairs, see `data`.
+        out: folder to write.
+        retrieval_data: held-out sets of the new pairs; None for those that come with the data, or a part of it.
+        kept: retrieval sets of the ability to keep.
+        given: training flags that replace the chosen ones.
+        patience: epochs without a better score after which training ends; 0 for never.
+        seed: of the split and of the training.
+        compare_pictures: refuse held-out pictures that are trained on.
+        alphas, rule, kept_share: of the curve, see `CurveSettings`.
+    """
+
+    start: Encoder
+    data: str
+    out: Path
+    retrieval_data: str | None = None
+    kept: str | None = None
+    given: Settings = field(default_factory=dict)
+    patience: int = PATIENCE
+    seed: int = 0
+    compare_pictures: bool = True
+    alphas: Sequence[float] = CurveSettings.alphas
+    rule: str | None = None
+    kept_share: float = CurveSettings.kept_share
+
+    def of_training(self) -> dict[str, Any]:
+        """What a folder's training was asked with; the rest may differ in a later call."""
+        return {
+            "--from": self.start.model,
+            "--data": self.data,
+            "--retrieval-data": self.retrieval_data,
+            "--seed": self.seed,
+            **{f"--set {flag}": value for flag, value in self.given.items()},
+        }
+
+    def of_curve(self) -> dict[str, Any]:
+        """What the curve was asked with."""
+        return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What training needs.
+
+    Attributes:
+        before: the model as a folder.
+        train_data, new: for `--train-data` and `--retrieval-data`.
+        sources: opened.
+        notes: sentences for the report.
+    """
+
+    before: str
+    train_data: str
+    new: str
+    sources: tuple[Source, ...]
+    notes: tuple[str, ...]
+
+
+def run_finetune(request: Request, *, say: Say) -> Path:
+    """Fine-tune, or go on with a call that was stopped.
+
+    Args:
+        say: is called with a line about each stage.
+
+    Returns:
+        The folder of the chosen model.
+
+    Raises:
+        UserError: bad input, a folder of another fine-tuning, a training that failed.
+    """
+    out = request.out
+    check_writable(out, folder=True)
+    require_matplotlib()
+    with locked(out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"):
+        _same_request(request)
+        prepared = _prepare(request, say)
+        settings, ranks = _settings(request, prepared, say)
+        training = _training(request, prepared, settings, ranks)
+        result = _read(out / RESULT)
+        if result is not None and result["curve"]["asked"] == request.of_curve() and (out / "model").is_dir():
+            say(f"finished before; {out / 'report.html'} has the report")
+            print(result["table"])
+            return out / "model"
+        _announce(prepared, settings, say)
+        epoch, checkpoint = train(training, say)
+        _finish(request, prepared, settings, training, epoch, checkpoint, say)
+    return out / "model"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stages before training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _same_request(request: Request) -> None:
+    """Keep what is asked. UserError where the folder holds something else, or what asked otherwise."""
+    file = request.out / REQUEST
+    asked, before = request.of_training(), _read(file)
+    if before is None:
+        others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
+        if others:
+            raise UserError(f"{request.out} holds {others[0]} and no fine-tuning; choose an empty --out")
+        write_atomically(file, json.dumps(asked, indent=2) + "\n")
+        return
+    for name in asked.keys() | before.keys():
+        if asked.get(name) != before.get(name):
+            raise UserError(
+                f"{request.out} holds a fine-tuning with {_flag(name, before)}, and this call asks for {_flag(name, asked)}; "
+                "give what it was called with to go on, or another --out"
+            )
+
+
+def _flag(name: str, values: Mapping[str, Any]) -> str:
+    """A flag with its value, as it was or was not given."""
+    if values.get(name) is None:
+        return f"no {name}"
+    return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); remove it and call again") from error
+
+
+def _prepare(request: Request, say: Say) -> Prepared:
+    found = pairs.find_data(request.data)
+    sources, notes = pairs.open_sources(found.train_data), []
+    new = request.retrieval_data or found.held_out
+    if not new:
+        if not (request.out / "data" / SPLIT_FILE).is_file():
+            say("no held-out set came with the data: a part of its pictures is split off")
+        found = split_off(sources, request.out / "data", seed=request.seed)
+        sources, new = pairs.open_sources(found.train_data), found.held_out
+        notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
+    _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
+    before = _before(request, say)
+    return Prepared(before, found.train_data, new, sources, tuple(notes))
+
+
+def _compare_pictures(request: Request, sources: Sequence[Source], data: str, say: Say) -> None:
+    """Refuse test pictures that are trained on, once for the same sets."""
+    file, sets = request.out / COMPARED, pairs.sets_of(data)
+    if not request.compare_pictures or (_read(file) or {}).get("sets") == data:
+        return
+    say(f"comparing the pictures of {', '.join(sets)} with those to train on")
+    pairs.refuse_test_pictures(sources, sets)
+    write_atomically(file, json.dumps({"sets": data}) + "\n")
+
+
+def _before(request: Request, say: Say) -> str:
+    """The model to start from as `local-dir:FOLDER`; checkpoints and tags are exported first."""
+    model = request.start.model
+    folder = Path(model.removeprefix(LOCAL_DIR)).expanduser()
+    if (folder / CONFIG_FILE).is_file():
+        return LOCAL_DIR + str(folder.absolute())
+    out = request.out / "before"
+    if not (out / CONFIG_FILE).is_file():
+        say(f"exporting {model} to {out}")
+        spec = request.start.spec()
+        weights = replace(request.start, device="cpu").load()[0].state_dict()
+        card = model_card(spec, weights, origin="The model that a fine-tuning started from.")
+        write_local_dir(model, weights, spec, out, card=card)
+    return LOCAL_DIR + str(out.absolute())
+
+
+def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
+    """The settings of the run and its ranks: of an earlier call, or chosen now."""
+    file = request.out / SETTINGS
+    kept = _read(file)
+    if kept is not None:
+        return [Setting(**each) for each in kept["settings"]], kept["ranks"]
+    facts = _facts(request, prepared)
+    chosen = choose_settings(facts, request.given)
+    batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
+    fitting = _micro_batch_that_fits(batch, chosen, request, prepared, facts, say) if facts.gpus else None
+    chosen[1:1] = split_batch(batch, facts, request.given, fitting)
+    content = {"ranks": facts.ranks, "settings": [asdict(each) for each in chosen]}
+    write_atomically(file, json.dumps(content, indent=2) + "\n")
+    return chosen, facts.ranks
+
+
+def _facts(request: Request, prepared: Prepared) -> Facts:
+    sources = {source.name: source.num_samples for source in prepared.sources}
+    gpus = 0 if request.start.device == "cpu" else visible_gpus()
+    bf16 = False
+    if gpus:
+        import torch
+
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    masks = True
+    try:
+        WordAugment(_tokenizer(prepared.before)[0])
+    except UserError:
+        masks = False
+    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores())
+
+
+def _tokenizer(before: str) -> tuple[Any, int]:
+    """The tokenizer of an exported folder and the length of its contexts."""
+    import open_clip
+
+    tokenizer = open_clip.get_tokenizer(before)
+    return tokenizer, tokenizer.context_length
+
+
+def _micro_batch_that_fits(
+    batch: int, chosen: Sequence[Setting], request: Request, prepared: Prepared, facts: Facts, say: Say
+) -> int:
+    """The micro-batch that `zerovl plan` finds for the GPUs here, in a process that frees their memory again."""
+    say(f"looking for the micro-batch that fits {facts.gpus} GPU{'s' * (facts.gpus > 1)}")
+    flags = {
+        **_fixed_flags(request, prepared),
+        **as_flags(chosen),
+        "effective-batch": str(batch),
+    }
+    line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", "--", *as_arguments(flags)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise UserError(
+            f"the plan of the training failed: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}"
+        )
+    plan = json.loads(done.stdout)
+    if plan["missing"]:
+        first = plan["missing"][0]
+        raise UserError(f"the training lacks something: {first['what']}; {first['advice']}")
+    say(f"one step takes {plan['step_seconds']:.2f} s, all {plan['steps']:,} about {plan['hours']:.1f} h")
+    return plan["batching"]["micro_batch"]
+
+
+def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
+    """The flags that follow from what is asked, not from how much data there is."""
+    return {
+        "model": prepared.before,
+        "train-data": prepared.train_data,
+        "retrieval-data": prepared.new,
+        "seed": str(request.seed),
+        "save-frequency": "1",
+        "log-every-n-steps": "10",
+        **({"device": "cpu"} if request.start.device == "cpu" else {}),
+    }
+
+
+def _training(request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int) -> Training:
+    flags = {**_fixed_flags(request, prepared), **as_flags(settings)}
+    return Training(
+        request.out,
+        as_arguments(flags),
+        ranks,
+        int(flags["epochs"] or 0),
+        request.patience,
+        tuple(pairs.sets_of(prepared.new)),
+    )
+
+
+def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None:
+    """Say what is trained on and how, each setting with its reason."""
+    for source in prepared.sources:
+        say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
+    tokenizer, length = _tokenizer(prepared.before)
+    looked, cut, longest = pairs.cut_captions(tokenizer, length, prepared.sources)
+    if cut:
+        say(
+            f"note: {cut:,} of {looked:,} captions looked at are longer than the model's {length} tokens (the longest has "
+            f"{longest}) and are cut; say first what matters most in a caption"
+        )
+    say("settings (--set FLAG=VALUE replaces one):")
+    for setting in settings:
+        say(str(setting))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stages after training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _finish(
+    request: Request,
+    prepared: Prepared,
+    settings: Sequence[Setting],
+    training: Training,
+    epoch: int,
+    checkpoint: Path,
+    say: Say,
+) -> None:
+    out = request.out
+    scorer = Encoder(
+        prepared.before, device=request.start.device, batch_size=request.start.batch_size, workers=request.start.workers
+    )
+    asked = CurveSettings(prepared.new, request.kept, tuple(request.alphas), request.rule, request.kept_share)
+    say(f"weights between before and epoch {epoch}, the best:")
+    ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
+    curve = score_curve(ends, scorer, asked, say=say)
+    model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
+    shown: list[GallerySet] = []
+    for name, dataset in pairs.sets_of(prepared.new).items():
+        for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
+            loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
+            scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
+            assert scored is not None
+            shown.append(scored)
+    write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
+    notes = [*prepared.notes, *_reading_notes(curve)]
+    picture = training_picture(_mean(curve, training.sets), training.scores(), epoch)
+    facts = [f"From {request.start.model} on {request.data}.", *notes]
+    write_atomically(
+        out / "report.html",
+        report_page("A fine-tuning", facts, settings, picture, curve, curve_picture(curve)),
+    )
+    table = before_after(curve, notes)
+    content = {
+        **request.of_training(),
+        "best epoch": epoch,
+        "checkpoint": str(checkpoint),
+        "epochs": {str(number): score for number, score in training.scores().items()},
+        "curve": {"asked": request.of_curve(), **curve.as_dict()},
+        "model": str(model),
+        "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
+    }
+    write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
+    print(content["table"])
+
+
+def _mean(curve: Curve, names: Sequence[str]) -> float:
+    return curve.points[0].mean_rsum(names)
+
+
+def _reading_notes(curve: Curve) -> list[str]:
+    """What to know of the numbers, as sentences."""
+    notes = [
+        "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
+        "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
+    ]
+    if not curve.kept:
+        notes.append("No kept set was given, so that nothing says what was forgotten; call again with --kept NAME=SET.")
+    if curve.chosen.alpha == 0:
+        notes.append("No point is better than the model before: more pairs, or another --set lr, may help.")
+    return notes
+
+
+def before_after(curve: Curve, notes: Sequence[str]) -> str:
+    """A table for each set, then the curve and the notes, as text."""
+    parts = []
+    for name in (*curve.new, *curve.kept):
+        row = curve.points[0].metrics[name]
+        columns = {label: in_percent(point.metrics[name]) for label, point in labelled(curve)}
+        kind = "kept" if name in curve.kept else "new"
+        parts.append(
+            f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
+        )
+    parts.append(f"\n{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
+    return "\n".join([*parts, *notes])
+
+
+def next_command(model: Path, new: str, kept: str | None) -> str:
+    """How to load and score the chosen model."""
+    data = shlex.quote("::".join(filter(None, (new, kept))))
+    lines = [
+        f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
+        f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
+    ]
+    return "\n".join([*lines, *filter(None, [relocation_note(model)])])

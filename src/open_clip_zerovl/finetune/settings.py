@@ -1,0 +1,229 @@
+"""The settings of a fine-tuning on 1 K to 1 M pairs, each with its reason in a line.
+
+N  effective batch    B  micro-batch per rank    K  DGA steps    W  ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH
+from open_clip_zerovl.recipe.arguments import Settings
+
+LARGEST_BATCH = 2048
+FEWEST_STEPS = 8  # of an epoch
+FEWEST_SAMPLES = 2 * FEWEST_STEPS
+WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
+STEPS_BETWEEN_SAVES = 250
+MANY_SAMPLES, VERY_MANY_SAMPLES = 200_000, 2_000_000
+AS_ASKED = "as asked"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the settings follow from.
+
+    Attributes:
+        samples: what an epoch shows: pictures, each with one of its captions.
+        sources: name -> samples.
+        masks: whether the tokenizer has a mask token.
+        gpus: visible GPUs that train; 0 for the CPU.
+        bf16: whether these multiply bf16.
+        cores: CPU cores.
+    """
+
+    samples: int
+    sources: Mapping[str, int]
+    masks: bool
+    gpus: int
+    bf16: bool
+    cores: int
+
+    @property
+    def ranks(self) -> int:
+        return max(1, self.gpus)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training flag (`effective-batch` is B*K*W) with its value, None for one that is left out, and the reason."""
+
+    flag: str
+    value: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        shown = f"no --{self.flag}" if self.value is None else f"--{self.flag} {self.value}".rstrip()
+        return f"  {shown:32} {self.reason}"
+
+
+def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
+    """All settings but those of the split of the batch (`split_batch`).
+
+    Args:
+        given: flags that replace the choice; those that are not chosen here follow at the end.
+
+    Raises:
+        UserError: a batch larger than the data, or too few samples.
+    """
+    if facts.samples < FEWEST_SAMPLES:
+        raise UserError(
+            f"there are {facts.samples} pictures to train on, and {FEWEST_SAMPLES} are the least; give more pairs"
+        )
+    batch, batch_reason = _effective_batch(facts, given)
+    epochs = _positive(given, "epochs") or _epochs(facts.samples)
+    steps_an_epoch = facts.samples // batch
+    steps = epochs * steps_an_epoch
+    share = min(0.2, max(0.025, WARMUP_STEPS / steps))
+    smallest = min(facts.sources.values())
+    debiased = len(facts.sources) > 1 and smallest >= batch
+    lr = float(given.get("lr") or 1e-5)
+    chosen = [
+        Setting("effective-batch", str(batch), batch_reason),
+        Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
+        Setting("lr", f"{lr:g}", "what ZeroVL (5.2) and FLYP fine-tune with; pre-training's 1e-4 to 1e-3 erases more"),
+        Setting("lr-min", f"{lr / 10:g}", "a tenth of the rate, the share of the paper's pre-training (A.9)"),
+        Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
+        Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
+        Setting("eps", "1e-6", "CLIP's and ZeroVL's"),
+        Setting("grad-clip-norm", "1.0", "one odd batch cannot throw the weights far"),
+        Setting(
+            "warmup-share", f"{share:.3g}", f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}"
+        ),
+        Setting("freeze", None, "both towers train: FLYP found this best, from 4 examples a class to ImageNet"),
+        Setting(
+            "captions", "one-per-epoch", "a picture is shown once an epoch, so that it is not a negative of itself"
+        ),
+        Setting("text-augment", *_text_augment(facts)),
+        Setting("sampling", *_sampling(facts, debiased, smallest, batch)),
+        Setting("precision", *_precision(facts)),
+        Setting("workers", *_workers(facts)),
+        Setting("save-every-steps", *_save_every_steps(steps_an_epoch)),
+    ]
+    names = {setting.flag for setting in chosen}
+    asked = [
+        Setting(setting.flag, given[setting.flag], AS_ASKED)
+        if setting.flag in given and setting.flag not in ("effective-batch",)
+        else setting
+        for setting in chosen
+    ]
+    more = [
+        Setting(flag, value, AS_ASKED)
+        for flag, value in given.items()
+        if flag not in names | {"batch-size", "dga-steps", "dga-retain"}
+    ]
+    return asked + more
+
+
+def split_batch(batch: int, facts: Facts, given: Settings, fitting: int | None) -> list[Setting]:
+    """Micro-batch, DGA steps and graphs kept for an effective batch.
+
+    Args:
+        fitting: the micro-batch that the GPU's memory holds; None on a CPU.
+    """
+    share = max(1, batch // facts.ranks)
+    size = _positive(given, "batch-size") or min(fitting or CPU_MICRO_BATCH, share)
+    steps = _positive(given, "dga-steps") or max(1, round(share / size))
+    where = f"what a GPU's memory holds of {share}" if fitting is not None else "enough for a CPU"
+    split = f"{size} x {steps}{f' x {facts.gpus} GPUs' if facts.gpus > 1 else ''} = {size * steps * facts.ranks}"
+    return [
+        Setting("batch-size", str(size), AS_ASKED if "batch-size" in given else where),
+        Setting(
+            "dga-steps", str(steps), AS_ASKED if "dga-steps" in given else f"{split}: the gradient of the whole batch"
+        ),
+        Setting(
+            "dga-retain",
+            given.get("dga-retain", "auto"),
+            AS_ASKED if "dga-retain" in given else "as many graphs as memory holds",
+        ),
+    ]
+
+
+def check_batch(batch: int, samples: int) -> None:
+    """UserError for an effective batch that the data does not fill."""
+    if batch > samples:
+        raise UserError(
+            f"an effective batch of {batch:,} is larger than the {samples:,} pictures to train on, and an epoch would have no "
+            f"step; give --set effective-batch={_power_of_two(samples / FEWEST_STEPS)} or less"
+        )
+
+
+def as_flags(settings: Sequence[Setting]) -> Settings:
+    """The training flags of settings."""
+    return {setting.flag: setting.value for setting in settings if setting.flag != "effective-batch"}
+
+
+def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
+    asked = _positive(given, "effective-batch")
+    size, steps = _positive(given, "batch-size"), _positive(given, "dga-steps")
+    if asked is None and size is not None and steps is not None:
+        asked = size * steps * facts.ranks
+    if asked is not None:
+        check_batch(asked, facts.samples)
+        return asked, AS_ASKED
+    batch = min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS))
+    if batch == LARGEST_BATCH:
+        return batch, "ZeroVL's for fine-tuning (5.2); more negatives change little"
+    return batch, f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} pictures"
+
+
+def _epochs(samples: int) -> int:
+    return 20 if samples < MANY_SAMPLES else 10 if samples < VERY_MANY_SAMPLES else 5
+
+
+def _epochs_reason(samples: int) -> str:
+    if samples < MANY_SAMPLES:
+        return "FLYP's below 200 K samples, near ZeroVL's 14 to 18 passes (5.2); the best epoch is kept"
+    if samples < VERY_MANY_SAMPLES:
+        return "WiSE-FT's and FLYP's on 1.28 M samples; the best epoch is kept"
+    return "half of WiSE-FT's at 1.28 M: the samples are many; the best epoch is kept"
+
+
+def _text_augment(facts: Facts) -> tuple[str | None, str]:
+    if facts.masks:
+        return "0.2", "words masked and deleted as in pre-training (2.2): captions repeat each epoch"
+    return None, "the tokenizer has no mask token, so that pre-training has masked no words"
+
+
+def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:
+    if steps_an_epoch > STEPS_BETWEEN_SAVES:
+        return str(STEPS_BETWEEN_SAVES), "a killed run loses at most these"
+    return None, f"an epoch has {steps_an_epoch} steps and ends with a checkpoint"
+
+
+def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[str, str]:
+    if len(facts.sources) == 1:
+        return "random", "there is one source"
+    if debiased:
+        return "debiased", f"each batch from one of the {len(facts.sources)} sources (3.1)"
+    return "random", f"the smallest source has {smallest:,} pictures, which do not fill a batch of {batch:,}"
+
+
+def _precision(facts: Facts) -> tuple[str, str]:
+    if not facts.gpus:
+        return "fp32", "the CPU multiplies nothing faster"
+    return ("amp_bf16", "the GPU multiplies bf16") if facts.bf16 else ("amp", "the GPU multiplies no bf16")
+
+
+def _workers(facts: Facts) -> tuple[str, str]:
+    if not facts.gpus and facts.cores <= 2:
+        return "0", f"{facts.cores} CPU cores, which training itself uses"
+    count = min(8, max(1, facts.cores // facts.ranks - 1)) if facts.gpus else min(4, facts.cores // 2)
+    return str(count), f"loader processes a rank on {facts.cores} CPU cores"
+
+
+def _positive(given: Settings, flag: str) -> int | None:
+    """A given whole number. UserError where it is none, or below 1."""
+    text = given.get(flag)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--set {flag}={text} is no whole number of 1 or more")
+    return int(text)
+
+
+def _power_of_two(value: float) -> int:
+    """The largest power of two that is not above the value, at least 1."""
+    return 1 << max(0, int(value).bit_length() - 1)

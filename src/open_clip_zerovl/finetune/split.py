@@ -1,0 +1,132 @@
+"""A held-out part of pairs that have none, split off by picture: all samples with the same picture are on one side.
+
+    OUT/NAME/train-00000.tar, sizes.json       what is left of each source
+    OUT/held-out/test/0.tar ...                the held-out pictures with all their captions, in CLIP_benchmark's layout
+    OUT/split.json                             written last
+
+Which pictures are held out follows from a hash of seed and bytes, so that the same data gives the same split in any order. The
+shards are copies: a picture cannot be left out of a tar.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
+from open_clip_zerovl.finetune.names import HELD_OUT_SHARE, MOST_HELD_OUT
+from open_clip_zerovl.tar.members import Sample
+from open_clip_zerovl.tar.shards import SIZES_FILE, write_retrieval_set, write_shard
+
+SPLIT_FILE = "split.json"
+SHARD_SAMPLES = 10_000
+FEWEST_PICTURES = 40
+FEWEST_HELD_OUT = 10
+
+
+@dataclass
+class HeldOut:
+    """A picture that is held out, with the captions of all its samples."""
+
+    picture: bytes = b""
+    captions: list[str] = field(default_factory=list)
+
+
+def split_off(
+    sources: Sequence[Source], out: Path, *, seed: int, share: float = HELD_OUT_SHARE, most: int = MOST_HELD_OUT
+) -> Found:
+    """Write the split, or find the one that an earlier call has finished.
+
+    Args:
+        sources: with all captions of a picture (`data.open_sources`).
+        share, most: of the pictures; at least FEWEST_HELD_OUT.
+
+    Raises:
+        UserError: too few pictures, or a disk that holds no copy of the data.
+    """
+    found = Found("::".join(f"{source.name}={out / source.name}" for source in sources), f"{HELD_OUT}={out / HELD_OUT}")
+    wanted = {"seed": seed, "share": share, "most": most, "sources": {s.name: s.num_samples for s in sources}}
+    file = out / SPLIT_FILE
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == wanted:
+        return found
+    digests, total_bytes = _digests(sources, seed)
+    if len(digests) < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {len(digests)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
+            "set with --retrieval-data"
+        )
+    _check_space(out, total_bytes)
+    count = min(most, max(FEWEST_HELD_OUT, round(share * len(digests))))
+    held_out = {digest: HeldOut() for digest in sorted(heapq.nsmallest(count, digests))}
+    shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
+    sizes = {source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources}
+    samples = [
+        Sample(f"{number:06d}", {_suffix(own.picture): own.picture, "txt": "\n".join(own.captions).encode()})
+        for number, own in enumerate(held_out.values())
+    ]
+    write_retrieval_set(out / HELD_OUT, samples)
+    write_atomically(file, json.dumps({"of": wanted, "held out": len(samples), "train": sizes}, indent=2) + "\n")
+    return found
+
+
+def _digests(sources: Sequence[Source], seed: int) -> tuple[set[bytes], int]:
+    """The different pictures of all sources, and the bytes of all samples."""
+    digests: set[bytes] = set()
+    total = 0
+    for source in sources:
+        for sample, picture, _ in all_samples(source):
+            digests.add(digest_of(picture, seed))
+            total += sum(map(len, sample.files.values())) + 1024  # and headers
+    return digests, total
+
+
+def _check_space(out: Path, total_bytes: int) -> None:
+    place = out
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if total_bytes > 0.95 * free:
+        raise UserError(
+            f"holding pictures out copies the data, {total_bytes / 2**30:.1f} GiB, and {place} has {free / 2**30:.1f} GiB "
+            "free; make room, or give a held-out set with --retrieval-data (`zerovl data pack` holds one out while it packs)"
+        )
+
+
+def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut], seed: int) -> int:
+    """Write what is not held out of a source, and note what is. Returns the samples written."""
+
+    def rest() -> Iterator[Sample]:
+        for sample, picture, captions in all_samples(source):
+            own = held_out.get(digest_of(picture, seed))
+            if own is None:
+                yield sample
+                continue
+            own.picture = picture
+            own.captions += [caption for caption in captions if caption not in own.captions]
+
+    sizes: dict[str, int] = {}
+    waiting = rest()
+    while (first := next(waiting, None)) is not None:
+        name = f"train-{len(sizes):05d}.tar"
+        part = itertools.chain([first], itertools.islice(waiting, SHARD_SAMPLES - 1))
+        # New keys: those of two shards may be alike.
+        sizes[name] = write_shard(folder / name, (replace(one, key=f"{n:06d}") for n, one in enumerate(part)))
+    if not sizes:
+        raise UserError(f"all pictures of source {source.name!r} are held out; give it more, or leave it out")
+    write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
+    return sum(sizes.values())
+
+
+def _suffix(picture: bytes) -> str:
+    """The suffix of a picture's format, by its first bytes."""
+    if picture.startswith(b"\x89PNG"):
+        return "png"
+    return "webp" if picture[:4] == b"RIFF" and picture[8:12] == b"WEBP" else "jpg"

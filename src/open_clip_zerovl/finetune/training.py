@@ -1,0 +1,189 @@
+"""The training of a fine-tuning: a process of its own, watched by the scores that it writes after each epoch.
+
+It ends early where the score has not risen for some epochs; of its checkpoints the best and the newest are kept. A call that
+was killed goes on where its training stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.launch import training_command
+from open_clip_zerovl.processes import PREEMPTED_STATUS, end_with_parent
+
+RUN = "run"
+LOG = "training.log"
+_EPOCH = re.compile(r"epoch_(\d+)\.pt")
+_LOOK_SECONDS = 0.5
+_STOP_SECONDS = 600.0  # for a step and its checkpoint
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run in OUT/run.
+
+    Attributes:
+        out: the fine-tuning's folder.
+        arguments: of the training program, without those of its folder.
+        processes: ranks.
+        epochs: of a run that is not stopped early.
+        patience: epochs without a better score after which it is stopped; 0 for never.
+        sets: retrieval sets whose mean RSUM is the score.
+    """
+
+    out: Path
+    arguments: Sequence[str]
+    processes: int
+    epochs: int
+    patience: int
+    sets: tuple[str, ...]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / RUN / "checkpoints"
+
+    def scores(self) -> dict[int, float]:
+        """Epoch -> mean RSUM over the sets, of the epochs that have ended."""
+        file = self.checkpoints / "results.jsonl"
+        found: dict[int, float] = {}
+        # A line without its end is being written.
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+        for line in lines:
+            row = json.loads(line)
+            values = [row[f"{name}_rsum"] for name in self.sets if f"{name}_rsum" in row]
+            if len(values) == len(self.sets):
+                found[row["epoch"]] = sum(values) / len(values)
+        return found
+
+    def saved(self) -> dict[int, Path]:
+        """Epoch -> its checkpoint, of those that are there."""
+        files = self.checkpoints.glob("epoch_*.pt")
+        return {int(match[1]): path for path in files if (match := _EPOCH.fullmatch(path.name))}
+
+    def best(self) -> tuple[int, Path] | None:
+        """The epoch with the best score among those with a checkpoint, the earlier of two equal ones; None before the first."""
+        scores, saved = self.scores(), self.saved()
+        both = [epoch for epoch in saved if epoch in scores]
+        if not both:
+            return None
+        epoch = max(both, key=lambda epoch: (scores[epoch], -epoch))
+        return epoch, saved[epoch]
+
+    def is_over(self) -> bool:
+        """Whether the last epoch is saved, or the score has not risen for `patience` epochs."""
+        return self.epochs in self.saved() or self.gave_up()
+
+    def gave_up(self) -> bool:
+        """Whether the score has not risen for `patience` epochs."""
+        return gave_up(self.scores(), self.patience)
+
+    def prune(self) -> None:
+        """Delete all checkpoints of epochs but the best and the newest."""
+        saved, best = self.saved(), self.best()
+        for epoch, path in saved.items():
+            if epoch != max(saved) and best is not None and epoch != best[0]:
+                path.unlink(missing_ok=True)
+
+
+def gave_up(scores: Mapping[int, float], patience: int) -> bool:
+    """Whether the last `patience` of the epochs brought no better score."""
+    if not patience or not scores:
+        return False
+    best = max(scores, key=lambda epoch: (scores[epoch], -epoch))
+    return max(scores) - best >= patience
+
+
+def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
+    """Run the training to its end, or what is left of it.
+
+    Args:
+        say: is called with a line for each epoch.
+
+    Returns:
+        The best epoch and its checkpoint.
+
+    Raises:
+        UserError: the training failed (its last words are in the sentence), or was stopped.
+        KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint.
+    """
+    said: set[int] = set()
+    if not training.is_over():
+        _run(training, said, say)
+    training.prune()
+    best = training.best()
+    if best is None:
+        raise UserError(f"the training left no scored checkpoint in {training.checkpoints}; see {training.out / LOG}")
+    return best
+
+
+def _run(training: Training, said: set[int], say: Callable[[str], None]) -> None:
+    arguments = [*training.arguments, "--logs", str(training.out), "--name", RUN, "--resume", "latest"]
+    said.update(training.scores())  # of an earlier call
+    if said:
+        say(f"going on after epoch {max(said)}")
+    with open(training.out / LOG, "ab") as log:
+        process = subprocess.Popen(
+            training_command(arguments, training.processes), stdout=log, stderr=log, preexec_fn=_end_with_parent
+        )
+        stopping = False
+        try:
+            while process.poll() is None:
+                time.sleep(_LOOK_SECONDS)
+                _report(training, said, say)
+                training.prune()
+                if not stopping and training.gave_up() and process.poll() is None:
+                    say(f"no better score for {training.patience} epochs: training ends")
+                    process.send_signal(signal.SIGTERM)
+                    stopping = True
+        except BaseException:
+            _wait_for_end(process)
+            raise
+    _report(training, said, say)
+    if process.returncode == 0 or training.is_over():
+        return
+    if process.returncode in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
+        raise UserError("the training was stopped; call the same command again to go on")
+    raise UserError(
+        f"the training ended with status {process.returncode}: {_last_words(training.out / LOG)} (all of it: "
+        f"{training.out / LOG})"
+    )
+
+
+def _end_with_parent() -> None:
+    """In the child: save and stop when the fine-tuning is killed, so that a second call finds nobody at work."""
+    end_with_parent(signal.SIGTERM)
+
+
+def _wait_for_end(process: subprocess.Popen) -> None:
+    """Have the training save a checkpoint and end."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _report(training: Training, said: set[int], say: Callable[[str], None]) -> None:
+    scores = training.scores()
+    for epoch in sorted(scores.keys() - said):
+        so_far = [score for earlier, score in scores.items() if earlier < epoch]
+        note = ", the best so far" if not so_far or scores[epoch] > max(so_far) else ""
+        say(f"epoch {epoch} of {training.epochs}: RSUM {scores[epoch]:.1f} on {', '.join(training.sets)}{note}")
+        said.add(epoch)
+
+
+def _last_words(log: Path) -> str:
+    """The last error that a training printed, else its last line."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines[-40:] if "error" in line.lower()]
+    return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")

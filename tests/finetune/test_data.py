@@ -1,0 +1,123 @@
+"""Pairs of a fine-tuning: what a folder holds, the split by picture, pictures on both sides, captions that are cut."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import open_clip
+import pytest
+from PIL import Image
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.finetune.data import (
+    all_samples,
+    cut_captions,
+    find_data,
+    open_sources,
+    refuse_test_pictures,
+    sets_of,
+)
+from open_clip_zerovl.finetune.split import split_off
+from open_clip_zerovl.tar.members import Sample
+from open_clip_zerovl.tar.shards import write_retrieval_set, write_source
+
+
+def picture(number: int) -> bytes:
+    """A small picture of its own."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def sample(number: int, *captions: str, key: str = "") -> Sample:
+    texts = captions or (f"picture {number}",)
+    return Sample(key or f"{number:05d}", {"png": picture(number), "txt": "\n".join(texts).encode(), "json": b"{}"})
+
+
+def source(folder, numbers, **options) -> str:
+    write_source(folder, [sample(number) for number in numbers], shard_size=30, **options)
+    return f"{folder.name}={folder}"
+
+
+def test_what_a_folder_holds(tmp_path):
+    source(tmp_path / "one", range(5))
+    assert find_data(str(tmp_path / "one")).train_data == f"one={tmp_path / 'one'}"
+    packed = tmp_path / "packed"
+    source(packed / "a", range(5))
+    source(packed / "b", range(5, 9))
+    write_retrieval_set(packed, [sample(100)])
+    write_retrieval_set(packed / "test" / "b", [sample(101)])
+    found = find_data(str(packed))
+    assert found.train_data == f"a={packed / 'a'}::b={packed / 'b'}"
+    assert found.held_out == f"held-out={packed}::b={packed / 'test' / 'b'}"
+    assert {name: len(dataset) for name, dataset in sets_of(found.held_out).items()} == {"held-out": 1, "b": 1}
+    coco = tmp_path / "coco"
+    source(coco / "train", range(5))
+    write_retrieval_set(coco, [sample(100)])
+    assert find_data(str(coco)).train_data == f"coco={coco / 'train'}"
+    assert find_data("x=/data/x::y=/data/{00..03}.tar").train_data == "x=/data/x::y=/data/{00..03}.tar"
+    assert find_data("/data/my pairs").train_data == "my-pairs=/data/my pairs"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no shards .*zerovl data pack"):
+        find_data(str(tmp_path / "empty"))
+
+
+def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
+    # Picture 7 is in both sources, and twice in the first with another caption.
+    first = [*(sample(number) for number in range(40)), sample(7, "seven again", key="again")]
+    second = [sample(number) for number in (7, *range(40, 80))]
+    write_source(tmp_path / "a", first, shard_size=15)
+    write_source(tmp_path / "b", second, shard_size=100)
+    write_source(tmp_path / "turned" / "a", first[::-1], shard_size=9)
+    write_source(tmp_path / "turned" / "b", second[::-1], shard_size=10)
+    held = {}
+    for seed, where in ((0, ""), (1, ""), (0, "turned")):
+        data = tmp_path / where
+        out = tmp_path / f"out-{seed}{where}"
+        found = split_off(open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25)
+        (held_out,) = sets_of(found.held_out).values()
+        texts = [{caption for one in held_out.samples for caption in one.captions}]
+        texts += [{c for one in open_sources(found.train_data) for _, _, own in all_samples(one) for c in own}]
+        assert len(held_out) == 20 and texts[0].isdisjoint(texts[1])
+        assert texts[0] | texts[1] == {f"picture {number}" for number in range(80)} | {"seven again"}
+        assert ("picture 7" in texts[0]) == ("seven again" in texts[0])
+        refuse_test_pictures(open_sources(found.train_data), sets_of(found.held_out))
+        held[seed, where] = texts[0]
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
+        again = split_off(open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25)
+        assert again == found and before == {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
+    assert held[0, ""] == held[0, "turned"] != held[1, ""]
+    kept = next(iter(all_samples(open_sources(found.train_data)[0])))[0]
+    assert kept.files["json"] == b"{}"
+
+
+def test_too_few_pictures_to_split(tmp_path):
+    with pytest.raises(UserError, match=r"the data has 12 pictures, too few .*--retrieval-data"):
+        split_off(open_sources(source(tmp_path / "few", range(12))), tmp_path / "out", seed=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_test_picture_among_the_training_pictures_is_refused_by_its_bytes(tmp_path):
+    sources = open_sources(source(tmp_path / "mine", range(50)))
+    write_retrieval_set(tmp_path / "clean", [sample(number) for number in range(100, 110)])
+    refuse_test_pictures(sources, sets_of(f"clean={tmp_path / 'clean'}"))
+    write_retrieval_set(tmp_path / "dirty", [sample(number, "another caption") for number in (33, 200, 4)])
+    with pytest.raises(
+        UserError, match=r"2 of the 3 pictures of dirty are trained on \(first: 00004, in sample 00004 of"
+    ):
+        refuse_test_pictures(sources, sets_of(f"clean={tmp_path / 'clean'}::dirty={tmp_path / 'dirty'}"))
+    for number in (4, 60):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    (tmp_path / "pairs.csv").write_text("filepath,title\n4.png,four\n60.png,sixty\n")
+    with pytest.raises(UserError, match="1 of the 3 pictures of dirty are trained on"):
+        refuse_test_pictures(open_sources(f"table={tmp_path / 'pairs.csv'}"), sets_of(f"dirty={tmp_path / 'dirty'}"))
+
+
+def test_captions_that_the_context_cuts(tmp_path):
+    texts = ["a cat", "a cat " * 3, "a cat " * 4, " ".join(["dog"] * 300)]  # 4, 8, 10 and 302 tokens
+    write_source(tmp_path / "mine", [sample(i, text) for i, text in enumerate(texts)], shard_size=10)
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    sources = open_sources(f"mine={tmp_path / 'mine'}")
+    assert cut_captions(tokenizer, 8, sources) == (4, 2, 64)
+    assert cut_captions(tokenizer, 77, sources) == (4, 1, 302)

@@ -1,0 +1,178 @@
+"""`zerovl finetune` from pairs to an exported model, on the CPU, with the demo's model and pictures drawn here."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.cli import main
+from open_clip_zerovl.files import locked
+from open_clip_zerovl.finetune.data import open_sources
+from open_clip_zerovl.finetune.run import Prepared, Request, _micro_batch_that_fits
+from open_clip_zerovl.finetune.settings import Facts, choose_settings
+from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH
+from open_clip_zerovl.tar.members import Sample
+from open_clip_zerovl.tar.shards import write_source
+from support.scoring import score_checkpoint
+from support.tiny_clip import random_model, write_bert, write_retrieval_set, write_run
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
+THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
+ASKED = [
+    "--device=cpu",
+    "--set",
+    "lr=5e-4",
+    "--set",
+    "epochs=3",
+    "--set",
+    "text-augment=",
+    "--alphas=0.5",
+    "--batch-size=16",
+]
+
+
+def drawn(number: int) -> Sample:
+    """A picture of some colours, with two captions that say them."""
+    rng = np.random.default_rng(number)
+    colour, thing = list(COLOURS)[number % 3], THINGS[number % 7]
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8) + np.array(COLOURS[colour], dtype=np.uint8)
+    pixels[2 * (number % 7) : 2 * (number % 7) + 2] = 255
+    pixels[rng.integers(16), rng.integers(16)] = rng.integers(0, 255, 3)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    captions = f"a {colour} {thing}\nthe {thing} with {colour}"
+    return Sample(f"{number:05d}", {"png": buffer.getvalue(), "txt": captions.encode()})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint of the demo's model, pairs, and a set to keep."""
+    folder = tmp_path_factory.mktemp("finetune")
+    bert = write_bert(folder / "bert")
+    name = with_text_model("zerovl-emoji", bert)
+    write_run(folder / "start", random_model(name, seed=1), {"model": "zerovl-emoji", "text_model": str(bert)})
+    write_source(folder / "mine", [drawn(number) for number in range(100)], shard_size=60)
+    write_retrieval_set(folder / "old", [1] * 10)
+    return folder
+
+
+def arguments(made: Path, out: Path, *more: str) -> list[str]:
+    start = made / "start" / "checkpoints" / "epoch_1.pt"
+    return ["finetune", "--from", str(start), "--data", str(made / "mine"), "--out", str(out), *ASKED, *more]
+
+
+def test_refusals_come_before_the_training(made, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    assert main(arguments(made, tmp_path / "full")) == 2
+    assert "holds thesis.txt and no fine-tuning" in capsys.readouterr().err
+    busy = tmp_path / "busy"
+    with locked(busy):
+        assert main(arguments(made, busy)) == 2
+    assert f"another process is fine-tuning in {busy}" in capsys.readouterr().err
+    assert main(arguments(made, tmp_path / "large", "--set", "effective-batch=512")) == 2
+    assert "batch of 512 is larger than the 90 pictures to train on" in capsys.readouterr().err
+    assert main(arguments(made, tmp_path / "dirty", f"--retrieval-data=x={made / 'mine'}")) == 2
+    assert "100 of the 100 pictures of x are trained on" in capsys.readouterr().err
+    assert not any((tmp_path / name / "run").exists() for name in ("full", "busy", "large", "dirty"))
+
+
+@pytest.mark.slow  # `zerovl plan` takes steps and reads samples: 40 s
+@pytest.mark.timeout(600)
+def test_the_micro_batch_is_what_a_plan_of_the_same_flags_finds(made, tmp_path):
+    """With GPUs the plan asks them; here it answers for the CPU."""
+    start = Encoder(str(made / "start" / "checkpoints" / "epoch_1.pt"))
+    request = Request(start, f"mine={made / 'mine'}", tmp_path)
+    write_retrieval_set(tmp_path / "new", [1] * 5)
+    folder = export_local_dir(start.model, tmp_path / "before")
+    sources = open_sources(request.data)
+    prepared = Prepared(f"local-dir:{folder}", request.data, f"new={tmp_path / 'new'}", sources, ())
+    facts = Facts(100, {"mine": 100}, masks=True, gpus=1, bf16=True, cores=2)
+    said: list[str] = []
+    found = _micro_batch_that_fits(64, choose_settings(facts, {}), request, prepared, facts, said.append)
+    assert found == CPU_MICRO_BATCH and "fits 1 GPU" in said[0] and "one step takes" in said[1]
+
+
+@pytest.mark.slow  # two trainings in processes of their own: 40 s
+@pytest.mark.timeout(600)
+def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(arguments(made, out)) == 0
+    said = capsys.readouterr()
+    assert "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
+    result = json.loads((out / "finetune.json").read_text())
+
+    # The table is what `zerovl retrieval` says by hand.
+    held_out = f"held-out={out / 'data' / 'held-out'}"
+    points = {point["alpha"]: point["results"]["held-out"] for point in result["curve"]["points"]}
+    alpha = result["curve"]["chosen"]["alpha"]
+    for model, point in ((out / "before", 0), (result["checkpoint"], 1), (out / "model", alpha)):
+        by_hand = score_checkpoint(str(model), held_out)["held-out"]
+        assert {key: points[point][key] for key in by_hand} == pytest.approx(by_hand, abs=1e-9)
+        assert f"{by_hand['rsum']:.1f} " in said.out
+    assert points[1]["rsum"] > points[0]["rsum"]
+    assert by_hand["images"] == 10 and "No kept set was given" in said.out
+
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")
+    assert model.encode_text(open_clip.get_tokenizer(f"local-dir:{out / 'model'}")(["a red cat"])).shape == (1, 128)
+    for page in ("report.html", "gallery.html"):
+        assert "held-out" in (out / page).read_text(encoding="utf-8")
+    assert len(list((out / "run" / "checkpoints").glob("epoch_*.pt"))) <= 2
+
+    # The same call has nothing to do; another training is refused; a set to keep needs no new training.
+    log = (out / "training.log").read_bytes()
+    assert main(arguments(made, out)) == 0
+    again = capsys.readouterr()
+    assert "finished before" in again.err and again.out.endswith(said.out)
+    assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
+    assert (
+        "holds a fine-tuning with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
+    )
+    assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
+    kept = capsys.readouterr().out
+    assert "old (kept)" in kept and "No kept set" not in kept
+    assert (out / "training.log").read_bytes() == log
+
+
+@pytest.mark.slow  # three trainings: 60 s
+@pytest.mark.timeout(600)
+def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(out: Path) -> subprocess.Popen:
+        line = [sys.executable, "-m", "open_clip_zerovl.cli", *arguments(made, out)]
+        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = start(killed)
+    while first.poll() is None and not (killed / "run" / "checkpoints" / "epoch_1.pt").is_file():
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not (killed / "finetune.json").exists()
+    for out in (killed, whole):
+        process = start(out)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        if out == killed:
+            assert "going on after epoch" in said
+    results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
+    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best epoch"] == results[1]["best epoch"]
+    models = [open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0] for out in (killed, whole)]
+    for key, tensor in models[0].state_dict().items():
+        assert torch.equal(tensor, models[1].state_dict()[key]), key

@@ -1,0 +1,125 @@
+"""Settings of a fine-tuning: what follows from the data and the machine, what replaces it, and that training takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.finetune.settings import AS_ASKED, Facts, as_flags, choose_settings, split_batch
+from open_clip_zerovl.recipe.arguments import as_arguments, parse_settings, settings_of
+from training.params import parse
+
+
+def facts(samples: int, **more) -> Facts:
+    return Facts(
+        **{
+            "samples": samples,
+            "sources": {"mine": samples},
+            "masks": False,
+            "gpus": 0,
+            "bf16": False,
+            "cores": 2,
+            **more,
+        }
+    )
+
+
+def chosen(facts: Facts, fitting: int | None = None, **given) -> dict[str, str | None]:
+    asked = {flag.replace("_", "-"): value for flag, value in given.items()}
+    settings = choose_settings(facts, asked)
+    batch = int(settings[0].value)
+    return {each.flag: each.value for each in [*settings, *split_batch(batch, facts, asked, fitting)]}
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs"),
+    [
+        (1_000, 64, 20), (10_000, 1024, 20), (100_000, 2048, 20), (300_000, 2048, 10), (1_000_000, 2048, 10),
+        (5_000_000, 2048, 5),
+    ],
+)  # fmt: skip
+def test_batch_and_length_follow_from_the_data(samples, batch, epochs):
+    values = chosen(facts(samples))
+    assert values["effective-batch"] == str(batch) and samples // batch >= 8
+    assert values["epochs"] == str(epochs) and values["lr"] == "1e-05" and values["lr-min"] == "1e-06"
+    steps = epochs * (samples // batch)
+    assert 0.025 <= float(values["warmup-share"]) <= 0.2
+    assert float(values["warmup-share"]) * steps >= min(50, 0.2 * steps) - 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fitting", "split"),
+    [(0, None, ("16", "64")), (1, 128, ("128", "8")), (8, 256, ("128", "1")), (3, 64, ("64", "5"))],
+)
+def test_the_batch_is_split_over_memory_and_ranks(gpus, fitting, split):
+    values = chosen(facts(10_000, gpus=gpus, cores=32), fitting)
+    assert (values["batch-size"], values["dga-steps"]) == split
+    assert chosen(facts(10_000, gpus=gpus), fitting, batch_size="32")["batch-size"] == "32"
+
+
+def test_sources_tokenizer_and_machine_decide():
+    two = {"a": 5_000, "b": 3_000}
+    assert chosen(facts(8_000, sources=two))["sampling"] == "debiased"
+    assert chosen(facts(8_000, sources={"a": 7_900, "b": 100}))["sampling"] == "random"
+    assert chosen(facts(8_000))["text-augment"] is None and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
+    assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
+        "fp32", "amp_bf16", "amp",
+    ]  # fmt: skip
+    assert chosen(facts(1_000_000))["save-every-steps"] == "250" and chosen(facts(1_000))["save-every-steps"] is None
+
+
+def test_what_is_asked_replaces_the_choice_and_says_so():
+    given = {
+        **parse_settings(["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]),
+        **settings_of(["--wd", "0.2"]),
+    }
+    settings = {each.flag: each for each in choose_settings(facts(8_000, masks=True), given)}
+    for flag, value in (
+        ("lr", "5e-6"),
+        ("freeze", "text"),
+        ("text-augment", None),
+        ("grad-checkpointing", ""),
+        ("wd", "0.2"),
+    ):
+        assert settings[flag].value == value and settings[flag].reason == AS_ASKED
+    assert settings["lr-min"].value == "5e-07"
+    assert all(each.reason and "\n" not in each.reason and len(str(each)) < 130 for each in settings.values())
+
+
+@pytest.mark.parametrize(("samples", "gpus"), [(1_000, 0), (300_000, 2)])
+def test_training_takes_the_flags(samples, gpus):
+    some = facts(samples, gpus=gpus, masks=True, cores=16)
+    settings = [*choose_settings(some, {}), *split_batch(64, some, {}, 32)]
+    words = as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **as_flags(settings)})
+    args, config = parse(words)
+    assert args.lr == 1e-5 and config.captions == "one-per-epoch" and config.dga_retain == "auto"
+
+
+@pytest.mark.parametrize(
+    ("samples", "given", "sentence"),
+    [
+        (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 pictures .*effective-batch=8 or less"),
+        (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
+        (5, {}, "there are 5 pictures to train on, and 16 are the least"),
+        (100, {"epochs": "many"}, "--set epochs=many is no whole number"),
+    ],
+)
+def test_refusals(samples, given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        choose_settings(facts(samples), given)
+
+
+def test_command_lines_as_settings():
+    words = ["--aug-cfg", "scale=(0.6,1.0)", "ratio=(1.0,1.0)", "--pretrained-image", "--lr=1e-4"]
+    settings = settings_of(words)
+    assert settings == {"aug-cfg": "'scale=(0.6,1.0)' 'ratio=(1.0,1.0)'", "pretrained-image": "", "lr": "1e-4"}
+    assert as_arguments(settings) == [
+        "--aug-cfg",
+        "scale=(0.6,1.0)",
+        "ratio=(1.0,1.0)",
+        "--pretrained-image",
+        "--lr",
+        "1e-4",
+    ]
+    with pytest.raises(UserError, match="'1e-4' belongs to no flag"):
+        settings_of(["1e-4"])
