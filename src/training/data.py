@@ -16,7 +16,7 @@ from open_clip_train.distributed import all_gather_object, is_master, world_info
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
-from open_clip_zerovl.data.schedule import Batching, Schedule
+from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
@@ -261,6 +261,7 @@ def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:
     return Sampling(
         strategy=config.sampling,
         draw=config.debiased_draw,
+        debiased_share=config.debiased_share,
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,
@@ -277,12 +278,18 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
 
 
 def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
-    """Log how many samples an epoch takes from each source."""
+    """Log how many samples an epoch takes from each source, and warn of sources that fill few steps."""
+    mixed = int((schedule.source_of_step == MIXED).sum())
     logging.info(
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
-        f"from {len(sources)} sources:",
+        + (f"{mixed} of them mixed, " if 0 < mixed < schedule.steps else "")
+        + f"from {len(sources)} sources:",
         extra=DETAIL,
     )
+    if schedule.strategy == "debiased":
+        sentence = few_steps(schedule, [source.name for source in sources])
+        if sentence is not None:
+            logging.warning(f"{sentence}.")
     for source, taken in zip(sources, schedule.taken.tolist(), strict=True):
         logging.info(
             f"  {source.name}: {taken} of {source.num_samples} samples in {len(source.shards)} shards"

@@ -91,8 +91,9 @@ class Position:
                 "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
             )
         else:
-            for flag, value in self.order.items():
-                if now.order and now.order.get(flag) != value:
+            # A flag that one of them does not know was not given there.
+            for flag in (*self.order, *(now.order.keys() - self.order.keys())) if self.order and now.order else ():
+                if now.order.get(flag) != (value := self.order.get(flag)):
                     raise UserError(
                         f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {_shown(value)}, and this "
                         f"run has {_shown(now.order.get(flag))}: the rest of the epoch would show other samples than those "

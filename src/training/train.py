@@ -219,6 +219,7 @@ class Trainer:
                 "--seed": args.seed,
                 "--sampling": config.sampling,
                 "--debiased-draw": config.debiased_draw,
+                "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
                 "--source-order": config.source_order,
                 "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
                 "--captions": config.captions,

@@ -78,16 +78,32 @@ def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_st
         assert any(len(sources) > 1 for sources in sources_per_step)  # negative control
 
 
-@pytest.mark.parametrize("strategy", ["debiased", "random"])
+@pytest.mark.parametrize("workers, world_size, dga_steps", [(2, 2, 2), (3, 1, 3)])
+def test_a_share_of_steps_is_mixed_and_each_sample_comes_once(train_data, workers, world_size, dga_steps):
+    batching = Batching(2, dga_steps, world_size, workers)
+    ranks = epoch_of(train_data, batching, workers=workers, debiased_share=0.5)
+    n = batching.effective_batch
+    seen = torch.cat([ids for rank in ranks for _, ids in rank]).tolist()
+    assert len(seen) == len(set(seen)) == sum(COUNTS.values()) // n * n
+    sources = [
+        {int(i) // 1000 for rank in ranks for k in range(dga_steps) for i in rank[step * dga_steps + k][1]}
+        for step in range(len(ranks[0]) // dga_steps)
+    ]
+    assert sum(len(step) == 1 for step in sources) >= sum(count // 2 // n for count in COUNTS.values())
+    assert sum(len(step) > 1 for step in sources) >= 2
+
+
+@pytest.mark.parametrize("strategy", ["debiased", "random", "blended"])
 @pytest.mark.parametrize(("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))])
 def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train_data, strategy, begun, now):
     """After the step at which the split changes, each step shows the samples that it would have shown, in their order."""
+    sampling = {"strategy": "debiased", "debiased_share": 0.6} if strategy == "blended" else {"strategy": strategy}
     splits = [Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)]
-    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], strategy=strategy)
+    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], **sampling)
     loader = MixtureLoader(
         Mixture(
             parse_sources(train_data), splits[1], Preprocessing(transforms.PILToTensor(), ids_of),
-            sampling=Sampling(strategy),
+            sampling=Sampling(**sampling),
         ),
         workers=now[2],
     )  # fmt: skip
@@ -98,7 +114,7 @@ def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train
         wanted = torch.cat([batch[column] for batch in whole[3 * begun[1] :]])
         assert torch.equal(torch.cat([batch[column] for batch in rest]), wanted)
     loader.set_epoch(2)  # dealt as this loader deals
-    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], strategy=strategy)
+    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], **sampling)
     assert torch.equal(torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following]))
     loader.abandon()
 

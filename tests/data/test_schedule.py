@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_clip_zerovl.data.dealing import Deal, Shuffled, deal, draw_without_replacement, hypergeometric
+from open_clip_zerovl.data.dealing import Blended, Deal, Shuffled, deal, draw_without_replacement, hypergeometric
 from open_clip_zerovl.data.schedule import (
     MIXED,
     STRATEGIES,
     Batching,
     epoch_pieces,
+    few_steps,
     slice_pieces,
     source_schedule,
 )
@@ -47,37 +48,10 @@ def shards_of(rng: np.random.Generator, total: int) -> list[int]:
     return np.diff([0, *cuts.tolist(), total]).tolist()
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    batching=batchings,
-    extra=st.lists(st.integers(0, 300), min_size=1, max_size=4),
-    strategy=st.sampled_from(STRATEGIES),
-    seed=st.integers(0, 2**31),
-    epoch=st.integers(0, 5),
-    leaf=st.sampled_from([1, 16, 100_000]),
-    share=st.floats(0, 1),
-)
-def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strategy, seed, epoch, leaf, share):
-    n = batching.effective_batch
-    sizes = [n + more for more in extra]
-    schedule = source_schedule(sizes, n, strategy=strategy, seed=seed, epoch=epoch)
-    dealt = deal(schedule, batching)
-    if strategy == "random":
-        dealt = Shuffled(schedule, batching, leaf_samples=leaf)
-    counts = counts_of(dealt)
-    assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
-    assert (counts.sum(axis=2) == batching.micro_batch).all()
-    assert (counts.sum(axis=(0, 1)) == schedule.taken).all()
-    if strategy != "random":
-        assert (np.array(sizes) - schedule.taken < n).all()  # the remainder is less than one effective batch a source
-        per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
-        assert ((per_step > 0).sum(axis=1) == 1).all()  # pure over ranks and micro-batches
-    else:
-        assert sum(sizes) - schedule.taken.sum() < n
-        assert (schedule.taken <= sizes).all()
-        assert (schedule.source_of_step == MIXED).all()
+def check_readers(dealt: Deal, counts: np.ndarray, sizes: list[int], seed: int, *, step: int) -> None:
+    """What readers deliver, from any step, and that their pieces are each source's samples of the epoch, once each."""
+    schedule, batching = dealt.schedule, dealt.batching
     readers = [(rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)]
-    step = int(share * schedule.steps)
     quotas, before = [], np.zeros(len(sizes), dtype=int)
     for rank, worker in readers:
         assert (dealt.before(rank, worker) == before).all()
@@ -107,6 +81,107 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
                 assert (piece.position - offset - piece.start) % size == 0  # the position is the sample's own
                 seen.extend(offset + index for index in range(piece.start, piece.stop))
         assert len(seen) == len(set(seen)) == schedule.taken[source]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batching=batchings,
+    extra=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    strategy=st.sampled_from(STRATEGIES),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    leaf=st.sampled_from([1, 16, 100_000]),
+    share=st.floats(0, 1),
+)
+def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strategy, seed, epoch, leaf, share):
+    n = batching.effective_batch
+    sizes = [n + more for more in extra]
+    schedule = source_schedule(sizes, n, strategy=strategy, seed=seed, epoch=epoch)
+    dealt = deal(schedule, batching)
+    if strategy == "random":
+        dealt = Shuffled(schedule, batching, leaf_samples=leaf)
+    counts = counts_of(dealt)
+    assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
+    assert (counts.sum(axis=2) == batching.micro_batch).all()
+    assert (counts.sum(axis=(0, 1)) == schedule.taken).all()
+    if strategy != "random":
+        assert (np.array(sizes) - schedule.taken < n).all()  # the remainder is less than one effective batch a source
+        per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
+        assert ((per_step > 0).sum(axis=1) == 1).all()  # pure over ranks and micro-batches
+    else:
+        assert sum(sizes) - schedule.taken.sum() < n
+        assert (schedule.taken <= sizes).all()
+        assert (schedule.source_of_step == MIXED).all()
+    check_readers(dealt, counts, sizes, seed, step=int(share * schedule.steps))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batching=batchings,
+    sizes=st.lists(st.integers(3, 400), min_size=2, max_size=4),
+    debiased_share=st.sampled_from([0.2, 0.5, 0.8, 0.95]),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    leaf=st.sampled_from([1, 16, 100_000]),
+    share=st.floats(0, 1),
+)
+def test_a_share_of_mixed_steps(batching, sizes, debiased_share, seed, epoch, leaf, share):
+    """Pure steps are pure over ranks and micro-batches, each sample comes at most once, any step is entered by arithmetic."""
+    n = batching.effective_batch
+    sizes = [*sizes, n + 30]
+    arguments = {"strategy": "debiased", "seed": seed, "debiased_share": debiased_share}
+    try:
+        schedule = source_schedule(sizes, n, epoch=epoch, **arguments)
+    except UserError as error:  # all mixed steps together have no place for a sample of a tiny source
+        assert "less than one effective batch" in str(error)
+        assert min(sizes) < n
+        return
+    pure_steps = np.bincount(schedule.source_of_step[schedule.source_of_step != MIXED], minlength=len(sizes))
+    assert pure_steps.tolist() == [int(debiased_share * size / n + 1e-9) for size in sizes]
+    assert schedule.steps == sum(sizes) // n  # as many as in random sampling
+    assert (schedule.taken <= sizes).all() and sum(sizes) - schedule.taken.sum() < n
+    dealt = deal(schedule, batching)
+    if isinstance(dealt, Blended):
+        dealt = Blended(schedule, batching, leaf_samples=leaf)
+    counts = counts_of(dealt)
+    assert (counts.sum(axis=2) == batching.micro_batch).all() and (counts.sum(axis=(0, 1)) == schedule.taken).all()
+    per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
+    for source, row in zip(schedule.source_of_step.tolist(), per_step, strict=True):
+        assert source == MIXED or (row[source] == n and row.sum() == n)
+    check_readers(dealt, counts, sizes, seed, step=int(share * schedule.steps))
+    again = source_schedule(sizes, n, epoch=epoch + 1, **arguments)
+    assert (again.begin == (epoch + 1) * schedule.taken).all()  # the next epoch goes on where this one ends
+
+
+def test_mixed_steps_hold_the_rest_of_every_source():
+    """Also of one that fills no effective batch, which is refused without a share."""
+    sizes, n = [6400, 3200, 40], 64
+    schedule = source_schedule(sizes, n, strategy="debiased", seed=0, epoch=0, debiased_share=0.8)
+    mixed = (schedule.source_of_step == MIXED).sum()
+    assert np.bincount(schedule.source_of_step[schedule.source_of_step >= 0]).tolist() == [80, 40] and mixed == 30
+    assert schedule.taken.sum() == 150 * n
+    counts = counts_of(deal(schedule, Batching(16, 2, 2, 3)))
+    of_mixed = counts.reshape(schedule.steps, -1, 3).sum(axis=1)[schedule.source_of_step == MIXED]
+    assert (np.count_nonzero(of_mixed, axis=1) >= 2).all() and of_mixed[:, 2].sum() == schedule.taken[2] >= 39
+    with pytest.raises(UserError, match=r"'tiny' gives 40 samples .* less than one effective .*--debiased-share 0.9"):
+        source_schedule(sizes, n, strategy="debiased", seed=0, epoch=0, names=["a", "b", "tiny"])
+    whole = source_schedule(sizes[:2], n, strategy="debiased", seed=0, epoch=0, debiased_share=1.0)
+    assert np.array_equal(
+        whole.source_of_step, source_schedule(sizes[:2], n, strategy="debiased", seed=0, epoch=0).source_of_step
+    )
+
+
+def test_sources_that_fill_few_steps_are_told():
+    names = ["large", "small", "tiny"]
+    schedule = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0)
+    sentence = few_steps(schedule, names)
+    assert sentence is not None and sentence.startswith(
+        "2 of 3 sources fill fewer than 20 steps of 64 an epoch: tiny (1), small (10). Debiased sampling may then cost"
+    )
+    assert few_steps(source_schedule([6400, 1280], 64, strategy="debiased", seed=0, epoch=0), names[:2]) is None
+    shared = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0, debiased_share=0.5)
+    assert few_steps(shared, names) is None
+    assert few_steps(source_schedule([64], 64, strategy="debiased", seed=0, epoch=0), ["alone"]) is None
 
 
 def test_the_remainder_is_the_first_of_the_next_epoch():

@@ -67,7 +67,7 @@ def settings_of(model: str = "x", **values) -> PlanSettings:
 
 
 def readme_arguments() -> list[str]:
-    command = re.search(r"torchrun --nproc-per-node 8 -m training.main -- (.*?)```", README.read_text("utf-8"), re.S)
+    command = re.search(r"^zerovl train (.*?)```", README.read_text("utf-8"), re.S | re.M)
     assert command is not None
     return shlex.split(command[1].replace("\\\n", " "))
 
@@ -401,6 +401,14 @@ def test_sources_table(tmp_path):
     assert data.missing == [] and data.steps == 10 and data.pairs == 77
     assert data.sources[2].state == "counted, no sizes.json"
     assert any("no sizes.json" in note and f"zerovl data index {tmp_path}/c" in note for note in data.notes)
+    (few,) = (note for note in data.notes if "fewer than 20 steps" in note)
+    assert few.startswith(
+        "3 of 3 sources fill fewer than 20 steps of 7 an epoch: c (1), b (4), a (5). Debiased sampling may"
+    )
+    shared = settings_of(train_data=settings.train_data, sampling="debiased", debiased_share=0.5)
+    data = check_data(shared)
+    schedule_steps(shared, data, 7)
+    assert data.steps == 11 and not any("fewer than" in note for note in data.notes)
     mixed = check_data(settings_of(train_data=settings.train_data, sampling="random"))
     schedule_steps(settings_of(train_data=settings.train_data, sampling="random"), mixed, 7)
     assert mixed.steps == 11 and all(source.steps is None for source in mixed.sources)

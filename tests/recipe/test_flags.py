@@ -123,6 +123,12 @@ def without_json(values: dict) -> dict:
         ("--freeze image --freeze text", "--freeze image does not work with --freeze text: nothing but"),
         ("--freeze image --lock-image", "--lock-image does not work with --freeze image: give one"),
         ("--mixup-alpha 0.3", "no --coin-flip-mixup does not work with --mixup-alpha: it is a parameter of mixup"),
+        ("--debiased-share 0.8", "--sampling random does not work with --debiased-share: it belongs to --debiased-sampling"),
+        (
+            "--sampling debiased --debiased-share 0.8 --debiased-draw iid",
+            "--debiased-draw iid does not work with --debiased-share",
+        ),
+        ("--sampling debiased --debiased-share 0", "--debiased-share 0.0 is out of range"),
         ("--source-order a", "--sampling random does not work with --source-order: the order is that of"),
         ("--save-every-steps 5 --save-most-recent", "--save-most-recent does not work with --save-every-steps"),
         ("--sampling random --debiased-sampling", "--debiased-sampling and --sampling random contradict each other"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.models.configs import TEMPERATURE_RANGE
+from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.recipe.optimizer import MARK, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import batches, bert_clip

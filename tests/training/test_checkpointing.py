@@ -143,6 +143,11 @@ TAKEN = Position(
         ("--sampling", "random", "with --sampling debiased, and this run has random"),
         ("--train-data-upsampling-factors", "2", "--train-data-upsampling-factors 1, and this run has 2"),
         ("--captions", "all", "with --captions left out, and this run has all"),
+        (
+            "--debiased-share",
+            0.8,
+            "with --debiased-share left out, and this run has 0.8",
+        ),  # older checkpoints have no such key
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):

@@ -4,9 +4,10 @@ A rank has V readers, one a loader worker. A torch DataLoader takes batch i from
 belongs to its reader j % V. `Deal` says what one reader delivers, what all readers before it deliver, and what it has delivered
 before a step. Readers are ordered by rank, then by number. No array is as long as the data.
 
-`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches. All orders of the deck
-are equally likely, so the micro-batches of a reader may lie next to each other in it. The deck is never stored. It is halved
-again and again, and a draw says how many labels of each source fall into the first half:
+`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches; the mixed steps of
+`--debiased-share` are one, too. All orders of the deck are equally likely, so the micro-batches of a reader may lie next to
+each other in it. The deck is never stored. It is halved again and again, and a draw says how many labels of each source fall
+into the first half:
 
     deck    | reader 0: its micro-batches in time | reader 1 | ...       T*K*W micro-batches of B samples
     halves  |        first half        |        second half       |      multivariate hypergeometric draw
@@ -23,10 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from open_clip_zerovl.data.schedule import Batching, Schedule
+from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule
 from open_clip_zerovl.randomness import Purpose, stream
 
 LEAF_SAMPLES = 65_536  # labels of a leaf, whose shuffle takes 0.5 ms
@@ -69,8 +71,31 @@ class Deal:
 
 
 def deal(schedule: Schedule, batching: Batching) -> Deal:
-    """The deal of a schedule: `Shuffled` where steps mix the sources, else `Pure`."""
-    return Shuffled(schedule, batching) if schedule.strategy == "random" else Pure(schedule, batching)
+    """The deal of a schedule: `Shuffled` where all steps mix the sources, `Pure` where none does, else `Blended`."""
+    if schedule.strategy == "random":
+        return Shuffled(schedule, batching)
+    return (Blended if (schedule.source_of_step == MIXED).any() else Pure)(schedule, batching)
+
+
+def _delivered(schedule: Schedule, batching: Batching, steps: int) -> np.ndarray:
+    """(V, S + 1) samples that each reader of a rank delivers in the first `steps` steps; the last column is of mixed steps.
+
+    Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
+    is enough to count the steps of each source by their place in this period:
+
+        K = 2, V = 4   step 0: readers 0, 1   step 1: readers 2, 3   step 2: readers 0, 1 ...     a period of 2 steps
+    """
+    k, v = batching.dga_steps, batching.workers
+    period = v // math.gcd(k, v)
+    kinds = len(schedule.taken) + 1
+    times = np.zeros((kinds, period), dtype=np.int64)
+    for begin in range(0, steps, _STEPS_AT_ONCE):
+        order = schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(np.int64)
+        order[order == MIXED] = kinds - 1
+        places = np.arange(begin, begin + len(order)) % period
+        times += np.bincount(order * period + places, minlength=kinds * period).reshape(kinds, period)
+    share = np.stack([np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)])
+    return (times @ share).T * batching.micro_batch
 
 
 @dataclass(frozen=True)
@@ -78,89 +103,71 @@ class Pure(Deal):
     """Every step is of one source, `Schedule.source_of_step`; all ranks deliver the same counts."""
 
     def before(self, rank: int, reader: int) -> np.ndarray:
-        of_readers = self._delivered(self.schedule.steps)
+        of_readers = self._of_sources(self.schedule.steps)
         return rank * of_readers.sum(axis=0) + of_readers[:reader].sum(axis=0)
 
     def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
-        return self._delivered(self.schedule.steps if step is None else step)[reader]
+        return self._of_sources(self.schedule.steps if step is None else step)[reader]
 
-    def _delivered(self, steps: int) -> np.ndarray:
-        """(V, S) samples that each reader of a rank delivers in the first `steps` steps.
-
-        Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
-        is enough to count the steps of each source by their place in this period:
-
-            K = 2, V = 4   step 0: readers 0, 1   step 1: readers 2, 3   step 2: readers 0, 1 ...     a period of 2 steps
-        """
-        k, v = self.batching.dga_steps, self.batching.workers
-        period = v // math.gcd(k, v)
-        sources = len(self.schedule.taken)
-        times = np.zeros((sources, period), dtype=np.int64)
-        for begin in range(0, steps, _STEPS_AT_ONCE):
-            order = self.schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(np.int64)
-            places = np.arange(begin, begin + len(order)) % period
-            times += np.bincount(order * period + places, minlength=sources * period).reshape(sources, period)
-        share = np.stack([np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)])
-        return (times @ share).T * self.batching.micro_batch
+    def _of_sources(self, steps: int) -> np.ndarray:
+        """(V, S)"""
+        return _delivered(self.schedule, self.batching, steps)[:, :-1]
 
     def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        for source in self._sources(reader, step):
+            yield self._row(source)
+
+    def _sources(self, reader: int, step: int) -> Iterator[int]:
+        """The source of each micro-batch of a reader from `step` on, MIXED for one of a mixed step."""
         k, v = self.batching.dga_steps, self.batching.workers
         first = step * k
         for number in range(first + (reader - first) % v, self.micro_batches, v):
-            row = np.zeros(len(self.schedule.taken), dtype=np.int64)
-            row[self.schedule.source_of_step[number // k]] = self.batching.micro_batch
-            yield row
+            yield int(self.schedule.source_of_step[number // k])
+
+    def _row(self, source: int) -> np.ndarray:
+        row = np.zeros(len(self.schedule.taken), dtype=np.int64)
+        row[source] = self.batching.micro_batch
+        return row
 
 
 @dataclass(frozen=True)
-class Shuffled(Deal):
-    """One deck of all samples, shuffled and dealt; see the module's text.
+class _Deck:
+    """A shuffled deck of source labels, dealt into micro-batches; see the module's text.
 
     Args:
+        held: (S,) labels of each source.
+        length: micro-batches.
+        size: B, labels of a micro-batch.
+        key: seed and epoch of its streams.
         leaf_samples: labels of a leaf.
     """
 
-    leaf_samples: int = LEAF_SAMPLES
+    held: np.ndarray
+    length: int
+    size: int
+    key: tuple[int, int]
+    leaf_samples: int
     _leaves: dict[int, tuple[np.ndarray, np.ndarray]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def before(self, rank: int, reader: int) -> np.ndarray:
-        return self._up_to(self._place(rank, reader))
-
-    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
-        end = None if step is None else step * self.batching.dga_steps
-        start = self._place(rank, reader)
-        return self._up_to(start + self.of_reader(reader, end)) - self._up_to(start)
-
-    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
-        start = self._place(rank, reader)
-        first = self.of_reader(reader, step * self.batching.dga_steps)
-        for place in range(start + first, start + self.of_reader(reader)):
-            number, row = divmod(place, self._leaf_length)
-            yield self._leaf(number)[1][row]
-
-    def _place(self, rank: int, reader: int) -> int:
-        """Where a reader's first micro-batch lies in the deck, counted in micro-batches."""
-        return rank * self.micro_batches + sum(self.of_reader(earlier) for earlier in range(reader))
-
-    @property
-    def _length(self) -> int:
-        """Micro-batches of the deck: T*K*W."""
-        return self.micro_batches * self.batching.world_size
-
     @property
     def _leaf_length(self) -> int:
         """Micro-batches of a leaf."""
-        return max(1, self.leaf_samples // self.batching.micro_batch)
+        return max(1, self.leaf_samples // self.size)
 
-    def _up_to(self, place: int) -> np.ndarray:
+    def up_to(self, place: int) -> np.ndarray:
         """(S,) samples of each source in the deck's first `place` micro-batches."""
-        if place == self._length:
-            return self.schedule.taken.astype(np.int64)
+        if place == self.length:
+            return self.held.astype(np.int64)
         number, rows = divmod(place, self._leaf_length)
         before, counts = self._leaf(number)
         return before + counts[:rows].sum(axis=0)
+
+    def row(self, place: int) -> np.ndarray:
+        """(S,) samples of each source in micro-batch `place`."""
+        number, row = divmod(place, self._leaf_length)
+        return self._leaf(number)[1][row]
 
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
@@ -172,26 +179,109 @@ class Shuffled(Deal):
 
     def _descend(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """`_leaf`, drawn from the root of the tree down."""
-        length, size = self._leaf_length, self.batching.micro_batch
-        low, high = 0, -(-self._length // length)  # the node holds the leaves low .. high - 1
-        held = self.schedule.taken.astype(np.int64)
+        length = self._leaf_length
+        low, high = 0, -(-self.length // length)  # the node holds the leaves low .. high - 1
+        held = self.held.astype(np.int64)
         before = np.zeros_like(held)
         while high - low > 1:
             middle = (low + high) // 2
-            left = draw_without_replacement(self._stream(low, high), held, (middle - low) * length * size)
+            left = draw_without_replacement(self._stream(low, high), held, (middle - low) * length * self.size)
             if number < middle:
                 high, held = middle, left
             else:
                 low, held, before = middle, held - left, before + left
         deck = np.repeat(np.arange(len(held)), held)
         self._stream(low, high).shuffle(deck)
-        rows = len(deck) // size
-        labels = deck + np.repeat(np.arange(rows), size) * len(held)
+        rows = len(deck) // self.size
+        labels = deck + np.repeat(np.arange(rows), self.size) * len(held)
         return before, np.bincount(labels, minlength=rows * len(held)).reshape(rows, len(held))
 
     def _stream(self, low: int, high: int) -> np.random.Generator:
         """The stream of the node that holds the leaves low .. high - 1."""
-        return stream(self.schedule.seed, Purpose.DEAL, self.schedule.epoch, low, high)
+        return stream(self.key[0], Purpose.DEAL, self.key[1], low, high)
+
+
+@dataclass(frozen=True)
+class Shuffled(Deal):
+    """One deck of all samples, shuffled and dealt; see the module's text.
+
+    Args:
+        leaf_samples: labels of a leaf.
+    """
+
+    leaf_samples: int = LEAF_SAMPLES
+
+    def before(self, rank: int, reader: int) -> np.ndarray:
+        return self._deck.up_to(self._place(rank, reader))
+
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
+        end = None if step is None else step * self.batching.dga_steps
+        start = self._place(rank, reader)
+        return self._deck.up_to(start + self.of_reader(reader, end)) - self._deck.up_to(start)
+
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        start = self._place(rank, reader)
+        first = self.of_reader(reader, step * self.batching.dga_steps)
+        for place in range(start + first, start + self.of_reader(reader)):
+            yield self._deck.row(place)
+
+    def _place(self, rank: int, reader: int) -> int:
+        """Where a reader's first micro-batch lies in the deck, counted in micro-batches."""
+        return rank * self.micro_batches + sum(self.of_reader(earlier) for earlier in range(reader))
+
+    @cached_property
+    def _deck(self) -> _Deck:
+        """The deck of all samples: T*K*W micro-batches."""
+        length = self.micro_batches * self.batching.world_size
+        key = self.schedule.seed, self.schedule.epoch
+        return _Deck(self.schedule.taken, length, self.batching.micro_batch, key, self.leaf_samples)
+
+
+@dataclass(frozen=True)
+class Blended(Pure):
+    """Some steps are of one source, the others are mixed: their micro-batches are dealt from a deck of their own.
+
+    The deck's order is that of the readers: all mixed micro-batches of the first reader of rank 0 in time, then the next's.
+
+    Args:
+        leaf_samples: labels of a leaf.
+    """
+
+    leaf_samples: int = LEAF_SAMPLES
+
+    def before(self, rank: int, reader: int) -> np.ndarray:
+        return super().before(rank, reader) + self._deck.up_to(self._place(rank, reader))
+
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
+        start = self._place(rank, reader)
+        end = start + int(self._mixed(self.schedule.steps if step is None else step)[reader])
+        return super().quota(rank, reader, step) + self._deck.up_to(end) - self._deck.up_to(start)
+
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        place = self._place(rank, reader) + int(self._mixed(step)[reader])
+        for source in self._sources(reader, step):
+            if source != MIXED:
+                yield self._row(source)
+                continue
+            yield self._deck.row(place)
+            place += 1
+
+    def _mixed(self, steps: int) -> np.ndarray:
+        """(V,) micro-batches of mixed steps that each reader of a rank delivers in the first `steps` steps."""
+        return _delivered(self.schedule, self.batching, steps)[:, -1] // self.batching.micro_batch
+
+    def _place(self, rank: int, reader: int) -> int:
+        """Where a reader's first micro-batch lies in the deck, counted in micro-batches."""
+        of_readers = self._mixed(self.schedule.steps)
+        return rank * int(of_readers.sum()) + int(of_readers[:reader].sum())
+
+    @cached_property
+    def _deck(self) -> _Deck:
+        """The deck of the mixed steps' samples."""
+        pure = self._of_sources(self.schedule.steps).sum(axis=0) * self.batching.world_size
+        length = int(self._mixed(self.schedule.steps).sum()) * self.batching.world_size
+        key = self.schedule.seed, self.schedule.epoch
+        return _Deck(self.schedule.taken - pure, length, self.batching.micro_batch, key, self.leaf_samples)
 
 
 def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws: int) -> np.ndarray:

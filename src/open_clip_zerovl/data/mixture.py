@@ -72,6 +72,7 @@ class Sampling:
     Attributes:
         strategy: of STRATEGIES.
         draw: of DRAWS, for debiased sampling.
+        debiased_share: of each source's samples, in steps of that source alone.
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for what the sources hold.
         resampled: draw shards with replacement.
@@ -79,6 +80,7 @@ class Sampling:
 
     strategy: str = "debiased"
     draw: str = "exact"
+    debiased_share: float = 1.0
     source_order: tuple[str, ...] | None = None
     epoch_samples: int | None = None
     resampled: bool = False
@@ -110,6 +112,7 @@ def schedule_of(
         weights=[source.weight for source in sources],
         epoch_samples=sampling.epoch_samples,
         draw=sampling.draw,
+        debiased_share=sampling.debiased_share,
         source_order=order,
         names=names,
     )

@@ -12,7 +12,8 @@ Three layers:
    - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
    - debiased:   every step, over all ranks and micro-batches, draws from one source. draw="exact": the order of the steps is
                  shuffled, their numbers are in exact proportion to the sources' sizes. draw="iid": each step draws its
-                 source independently, as the paper's released code does
+                 source independently, as the paper's released code does. debiased_share=S < 1: each source gives S of its
+                 samples, in whole effective batches, to such steps, and the rest of all sources is mixed as in random
    - sequential: as debiased, one source after the other (A.4)
 2. `dealing`: what each micro-batch holds, and so what each reader must deliver.
 3. `slice_pieces`: which stretch of a source's shards each reader reads to deliver it.
@@ -38,6 +39,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import Purpose, stream
 
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
+FEW_STEPS = 20  # of a source in an epoch; Visual Genome, the paper's smallest, fills 30 of 16,384
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def source_schedule(
     weights: Sequence[float] | None = None,
     epoch_samples: int | None = None,
     draw: str = "exact",
+    debiased_share: float = 1.0,
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
@@ -111,6 +114,8 @@ def source_schedule(
         weights: (S,) passes over each source in an epoch, default 1.
         epoch_samples: length of an epoch in samples (`--train-num-samples`); sizes and weights then give proportions only.
         draw: of DRAWS, for debiased sampling.
+        debiased_share: above 0 and up to 1, for exactly debiased sampling: the share of each source's samples that come in
+            steps of that source alone, rounded down to whole steps; the rest comes in steps that mix all sources.
         source_order: (S,) the order of the sources in sequential sampling, default as given.
         names: of the sources, for messages.
 
@@ -141,6 +146,12 @@ def source_schedule(
         order, begin = _iid_order(share, total_steps, seed, epoch)
         taken = np.bincount(order, minlength=len(share)) * effective_batch
         return Schedule(strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order)
+    if strategy == "debiased" and debiased_share < 1:
+        steps, mixed_samples = _blended_steps(share, effective_batch, debiased_share)
+        taken = steps * effective_batch + mixed_samples
+        _refuse_unseen(share, taken, effective_batch, names)
+        order = _shuffled_order(steps, seed, epoch, mixed=total_steps - int(steps.sum()))
+        return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
     steps = _apportion(share, total_steps) if epoch_samples is not None else _whole_steps(share, effective_batch)
     _refuse_unseen(share, steps, effective_batch, names)
     sequential = strategy == "sequential"
@@ -154,14 +165,44 @@ def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
     return np.floor(share / effective_batch + 1e-9).astype(np.int64)
 
 
+def _blended_steps(share: np.ndarray, effective_batch: int, debiased_share: float) -> tuple[np.ndarray, np.ndarray]:
+    """(S,) steps of each source alone, and (S,) samples that each gives to the mixed steps, which fill whole batches."""
+    steps = _whole_steps(debiased_share * share, effective_batch)
+    left = share - steps * effective_batch
+    mixed = int(left.sum() / effective_batch + 1e-9)
+    return steps, _apportion(left, mixed * effective_batch) if mixed else np.zeros_like(steps)
+
+
+def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
+    """A sentence if a source fills few steps of its own in an epoch; None without such a source, or where steps are mixed.
+
+    Each of its steps then holds a large part of the source, again and again in the same company, and what does not fill a step
+    waits for the next epoch.
+    """
+    if len(names) < 2 or (schedule.source_of_step == MIXED).any():
+        return None
+    steps = np.bincount(schedule.source_of_step, minlength=len(names))
+    few = [(int(steps[index]), name) for index, name in enumerate(names) if steps[index] < FEW_STEPS]
+    if not few:
+        return None
+    shown = ", ".join(f"{name} ({count})" for count, name in sorted(few)[:3]) + (" ..." if len(few) > 3 else "")
+    return (
+        f"{len(few)} of {len(names)} sources fill fewer than {FEW_STEPS} steps of {schedule.effective_batch} an epoch: "
+        f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with --debiased-share 0.8 (a "
+        "fifth of the samples comes in mixed steps), a smaller effective batch, a larger weight of the source "
+        "(--train-data-upsampling-factors), or --sampling random with --cross-source-weight"
+    )
+
+
 def _refuse_unseen(share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None) -> None:
-    """UserError for a source without a step."""
+    """UserError for a source without a step (or a sample)."""
     for index, (wanted, count) in enumerate(zip(share, steps, strict=True)):
         if count == 0:
             name = names[index] if names is not None else f"#{index}"
             raise UserError(
                 f"source {name!r} gives {int(wanted)} samples an epoch, less than one effective batch of "
-                f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, or leave it out"
+                f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, let a share of the steps "
+                "mix sources (--debiased-share 0.9), or leave it out"
             )
 
 
@@ -173,10 +214,11 @@ def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> 
     return np.repeat(sequence, steps[sequence])
 
 
-def _shuffled_order(steps: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """(T,) the source of each step: the steps (S,) of all sources, shuffled."""
+def _shuffled_order(steps: np.ndarray, seed: int, epoch: int, *, mixed: int = 0) -> np.ndarray:
+    """(T,) the source of each step: the steps (S,) of all sources and the mixed ones, shuffled."""
     rng = stream(seed, Purpose.SCHEDULE, epoch)
-    return rng.permutation(np.repeat(np.arange(len(steps), dtype=np.int16), steps))
+    pure = np.repeat(np.arange(len(steps), dtype=np.int16), steps)
+    return rng.permutation(np.concatenate([pure, np.full(mixed, MIXED, dtype=np.int16)]))
 
 
 def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,6 @@ from open_clip_zerovl.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
 INITIAL_TEMPERATURE = 0.02
-TEMPERATURE_RANGE = (0.001, 0.5)  # to which the paper's released code clamps the temperature
 
 # The 14M recipe's normalisation (released code), for open_clip's --image-mean and --image-std; 100M uses 0.5 for both.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -13,7 +13,7 @@ import torch
 
 from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import NAME
-from open_clip_zerovl.data.schedule import Batching, source_schedule
+from open_clip_zerovl.data.schedule import Batching, few_steps, source_schedule
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.datasets.emoji_sources import SOURCES as EMOJI_SOURCES
 from open_clip_zerovl.datasets.icons import SOURCES as ICON_SOURCES
@@ -118,6 +118,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             weights=data.weights,
             epoch_samples=total,
             draw=settings.debiased_draw,
+            debiased_share=settings.debiased_share,
             source_order=[names.index(name) for name in order],
             names=names,
         )
@@ -127,7 +128,9 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
         data.steps = sum(sizes) // effective_batch
         return
     data.steps = schedule.steps
-    mixed = settings.strategy == "random"
+    if settings.strategy == "debiased" and (sentence := few_steps(schedule, names)) is not None:
+        data.notes.append(f"{sentence}.")
+    mixed = settings.strategy == "random" or settings.debiased_share < 1
     for source, weight, taken in zip(data.sources, data.weights, schedule.taken.tolist(), strict=True):
         source.steps = None if mixed else taken // effective_batch
         if total is None:

@@ -93,6 +93,23 @@ class SourceFlags:
             ),
         ),
     )
+    debiased_share: float = flag(
+        1.0,
+        "share of each source's samples that comes in steps of that source alone; the rest, and sources smaller than an "
+        "effective batch, come in steps that mix all sources (default %(default)s)",
+        metavar="SHARE",
+        range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
+        contradicts=(
+            Contradiction(
+                "--sampling {strategy}", lambda given: given.sampling != "debiased", "it belongs to --debiased-sampling"
+            ),
+            Contradiction(
+                "--debiased-draw {debiased_draw}",
+                lambda given: given.debiased_draw != "exact",
+                "its counts are exact each epoch; leave --debiased-draw out",
+            ),
+        ),
+    )
     source_order: str | None = flag(
         None,
         "order of the sources in --sampling sequential (default: as given)",
@@ -246,8 +263,8 @@ class LossFlags:
             _STOCK_DATA,
             Contradiction(
                 "--sampling {strategy}",
-                lambda given: given.strategy != "random",
-                "a batch from one source has no negatives of others; give --sampling random",
+                lambda given: given.strategy != "random" and given.debiased_share == 1,
+                "a batch from one source has no negatives of others; give --sampling random, or --debiased-share",
             ),
             Contradiction(
                 "--coin-flip-mixup",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.models.configs import TEMPERATURE_RANGE, logit_scale_of
+from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 
 LOGIT_SCALE, TEMPERATURE = "logit-scale", "temperature"  # what the optimizer sees of the temperature
 MARK = "temperature_parameter"  # entry of an optimizer's group whose logit scale has the moments of TEMPERATURE
@@ -139,7 +139,7 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
     yield
     with torch.no_grad():
         for scale, before, tau in zip(scales, kept, begun, strict=True):
-            unchanged = before.clamp(logit_scale_of(high), logit_scale_of(low))
+            unchanged = before.clamp(-math.log(high), -math.log(low))
             scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
 
 
