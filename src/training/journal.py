@@ -110,15 +110,20 @@ class Journal:
     def _draw(self, epoch: int, index: int, rate: float) -> None:
         assert self.facts is not None
         self._drawn = time.monotonic()
-        words = [f"epoch {epoch + 1}/{self.args.epochs} step {index + 1}/{self.facts.steps}"]
+        # What a person looks for first comes first: a terminal of 80 columns cuts the rest, and sources can be many.
+        words = [
+            f"epoch {epoch + 1}/{self.args.epochs} step {index + 1}/{self.facts.steps}, ETA {self.eta(epoch, index)}"
+        ]
+        own = ""
         if "loss" in self._last:
             own = ", ".join(f"{name} {value:.3g}" for name, value in self._last["by_source"].items())
-            words.append(f"loss {self._last['loss']:.4g}" + (f" ({own})" if own else ""))
+            words.append(f"loss {self._last['loss']:.4g}")
         words.append(f"{rate:,.0f} samples/s")
         if "waited" in self._last:
             words.append(f"data {self._last['waited']:.0%}")
             words.append(f"{self._last['memory_bytes'] / _GIB:.1f} GiB")
-        words.append(f"ETA {self.eta(epoch, index)}")
+        if own:
+            words.append(own)
         self.console.progress.show(" | ".join(words))
 
     # -----------------------------------------------------------------------------------------------------------------
