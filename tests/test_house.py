@@ -11,7 +11,7 @@ SRC = ROOT / "src"
 # From the ground up: a room imports what stands in a lower row, and nothing of its own row or above.
 FLOORS = (
     ("errors",),
-    ("files", "randomness", "memory", "precision", "late", "processes", "releases", "launch"),
+    ("files", "randomness", "memory", "precision", "late", "processes", "releases", "launch", "csv_rows"),
     ("losses", "tar", "models", "figures"),
     ("dga", "data", "datasets", "checkpoints", "runs"),
     ("recipe", "retrieval", "clustering", "probe"),

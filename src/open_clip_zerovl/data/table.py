@@ -5,12 +5,7 @@ stay in memory, which loader workers share with the process that made them. A li
 
 Image paths are relative to the table's folder.
 
-A row is a line, or several lines where a quoted field holds line breaks. Two mistakes are found and named by line: a stray
-quote at the beginning of a field, which for the csv module takes in the lines after it, and a separator in a field without
-quotes:
-
-    a.jpg<tab>"great" they said        a stray quote: the line is read by itself, quotes included
-    b.jpg,a dog, running               more fields than the header: the row is not shown
+What a row is, and which mistakes are found in it, is told in `csv_rows`.
 """
 
 from __future__ import annotations
@@ -18,14 +13,13 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from open_clip_zerovl.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
 
@@ -33,10 +27,8 @@ EXTENSIONS = (".csv", ".tsv")
 BLOCK_SAMPLES = (
     64  # a block of so many rows is to a table what a shard is to tars: blocks are shuffled, then rows in the window
 )
-_LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # a longer row comes of a stray quote
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
-_PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of up to 131,072 characters
 # Columns of a layout: image, caption, and the one whose equal values say that rows show the same image.
 LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
@@ -102,7 +94,7 @@ class CsvTable:
         offset, length = self.rows[row].tolist()
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
-            return _as_it_stands(text, self.separator)
+            return as_it_stands(text, self.separator)
         return next(csv.reader([text], delimiter=self.separator), [])
 
     def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
@@ -172,9 +164,9 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
             separator = style.separator or ("\t" if b"\t" in file.readline() else ",")
             file.seek(0)
             stamp = _stamp(file.fileno())
-            scanner = _Scanner(file, separator)
+            scanner = CsvRows(file, separator, _PICTURES)
             records = iter(scanner)
-            header = next(records, _Row(0, 0, 1, [])).fields
+            header = next(records, CsvRow(0, 0, 1, [])).fields
             image, caption, identity = _columns(path, header, style)
             scanner.width, scanner.image = len(header), image
             rows: list[tuple[int, int]] = []
@@ -212,106 +204,6 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
 def block_sizes(samples: int) -> tuple[int, ...]:
     """Samples in each block of a table."""
     return tuple(min(BLOCK_SAMPLES, samples - begin) for begin in range(0, samples, BLOCK_SAMPLES))
-
-
-@dataclass
-class _Row:
-    """A scanned row: offset and length as in `CsvTable.rows`, number of its first line, fields, what is odd about it."""
-
-    offset: int
-    length: int
-    line: int
-    fields: list[str]
-    odd: str = ""
-
-
-class _TooLong(Exception):
-    """A row has more lines or bytes than a row may have."""
-
-
-class _Scanner:
-    """The rows of a table, stray quotes included. The caller sets `width` and `image` when it has read the header."""
-
-    def __init__(self, file: BinaryIO, separator: str) -> None:
-        self.file, self.separator = file, separator
-        self.width, self.image = 0, 0  # fields of the header, and which one is the image
-        self._waiting: deque[bytes] = deque()  # lines that a stray quote had taken into a row
-        self._taken: list[bytes] = []  # lines of the current row
-        self._first = True
-
-    def __iter__(self) -> Iterator[_Row]:
-        offset, line = 0, 1
-        reader = self._reader()
-        while True:
-            self._taken.clear()
-            odd, fields = "", []
-            raw = self._waiting.popleft() if self._waiting else self.file.readline()
-            if self.width and b'"' not in raw and raw.find(b"\r", 0, -2) < 0 and 0 < len(raw) < _PLAIN_LINE_BYTES:
-                # Nearly every line. The csv module takes three times as long.
-                fields = _as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
-                if fields != [""]:
-                    more = any(fields[self.width :])
-                    length = 0 if more else len(raw)
-                    yield _Row(offset, length, line, fields, "more fields than the header" if more else "")
-                offset, line = offset + len(raw), line + 1
-                continue
-            self._waiting.appendleft(raw)
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                odd = str(error) if "larger" in str(error) else "a stray quote"
-            except _TooLong:
-                odd = "a stray quote"
-            if not odd and self._has_stray_quote():
-                odd = "a stray quote"
-            if odd:  # the first line is the row; the others are read again
-                self._waiting.extendleft(reversed(self._taken[1:]))
-                del self._taken[1:]
-                reader = self._reader()
-            length = begin = sum(map(len, self._taken))
-            if odd:
-                fields = _as_it_stands(self._text(0), self.separator)
-                length = -length if odd == "a stray quote" and len(fields) == self.width else 0
-            elif self.width and any(fields[self.width :]):
-                odd, length = "more fields than the header", 0
-            if fields:
-                yield _Row(offset, length, line, fields, odd)
-            offset, line = offset + begin, line + len(self._taken)
-            self._first = False
-
-    def _reader(self) -> Iterator[list[str]]:
-        return csv.reader(self._lines(), delimiter=self.separator, strict=True)
-
-    def _lines(self) -> Iterator[str]:
-        """The lines that the csv reader takes, kept in `_taken`."""
-        while line := self._waiting.popleft() if self._waiting else self.file.readline():
-            self._taken.append(line)
-            if len(self._taken) > _LONGEST_ROW_LINES or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES:
-                raise _TooLong
-            yield self._text(-1)
-
-    def _text(self, index: int) -> str:
-        """Line `index` of the current row, without the file's byte-order mark."""
-        mark = self._first and len(self._taken) == 1
-        return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
-
-    def _has_stray_quote(self) -> bool:
-        """Whether a row of several lines is several rows: its first line and another one have all fields by themselves."""
-        lines = [_as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))]
-        if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
-            return False
-        return any(
-            len(fields) == self.width
-            and (fields[self.image].lower().endswith(_PICTURES) or not any('"' in field for field in fields))
-            for fields in lines[1:]
-        )
-
-
-def _as_it_stands(line: str, separator: str) -> list[str]:
-    """The fields of a line in which quotes mean nothing."""
-    return line.rstrip("\r\n").split(separator)
 
 
 def _lines(numbers: Sequence[int]) -> str:
