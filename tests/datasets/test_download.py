@@ -214,8 +214,7 @@ def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, tmp_path, monkeypatch, crash_in, after):
     listed = write_list(tmp_path / "list.tsv", [server.url("good", i) for i in range(8)])
-    module = pairs if crash_in == "write_shard" else manifest
-    original = getattr(module, crash_in)
+    original = getattr(manifest, crash_in)
 
     def crash(*args):
         if after:
@@ -223,7 +222,7 @@ def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, tmp_path, mo
         raise SystemError("killed here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, crash_in, crash)
+        patch.setattr(manifest, crash_in, crash)
         with pytest.raises(SystemError, match="killed here"):
             arguments = dict(source=[str(listed)], shard_size=4, limits=LIMITS, work=WORK)
             # described() hashes the list too: the shard's own hash is what shall crash

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from typing import Any
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.tar.shards import SIZES_FILE
+from open_clip_zerovl.tar.members import Sample
+from open_clip_zerovl.tar.shards import SIZES_FILE, write_shard
 
 MANIFEST_FILE = "manifest.json"
 RECORDS = "records"
@@ -63,6 +64,44 @@ def sha256_of(path: str | Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def write_recorded_shard(
+    folder: Path,
+    name: str,
+    samples: Iterable[Sample],
+    *,
+    first_row: int,
+    rows: int,
+    pairs: int,
+    captions: int,
+    failures: Mapping[str, list[int]] | None = None,
+    transient_reasons: Sequence[str] = (),
+) -> None:
+    """Write a shard, then its record. No tar is written where `pairs`, the number of samples, is 0.
+
+    Args:
+        first_row, rows, captions, failures, transient_reasons: as in `ShardRecord`.
+    """
+    path = folder / name
+    for leftover in folder.glob(f".{name}.*.part"):  # of a call that was killed while it wrote this shard
+        leftover.unlink(missing_ok=True)
+    # A shard that is written again (after a retry) is not done until its new record is written.
+    (folder / RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
+    if pairs:
+        write_shard(path, samples)
+    record = ShardRecord(
+        shard=name,
+        first_row=first_row,
+        rows=rows,
+        pairs=pairs,
+        captions=captions,
+        size_bytes=path.stat().st_size if pairs else 0,
+        sha256=sha256_of(path) if pairs else "",
+        failures=failures or {},
+        transient_reasons=list(transient_reasons),
+    )
+    write_record(folder, record)
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
@@ -173,8 +212,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sole_writer(folder: Path, part: str) -> Iterator[None]:
+def sole_writer(
+    folder: Path, part: str, *, of: Path | None = None, advice: str = "wait for it, or share the work with --part i/n"
+) -> Iterator[None]:
     """Make this process the only one that writes a part of a folder.
+
+    Args:
+        of: the folder that a refused process is told of; None for `folder`.
+        advice: the end of that sentence.
 
     Raises:
         UserError: another process writes it.
@@ -185,9 +230,7 @@ def sole_writer(folder: Path, part: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"Another process is writing {folder}: wait for it, or share the work with --part i/n."
-            ) from error
+            raise UserError(f"Another process is writing {of or folder}: {advice}.") from error
         yield
     finally:
         os.close(descriptor)

@@ -14,23 +14,18 @@ written twice, because a shard is always written as a whole, from its rows.
 from __future__ import annotations
 
 import itertools
-import queue
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from open_clip_zerovl.datasets import manifest
+from open_clip_zerovl.datasets.gather import Batch, Gathering, Picture, Work, check_work
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.datasets.spool import Spool
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
-from open_clip_zerovl.tar.shards import write_shard
+
+__all__ = ["SHARD_SIZE", "Obtain", "Row", "Work", "prepare_pairs", "summary"]
 
 SHARD_SIZE = 10_000
 
@@ -44,27 +39,6 @@ class Row(NamedTuple):
     key: str
     caption: str
     where: str
-
-
-@dataclass(frozen=True)
-class Work:
-    """How the rows are processed. The shards do not depend on it.
-
-    Attributes:
-        threads: pictures fetched and encoded at the same time.
-        attempts: attempts at a picture whose failure is transient.
-        backoff_seconds: pause after the first failed attempt, doubled after each further one.
-        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
-        retry_failed: try the rows again that failed for a transient reason, of finished shards too.
-        progress: print a progress bar and a last line.
-    """
-
-    threads: int = 32
-    attempts: int = 3
-    backoff_seconds: float = 0.5
-    part: tuple[int, int] = (0, 1)
-    retry_failed: bool = False
-    progress: bool = True
 
 
 def prepare_pairs(
@@ -98,13 +72,9 @@ def prepare_pairs(
         UserError: a setting out of range, an empty list, a folder of another dataset, or one that another process writes to.
     """
     out, encoding, work = Path(out), encoding or Encoding(), work or Work()
+    check_work(work, shard_size)
     index, count = work.part
-    if shard_size < 1 or work.threads < 1 or work.attempts < 1 or not 0 <= index < count:
-        raise UserError(
-            f"shard_size {shard_size}, threads {work.threads} and attempts {work.attempts} must be 1 or more, and part i/n "
-            f"must have 0 <= i < n, got {index}/{count}."
-        )
-    settings = {"shard_size": shard_size, "encoding": asdict(encoding)}
+    settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, f"{index}-of-{count}"):
         run = _Run(out, obtain, encoding, work, shard_name, total_rows, f"{dataset} {split}")
@@ -144,17 +114,16 @@ def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
         yield chunk
 
 
-class _Shard:
-    """A shard that is being made: its rows, its spool, and how many rows are still open."""
+class _Shard(Batch):
+    """A shard that is being made, from its rows."""
 
     def __init__(self, number: int, rows: list[Row], spool: Spool, first_row: int) -> None:
-        self.number, self.rows, self.spool, self.first_row = number, rows, spool, first_row
-        self.open_rows = 0
-        self.submitted = False
+        super().__init__(number, spool)
+        self.rows, self.first_row = rows, first_row
 
 
 class _Run:
-    """One call. Threads fetch and encode pictures; only the calling thread writes."""
+    """One call."""
 
     def __init__(
         self,
@@ -167,46 +136,24 @@ class _Run:
         title: str,
     ) -> None:
         self.out, self.obtain, self.encoding, self.work, self.shard_name = out, obtain, encoding, work, shard_name
-        self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
-        self.results: queue.SimpleQueue[tuple[_Shard, int, tuple[str, bytes] | Failure | BaseException]] = (
-            queue.SimpleQueue()
-        )
-        self.in_flight = 0
-        self.shards: dict[int, _Shard] = {}
-        self.failures: Counter[str] = Counter()
-        self.pairs = 0
-        self.bar = tqdm(desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0)
-        self.shown = 0.0
+        self.gathering = Gathering(self._picture, self._finish, work, title=title, total_rows=total_rows)
 
     def close(self) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
-        for shard in self.shards.values():
-            shard.spool.close()
-        self.bar.close()
+        self.gathering.close()
 
     def do(self, chunks: Iterator[list[Row]], shard_size: int) -> int:
         """Make all shards of this part; returns the number of shards of all parts."""
         index, count = self.work.part
-        # Enough rows to keep the threads busy, and few enough that pictures do not pile up while a shard is written.
-        window = 4 * self.work.threads
         number = -1
         for number, rows in enumerate(chunks):
             if number % count != index or self._is_done(number, rows):
                 continue
             shard = self._open(number, rows, number * shard_size)
             for row in range(len(rows)):
-                if row in shard.spool.outcomes:
-                    continue
-                while self.in_flight >= window:
-                    self._take()
-                self.in_flight += 1
-                shard.open_rows += 1
-                self.pool.submit(self._fetch, shard, row)
-            shard.submitted = True
-            if shard.open_rows == 0:
-                self._finish(shard)
-        while self.in_flight:
-            self._take()
+                if row not in shard.spool.outcomes:
+                    self.gathering.submit(shard, row, rows[row])
+            self.gathering.end(shard)
+        self.gathering.drain()
         return number + 1
 
     def _is_done(self, number: int, rows: list[Row]) -> bool:
@@ -221,7 +168,8 @@ class _Run:
             )
         # A process that was killed right after it wrote the record leaves the spool behind.
         self._spool_path(record.shard).unlink(missing_ok=True)
-        self._show(pairs=record.pairs, failures={r: len(lost) for r, lost in record.failures.items()}, rows=record.rows)
+        lost = {reason: len(rows_lost) for reason, rows_lost in record.failures.items()}
+        self.gathering.show(pairs=record.pairs, failures=lost, rows=record.rows)
         return True
 
     def _spool_path(self, shard: str) -> Path:
@@ -236,10 +184,8 @@ class _Run:
             self._reopen(record, rows, spool)
         if self.work.retry_failed:
             spool.forget_transient()
-        shard = self.shards[number] = _Shard(number, rows, spool, first_row)
-        came = sum(not outcome.reason for outcome in spool.outcomes.values())
-        lost = Counter(outcome.reason for outcome in spool.outcomes.values() if outcome.reason)
-        self._show(pairs=came, failures=lost, rows=len(spool.outcomes))
+        shard = _Shard(number, rows, spool, first_row)
+        self.gathering.begin(shard)
         return shard
 
     def _reopen(self, record: manifest.ShardRecord, rows: list[Row], spool: Spool) -> None:
@@ -256,47 +202,15 @@ class _Run:
                 if row - record.first_row not in spool.outcomes:
                     spool.fail(row - record.first_row, reason, transient=False)
 
-    def _fetch(self, shard: _Shard, number: int) -> None:
-        """In a thread: put one result for a row into the queue, its picture or an error."""
-        try:
-            self.results.put((shard, number, self._picture(shard.rows[number])))
-        except BaseException as error:  # for the calling thread, which raises it unless it is a Failure
-            self.results.put((shard, number, error))
-
-    def _picture(self, row: Row) -> tuple[str, bytes]:
+    def _picture(self, row: Row) -> Picture:
         if not row.caption.strip():
             raise Failure("no caption")
-        for attempt in itertools.count(1):
-            try:
-                return encode_picture(self.obtain(row.where), self.encoding)
-            except Failure as failure:
-                if not failure.transient or attempt >= self.work.attempts:
-                    raise
-            time.sleep(self.work.backoff_seconds * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
+        return Picture(*encode_picture(self.obtain(row.where), self.encoding))
 
-    def _take(self) -> None:
-        """Wait for one result and put it into the spool; finish its shard if it was the last one."""
-        shard, number, result = self.results.get()
-        self.in_flight -= 1
-        shard.open_rows -= 1
-        if isinstance(result, Failure):
-            shard.spool.fail(number, result.reason, transient=result.transient)
-            self._show(failures={result.reason: 1}, rows=1)
-        elif isinstance(result, BaseException):
-            raise result
-        else:
-            shard.spool.add(number, *result)
-            self._show(pairs=1, rows=1)
-        if shard.submitted and shard.open_rows == 0:
-            self._finish(shard)
-
-    def _finish(self, shard: _Shard) -> None:
+    def _finish(self, shard: Batch) -> None:
         """Write the tar of a shard, then its record, then remove the spool. All its rows have come or failed."""
+        assert isinstance(shard, _Shard)
         name = self.shard_name.format(shard.number)
-        path = self.out / name
-        for leftover in self.out.glob(f".{name}.*.part"):  # of a call that was killed while it wrote this shard
-            leftover.unlink(missing_ok=True)
         failures: dict[str, list[int]] = {}
         transient: set[str] = set()
         came = []
@@ -307,35 +221,20 @@ class _Run:
                     transient.add(outcome.reason)
             else:
                 came.append(number)
-        # A shard that is written again (after a retry) is not done until its new record is written.
-        (self.out / manifest.RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
-        if came:
-            write_shard(path, (self._sample(shard, number) for number in came))
-        record = manifest.ShardRecord(
-            shard=name,
+        manifest.write_recorded_shard(
+            self.out,
+            name,
+            (self._sample(shard, number) for number in came),
             first_row=shard.first_row,
             rows=len(shard.rows),
             pairs=len(came),
             captions=sum(len(shard.rows[number].caption.split("\n")) for number in came),
-            size_bytes=path.stat().st_size if came else 0,
-            sha256=manifest.sha256_of(path) if came else "",
             failures=failures,
             transient_reasons=sorted(transient),
         )
-        manifest.write_record(self.out, record)
         shard.spool.close(remove=True)
-        del self.shards[shard.number]
 
     def _sample(self, shard: _Shard, number: int) -> Sample:
         extension = shard.spool.outcomes[number].extension
         row = shard.rows[number]
         return Sample(row.key, {extension: shard.spool.read(number), TEXT_EXTENSION: row.caption.encode()})
-
-    def _show(self, *, rows: int, pairs: int = 0, failures: Mapping[str, int] | None = None) -> None:
-        self.pairs += pairs
-        self.failures.update(failures or {})
-        self.bar.update(rows)
-        if not self.bar.disable and time.monotonic() - self.shown > 1:
-            self.shown = time.monotonic()
-            lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
-            self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=False)

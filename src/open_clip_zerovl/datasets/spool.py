@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Outcome:
         extension, offset_bytes, size_bytes: of the picture, and where its bytes lie in the spool.
         reason: why there is no picture; empty if there is one.
         transient: whether a retry may help.
+        about: what else is known of the picture.
     """
 
     extension: str = ""
@@ -28,6 +30,7 @@ class Outcome:
     size_bytes: int = 0
     reason: str = ""
     transient: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Spool:
@@ -40,9 +43,10 @@ class Spool:
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
-    def add(self, row: int, extension: str, content: bytes) -> None:
-        """Keep the picture of a row."""
-        self._append({"row": row, "extension": extension, "size": len(content)}, content)
+    def add(self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None) -> None:
+        """Keep the picture of a row, and what else is known of it (values of JSON)."""
+        head = {"row": row, "extension": extension, "size": len(content)}
+        self._append({**head, "about": dict(about)} if about else head, content)
 
     def fail(self, row: int, reason: str, *, transient: bool) -> None:
         """Keep why a row has no picture."""
@@ -74,7 +78,12 @@ class Spool:
 
     def _keep(self, head: dict, offset: int) -> None:
         self.outcomes[int(head["row"])] = Outcome(
-            head.get("extension", ""), offset, head.get("size", 0), head.get("reason", ""), head.get("transient", False)
+            head.get("extension", ""),
+            offset,
+            head.get("size", 0),
+            head.get("reason", ""),
+            head.get("transient", False),
+            head.get("about", {}),
         )
 
     def _recover(self) -> None:
