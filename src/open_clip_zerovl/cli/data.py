@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
+from open_clip_zerovl.cli.pack import add_pack
 from open_clip_zerovl.cli.values import natural, part, positive, seed
 from open_clip_zerovl.errors import UserError
 
@@ -33,9 +34,10 @@ _DRAWN = {
 
 
 def add_data(commands) -> None:
-    """Add `zerovl data ...`: the emoji and icons, the paper's datasets, and tools for existing shards."""
+    """Add `zerovl data ...`: your own pairs, the emoji and icons, the paper's datasets, and tools for existing shards."""
     data = commands.add_parser("data", help="prepare a dataset as webdataset shards", description="Prepare a dataset.")
     datasets = data.add_subparsers(title="datasets and tools", metavar="DATASET", required=True)
+    add_pack(datasets)
     for name, (title, packages) in _DRAWN.items():
         drawn = datasets.add_parser(
             name,

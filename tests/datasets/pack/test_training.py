@@ -1,0 +1,35 @@
+"""What was packed is trained on and evaluated, by the command that is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from open_clip_zerovl.datasets.gather import Work
+from open_clip_zerovl.datasets.pack.report import commands
+from open_clip_zerovl.datasets.pack.rows import Columns
+from open_clip_zerovl.datasets.pack.run import PackSettings, pack
+from support.pairs import as_csv, make_pairs
+from support.programs import COMMON, launch
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+
+
+@pytest.mark.slow  # a training process
+def test_the_printed_command_trains_and_evaluates(tmp_path):
+    given = as_csv(tmp_path / "in", make_pairs(40))
+    settings = PackSettings(test_share=0.2, columns=Columns(source="kind"))
+    found = pack([str(given)], tmp_path / "out", settings, work=Work(threads=2, progress=False))
+    (command,) = commands(found, tmp_path / "out")
+    program, arguments = shlex.split(command)[:2], shlex.split(command)[2:]
+    assert program == ["zerovl", "train"] and arguments[:2] == ["--model", "ViT-B-32"]
+    assert "--debiased-sampling" in arguments and arguments[-2:] == ["--batch-size", "4"]
+    (tmp_path / "tiny.json").write_text(
+        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
+    )
+    steps = [*COMMON, *arguments[2:], "--dga-steps", "2", "--epochs", "1", "--workers", "1", "--name", "packed"]
+    done = launch("ours", tmp_path / "tiny.json", steps, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = (tmp_path / "logs/packed/out.log").read_text()
+    assert "source-a" in log and "source-b" in log and "rsum: " in log
