@@ -11,7 +11,7 @@ import numpy as np
 import open_clip
 import torch
 from PIL import Image
-from transformers import BertConfig, BertTokenizer
+from transformers import BertConfig, BertTokenizer, XLMRobertaConfig, XLMRobertaTokenizer
 
 WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
 WORDS += ["a", "the", "with", "and"]
@@ -33,6 +33,26 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
         num_attention_heads=2,
         intermediate_size=2 * width,
         max_position_embeddings=32,
+    ).save_pretrained(folder)
+    return folder
+
+
+def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
+    """A folder as `from_pretrained` reads it: XLM-RoBERTa's config and a SentencePiece tokenizer, no weights."""
+    folder.mkdir(parents=True)
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    pieces = [f"\u2581{word}" for word in words] + list("\u2581abcdefghijklmnopqrstuvwxyzäöü猫犬赤い")
+    vocab = [(word, 0.0) for word in special] + [(piece, -1.0 - 0.01 * i) for i, piece in enumerate(pieces)]
+    vocab.append(("<mask>", 0.0))
+    XLMRobertaTokenizer(vocab=vocab).save_pretrained(folder)
+    XLMRobertaConfig(
+        vocab_size=len(vocab),
+        hidden_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        max_position_embeddings=80,  # 78 places after the offset of 2
+        type_vocab_size=1,
     ).save_pretrained(folder)
     return folder
 

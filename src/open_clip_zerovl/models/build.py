@@ -168,6 +168,9 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
             f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
         )
     positions = config.get("max_position_embeddings")
+    if positions and config["model_type"] in ("roberta", "xlm-roberta"):
+        # They count positions from the padding token's number on.
+        positions -= 1 + (1 if config.get("pad_token_id") is None else config["pad_token_id"])
     if positions and context_length > positions:
         raise UserError(
             f"the tower in {folder} has {positions} positions, the model's context_length is {context_length}"

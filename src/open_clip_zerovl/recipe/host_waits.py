@@ -16,8 +16,8 @@ from torch import Tensor, nn
 def without_host_waits(model: nn.Module) -> None:
     """Replace code that waits in `model`. Call it before the first forward pass and before the model is compiled.
 
-    - Hugging Face's BERT reads whether a batch has padding, to leave the mask out if there is none. It is given the mask in the
-      form that the attention takes, which it does not read.
+    - Hugging Face's BERT, RoBERTa and XLM-RoBERTa read whether a batch has padding, to leave the mask out if there is none.
+      They are given the mask in the form that the attention takes, which they do not read.
     - open_clip's patch dropout draws on the CPU and indexes with CPU tensors. The replacement draws on the images' device: on a
       GPU other masks than open_clip's, on a CPU the same.
     """
@@ -29,10 +29,10 @@ def without_host_waits(model: nn.Module) -> None:
 
 
 def _reads_masks(module: nn.Module) -> bool:
-    """Whether this is a bidirectional BERT with torch's attention, which takes a boolean mask."""
+    """Whether this is a bidirectional BERT, or one of its kind, with torch's attention, which takes a boolean mask."""
     config = getattr(module, "config", None)
     return (
-        type(module).__name__ == "BertModel"
+        type(module).__name__ in ("BertModel", "RobertaModel", "XLMRobertaModel")
         and not getattr(config, "is_decoder", False)
         and getattr(config, "_attn_implementation", None) == "sdpa"
     )
