@@ -14,7 +14,7 @@ FLOORS = (
     ("files", "randomness", "memory", "precision", "late", "processes", "releases", "launch", "csv_rows"),
     ("losses", "tar", "models", "figures"),
     ("dga", "data", "datasets", "checkpoints", "runs"),
-    ("recipe", "retrieval", "clustering", "probe"),
+    ("recipe", "retrieval", "clustering", "probe", "search"),
     ("teacher",),
     ("plan", "bias", "interpolation"),
     ("finetune",),

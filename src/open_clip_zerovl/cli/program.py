@@ -21,6 +21,7 @@ from open_clip_zerovl.cli.finetune import add_finetune
 from open_clip_zerovl.cli.interpolate import add_interpolate
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.report import add_report
+from open_clip_zerovl.cli.search import add_search
 from open_clip_zerovl.cli.teacher import add_teacher
 from open_clip_zerovl.cli.train import add_train
 from open_clip_zerovl.cli.values import captions, positive, seed
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_linear_probe(commands)
     _add_bias(commands)
     add_compare(commands)
+    add_search(commands)
     add_export(commands)
     add_finetune(commands)
     add_interpolate(commands)
