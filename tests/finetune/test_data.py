@@ -56,6 +56,14 @@ def test_what_a_folder_holds(tmp_path):
     source(coco / "train", range(5))
     write_retrieval_set(coco, [sample(100)])
     assert find_data(str(coco)).train_data == f"coco={coco / 'train'}"
+    both = tmp_path / "both"
+    for name, numbers in (("drawing", range(4)), ("photo", range(4, 9))):
+        source(both / name / "train", numbers)
+        write_retrieval_set(both / name, [sample(200 + numbers[0])])
+    found = find_data(str(both))
+    assert found.train_data == f"drawing={both / 'drawing' / 'train'}::photo={both / 'photo' / 'train'}"
+    assert found.held_out == f"drawing={both / 'drawing'}::photo={both / 'photo'}"
+    assert [one.num_samples for one in open_sources(found.train_data)] == [4, 5]
     assert find_data("x=/data/x::y=/data/{00..03}.tar").train_data == "x=/data/x::y=/data/{00..03}.tar"
     assert find_data("/data/my pairs").train_data == "my-pairs=/data/my pairs"
     (tmp_path / "empty").mkdir()

@@ -102,6 +102,8 @@ def test_training_takes_the_flags(samples, gpus):
         (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
         (5, {}, "there are 5 pictures to train on, and 16 are the least"),
         (100, {"epochs": "many"}, "--set epochs=many is no whole number"),
+        (100, {"epochs": None}, "--set epochs= takes away what a fine-tuning needs"),
+        (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
     ],
 )
 def test_refusals(samples, given, sentence):

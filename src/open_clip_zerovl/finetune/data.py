@@ -3,8 +3,8 @@
 `--data` is named sources, as `--train-data` takes them, or a folder:
 
     FOLDER/*.tar, or a table in it                          one source
-    FOLDER/train/                                           one source (`zerovl data coco`)
-    FOLDER/NAME/*.tar or tables, several                    a source each (`zerovl data pack`, `zerovl data emoji`)
+    FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data coco`)
+    FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`, `zerovl data emoji`)
 
 A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/NAME or in FOLDER/test/NAME.
 """
@@ -61,12 +61,12 @@ def find_data(data: str) -> Found:
         parts = [part if NAME.fullmatch(part) else f"{_name_of(part)}={part}" for part in data.split("::")]
         return Found("::".join(parts), "")
     folder = Path(data).expanduser().absolute()
-    if _is_source(folder):
-        sources = [folder]
-    elif _is_source(folder / "train"):
-        sources = [folder / "train"]
-    else:
-        sources = [entry for entry in _folders(folder) if entry.name not in SPLITS and _is_source(entry)]
+    sources = _source_in(folder) or {
+        name: place
+        for entry in _folders(folder)
+        if entry.name not in SPLITS
+        for name, place in _source_in(entry).items()
+    }
     if not sources:
         raise UserError(
             f"{folder} holds no shards (*.tar), no table (.csv, .tsv) and no folders with them; `zerovl data pack` makes "
@@ -75,9 +75,14 @@ def find_data(data: str) -> Found:
     places = [folder, *_folders(folder), *_folders(folder / "test")]
     sets = [place for place in places if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()]
     return Found(
-        "::".join(f"{_name_of(source if source.name != 'train' else folder)}={source}" for source in sources),
+        "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
     )
+
+
+def _source_in(folder: Path) -> dict[str, Path]:
+    """Name -> place of the source that a folder is, or holds in `train/`; {} for none."""
+    return next(({_name_of(folder): place} for place in (folder, folder / "train") if _is_source(place)), {})
 
 
 def _is_source(folder: Path) -> bool:

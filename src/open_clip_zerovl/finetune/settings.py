@@ -19,6 +19,19 @@ WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
 STEPS_BETWEEN_SAVES = 250
 MANY_SAMPLES, VERY_MANY_SAMPLES = 200_000, 2_000_000
 AS_ASKED = "as asked"
+# Flags that a fine-tuning gives itself -> what to give in their place.
+OWN = {
+    **dict.fromkeys(("model", "pretrained", "init-from", "text-model"), "--from MODEL"),
+    "train-data": "--data",
+    "retrieval-data": "--retrieval-data, outside of --set",
+    "seed": "--seed, outside of --set",
+    **dict.fromkeys(("logs", "name", "resume"), "--out"),
+    **dict.fromkeys(
+        ("save-frequency", "save-most-recent", "delete-previous-checkpoint", "retrieval-frequency"),
+        "nothing: each epoch is scored and the best one is kept",
+    ),
+}
+NEEDED = ("epochs", "lr", "effective-batch", "batch-size", "dga-steps")
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,11 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     Raises:
         UserError: a batch larger than the data, or too few samples.
     """
+    for flag, value in given.items():
+        if flag in OWN:
+            raise UserError(f"--set {flag} does not work with finetune, which decides it; give {OWN[flag]}")
+        if value is None and flag in NEEDED:
+            raise UserError(f"--set {flag}= takes away what a fine-tuning needs; give it a value")
     if facts.samples < FEWEST_SAMPLES:
         raise UserError(
             f"there are {facts.samples} pictures to train on, and {FEWEST_SAMPLES} are the least; give more pairs"
