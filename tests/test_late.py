@@ -26,6 +26,7 @@ def output_of(code: str) -> str:
         pytest.param("import open_clip_zerovl.errors, open_clip_train.params; import open_clip", marks=SLOW),
         "import open_clip_zerovl; from importlib.util import find_spec; find_spec('open_clip'); import open_clip",
         pytest.param("import open_clip_zerovl.recipe.flags, open_clip", marks=SLOW),
+        pytest.param("import open_clip_zerovl.models.configs, open_clip", marks=SLOW),
     ],
 )
 def test_configs_are_registered_in_either_order(imports):

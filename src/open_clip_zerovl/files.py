@@ -15,11 +15,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from open_clip_zerovl.errors import UserError, first_line
+
+if TYPE_CHECKING:  # what a command line is told comes before numpy is loaded
+    import numpy as np
 
 #: What numpy, torch, zipfile and pickle raise on bytes that are not what they should be, or not all of it, beside
 #: `pickle.UnpicklingError`, which is torch's refusal of what could run code.
@@ -126,6 +127,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         FileNotFoundError: there is none.
         ValueError: it cannot be read, with the reason.
     """
+    import numpy as np
+
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -133,6 +136,20 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise
     except UNREADABLE as error:
         raise ValueError(first_line(error)) from error
+
+
+def no_checkpoint(path: str | os.PathLike[str]) -> str | None:
+    """Why no release of torch has written a file, as a verb phrase, from its first bytes; None where one may have.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        start = file.read(512)
+    # torch writes a zip archive. Before version 1.6 it wrote a pickle (protocol 2 or later), in its first versions a tar.
+    if start.startswith((b"PK", b"\x80")) or start[257:262] == b"ustar":
+        return None
+    return "is empty" if not start else f"begins with {start[:12]!r}"
 
 
 @contextlib.contextmanager

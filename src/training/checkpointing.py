@@ -11,11 +11,14 @@ import argparse
 import logging
 import os
 import re
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
 
-from open_clip_zerovl.errors import first_line
+import torch
+
+from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.files import UNREADABLE, save_atomically
 from training.resume import Position, entry_of
 
@@ -91,6 +94,24 @@ def remove_leftovers(folder: Path) -> None:
         if _LEFTOVER.fullmatch(path.name):
             logging.warning(f"Removing {path}, which a killed process left half-written.")
             path.unlink(missing_ok=True)
+
+
+def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    """
+    Args:
+        folder: of the run; it exists.
+
+    Raises:
+        UserError: its disk has no room for a checkpoint: weights, and two moments of each that is trained.
+    """
+    weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
+    needed = weights + 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"the disk of {folder} has {free / 2**20:,.0f} MiB free, and a checkpoint of this run takes about "
+            f"{needed / 2**20:,.0f} MiB; make room there, or choose another folder with --logs"
+        )
 
 
 class StepCheckpoints:

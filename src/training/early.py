@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from open_clip_zerovl.data.names import check_paths, check_separators
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import check_writable, no_checkpoint
 from training.config import RecipeConfig
 from training.params import parse
 
@@ -35,12 +37,34 @@ def check_run(args: argparse.Namespace, config: RecipeConfig, *, rank: int) -> N
         require_new_name(args, resumes_latest=args.resume == "latest")
     if os.path.exists(args.logs) and not os.path.isdir(args.logs):
         raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
+    if rank == 0 and args.logs.lower() != "none":
+        check_writable(args.logs, folder=True)
     if (
         not args.train_data
         and not args.dataset_type.startswith("synthetic")
         and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
     ):
         raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+    if config.sampling is not None:
+        check_separators(args.train_data)
+        check_paths(args.train_data)
+    _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)
+    _check_checkpoint("--init-from", config.init_from)
+
+
+def _check_checkpoint(flag: str, path: str | None) -> None:
+    """
+    Raises:
+        UserError: a file of this machine that does not exist, or that no release of torch has written.
+    """
+    if path is None or "://" in path or os.path.isdir(path):  # a folder is told of where it is read
+        return
+    if not os.path.isfile(path):
+        raise UserError(
+            f"{flag} {path} does not exist; give the path of a checkpoint" + ", or 'latest'" * (flag == "--resume")
+        )
+    if (wrong := no_checkpoint(path)) is not None:
+        raise UserError(f"{flag} {path} is no checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt")
 
 
 def require_new_name(args: argparse.Namespace, *, resumes_latest: bool) -> None:

@@ -281,6 +281,8 @@ class Run:
             self._handlers.enter_context(self.preemption)
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
+        if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
+            checkpointing.require_room(self._folder(), self.model)
         return self.model, transform_train, transform_eval
 
     def _create_adamw(self, **options: Any) -> torch.optim.Optimizer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import fsspec
 import pytest
 
-from open_clip_zerovl.data.names import is_named
+from open_clip_zerovl.data.names import check_separators, is_named
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
 from open_clip_zerovl.errors import UserError
@@ -33,6 +34,37 @@ def test_sizes_come_from_each_shards_own_folder(tmp_path):
     write_source(tmp_path / "y", 10, 5, 5)
     (source,) = parse_sources(f"both={tmp_path}/{{x,y}}/00000.tar")
     assert source.sizes == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("a=/x:b=/y", "a=/x::b=..."),
+        ("a=/x::b=/y:c-1=/z", "b=/y::c-1=..."),
+        ("a=/x::b=/y", None),
+        ("a=https://h:80/x?key=1", None),
+        ("a=pipe:KEY=1 cat /x", None),
+        ("a=s3://b/x", None),
+    ],
+)
+def test_a_single_colon_between_sources_is_told(data, told):
+    if told is None:
+        check_separators(data)
+    else:
+        with pytest.raises(
+            UserError, match=re.escape("sources are separated by '::', and a single ':' stands")
+        ) as error:
+            parse_sources(data)
+        assert str(error.value).endswith(f"write {told}")
+
+
+def test_keys_with_dots_are_told(tmp_path, caplog):
+    dotted = write_tar(tmp_path / "0.tar", [(f"a.{number}.png", b"x") for number in range(3)])
+    assert count_tar_samples(dotted) == 1
+    assert "so a.0.png is of the sample 'a', which has no picture then" in caplog.text
+    caplog.clear()
+    count_tar_samples(write_tar(tmp_path / "1.tar", [("a.png", b"x"), ("a.seg.png", b"x")]))
+    assert not caplog.records
 
 
 def test_is_named():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import stat
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.errors import UserError
-from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers
+from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
+from training.console import Console
 from training.lock import LOCK, RunLock
 from training.main import Run
 from training.params import parse
@@ -180,7 +183,7 @@ def test_two_runs_with_one_made_up_name(tmp_path, monkeypatch):
     """Without --name, open_clip's main names a run by the second in which it starts, after our checks."""
     monkeypatch.setattr(RunLock.acquire, "__defaults__", (0.2,))
     args, config = parse(["--model", "ViT-B-32", "--logs", str(tmp_path), "--dataset-type", "synthetic"])
-    run = Run(args, config, None)
+    run = Run(args, config, None, Console())
     args.name, args.rank = "2026_01_01-00_00_00-model", 0
     holder = os.fork()
     if holder == 0:
@@ -214,3 +217,12 @@ def test_one_process_at_a_time(tmp_path, caplog):
     lock = RunLock(tmp_path / "run")
     lock.acquire(wait_seconds=5)  # the system has given it back
     lock.release()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path, monkeypatch):
+    model = torch.nn.Linear(1 << 10, 1 << 10)  # 4 MiB of weights, 8 MiB of moments
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=11 * 2**20))
+    with pytest.raises(UserError, match="has 11 MiB free, and a checkpoint of this run takes about 12 MiB"):
+        require_room(tmp_path, model)
+    model.requires_grad_(False)  # no moments
+    require_room(tmp_path, model)

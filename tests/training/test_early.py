@@ -40,6 +40,11 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--train-data", "a=/x", "--name", "taken"], 2, "a run called 'taken' exists"),
         (["--train-data", "a=/x", "--logs", "file"], 2, "--logs file is a file"),
         ([], 2, "there is nothing to do"),
+        (["--train-data", "a=/x", "--logs", "/proc/x"], 2, "/proc/x cannot be written"),
+        (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
+        (["--train-data", "a=file:b=file"], 2, "write a=file::b=..."),
+        (["--train-data", "a=file", "--resume", "epoch_9.pt"], 2, "--resume epoch_9.pt does not exist"),
+        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is no checkpoint: it is empty"),
     ],
 )
 def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):

@@ -62,14 +62,14 @@ def bias_sections(report: BiasReport) -> list[str]:
             "pictures and captions of different sources do differ."
         ),
         chart(probe_picture(report), "Accuracy of the source probe by model, from images and from texts"),
-        heading("Do negatives still teach? (figure 4)"),
+        heading("Do negatives still teach?"),
         paragraph(
             "Mean log p of negative pairs, by the source of the query. A negative's p is its weight in the gradient: the "
             "lower a line, the less the model learns from those pairs. Where the dashed line lies far below the solid one, the "
             "model pushes other sources away as a whole."
         ),
         chart(log_p_picture(report), "Mean log p of negatives by batch size, for each source and model"),
-        heading("Where the embeddings lie (figure 3)"),
+        heading("Where the embeddings lie"),
         paragraph(
             f"t-SNE maps of {len(report.map_rows)} samples, each dot one sample in the colour of its source. Islands of one "
             "colour are sources that the model keeps apart. Distances between islands, and sizes, mean nothing."

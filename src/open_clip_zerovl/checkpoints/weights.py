@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE
+from open_clip_zerovl.files import UNREADABLE, no_checkpoint
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
 
@@ -72,13 +72,10 @@ def _check_kind(checkpoint: Path) -> None:
     if checkpoint.suffix == ".safetensors":
         raise UserError(f"{checkpoint} holds weights alone; give the exported folder that it lies in")
     try:
-        with open(checkpoint, "rb") as file:
-            start = file.read(512)
+        said = no_checkpoint(checkpoint)
     except OSError as error:
         raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
-    # torch writes a zip archive. Before version 1.6 it wrote a pickle (protocol 2 or later), in its first versions a tar.
-    if not start.startswith((b"PK", b"\x80")) and start[257:262] != b"ustar":
-        said = "is empty" if not start else f"begins with {start[:12]!r}"
+    if said is not None:
         raise UserError(f"{checkpoint} is no checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 
 from open_clip_zerovl.errors import UserError
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
+
+#: In one source's shards: the name of another, after a single colon. `://` and a command after `pipe:` are none.
+_SECOND_NAME = re.compile(r"(?<!:):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=")
+#: What a path on this machine has not, where it names one file or folder.
+_PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
 DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
@@ -85,3 +91,33 @@ def is_captions(captions: str) -> bool:
 def is_named(train_data: str | None) -> bool:
     """Whether a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
+
+
+def check_separators(train_data: str) -> None:
+    """
+    Raises:
+        UserError: named sources that a single colon separates: `a=X:b=Y` would be one source with odd shards.
+    """
+    for component in train_data.split("::"):
+        match = NAME.fullmatch(component)
+        shards = match["shards"] if match else ""
+        second = None if shards.startswith("pipe:") else _SECOND_NAME.search(shards)
+        if second is not None:
+            raise UserError(
+                f"--train-data {train_data}: sources are separated by '::', and a single ':' stands before {second['name']}=; "
+                f"write {component[: match.start('shards') + second.start()]}::{second['name']}=..."  # type: ignore[union-attr]
+            )
+
+
+def check_paths(train_data: str) -> None:
+    """A quick look at named sources, before anything is loaded for reading them.
+
+    Raises:
+        UserError: a folder or file of this machine, written without braces, that is not there.
+    """
+    for component in train_data.split("::"):
+        match = NAME.fullmatch(component)
+        shards = match["shards"] if match else ""
+        if shards and not _PATTERN.search(shards) and not os.path.exists(shards):
+            assert match is not None
+            raise UserError(f"source {match['name']!r}: {shards} does not exist; correct the path or the range")

@@ -403,7 +403,8 @@ class Reading:
         fault: Fault | None = None
         shown: tuple[tuple[int, str], ...] = ((0, ""),)
         if image is None:
-            fault = Fault("no image", "has no image (jpg, png, jpeg or webp)")
+            named = "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
+            fault = Fault("no image", f"has no image ({named})")
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
         elif texts is None:

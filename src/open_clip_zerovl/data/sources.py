@@ -32,12 +32,12 @@ import braceexpand
 import numpy as np
 
 from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
-from open_clip_zerovl.data.names import CAPTIONS, NAME, field_names, is_captions
+from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import ShardError, locate_samples, stream_samples
+from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.tar.remote import REMOTE, check_openable, local_path
 from open_clip_zerovl.tar.shards import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
 
@@ -119,6 +119,7 @@ def parse_sources(
         raise UserError(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
+    check_separators(train_data)
     strict = on_bad_sample == "fail"
     named: dict[str, _Content] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
@@ -268,7 +269,9 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
     count = 0
     try:
         try:
-            for _ in locate_samples(path):
+            for key, files in locate_samples(path):
+                if count == 0:
+                    _tell_of_dots(path, key, files)
                 count += 1
         except tarfile.ReadError:  # compressed, or no tar
             with closing(stream_samples(str(path))) as samples:
@@ -279,6 +282,16 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
             raise UserError(f"shard {path} cannot be read as a tar file ({error}); fetch or write it again") from error
         logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
     return count
+
+
+def _tell_of_dots(path: str | Path, key: str, files: Mapping[str, object]) -> None:
+    """Warn where a shard's first sample has pictures under two suffixes only: `a.1.png` and `a.2.png` are both of key `a`."""
+    pictures = [suffix for suffix in files if suffix.rpartition(".")[2] in IMAGE_EXTENSIONS]
+    if pictures and all("." in suffix for suffix in pictures):
+        logging.warning(
+            f"Shard {path}: a key ends at the first dot of a file's name, so {key}.{pictures[0]} is of the sample {key!r}, "
+            "which has no picture then; write the shard with keys without dots."
+        )
 
 
 def count_tar_captions(path: str | Path) -> int:

@@ -11,9 +11,6 @@ import json
 import math
 from pathlib import Path
 
-import open_clip
-from open_clip.factory import get_model_config
-
 from open_clip_zerovl.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
@@ -48,6 +45,10 @@ def register_model_configs() -> list[str]:
         UserError: the package was installed without the JSON files, or open_clip did not register one of them (it ignores a
             wrong folder and an incomplete file without a message).
     """
+    # Not at the top: the import of open_clip calls this function, and this module must be whole by then.
+    import open_clip
+    from open_clip.factory import get_model_config
+
     configs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONFIG_FOLDER.glob("*.json"))}
     if not configs:
         raise UserError(f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again")

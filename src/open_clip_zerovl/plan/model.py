@@ -218,7 +218,10 @@ def weights_to_fetch(settings: PlanSettings, planned: PlannedModel) -> dict[str,
 
 
 def _is_cached(repository: str, *files: str) -> bool:
-    return all(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
+    try:
+        return all(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
+    except ValueError:  # a path, which is no repository's name
+        return False
 
 
 def _write_bert_base(folder: Path) -> Path:

@@ -33,7 +33,7 @@ def report(plan: Plan) -> str:
     for label, texts in sections:
         lines += _section(label, texts)
     if plan.settings.passed_over:
-        lines += _section("", [f"passed over: {' '.join(plan.settings.passed_over)}"])
+        lines += _section("", [f"without effect on the plan: {' '.join(plan.settings.passed_over)}"])
     lines.append("")
     if plan.elsewhere:
         lines.append("Not on this machine:")
