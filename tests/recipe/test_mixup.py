@@ -229,6 +229,87 @@ def test_open_clips_own_text_tower_is_mixed_too():
 # --- under decoupled gradient accumulation ---------------------------------------------------------------------------
 
 
+def padded(sizes: list[int]) -> list:
+    """Micro-batches whose texts end in padding (token 0) from different places on."""
+    micro_batches = batches(sizes)
+    for _, texts in micro_batches:
+        for row, text in enumerate(texts):
+            text[4 + row :] = 0
+    return micro_batches
+
+
+@pytest.mark.parametrize("texts", ["features", "embeddings"])
+@pytest.mark.parametrize("of", ["coin", "both"])
+def test_the_papers_alternatives_are_exact_too(of, texts):
+    """Both modalities, or word embeddings: DGA's gradient is that of the same mixture, written down without hooks."""
+    sizes, weight = [3, 2, 4], 0.35
+    model, mix = bert_clip(), Mix(mixes_images=False, weight=weight, both=of == "both")
+    mixup = CoinFlipMixup(of=of, texts=texts)
+    assert mixup.draw().both == mix.both
+    micro_batches = padded(sizes)
+
+    class Written(torch.nn.Module):
+        """The model on a micro-batch that is mixed by hand."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, images, tokens):
+            def mixed(rows):
+                return weight * rows + (1 - weight) * rows.flip(0)
+
+            if of == "both":
+                images = mixed(images)
+            image = model.encode_image(images)
+            tower, mask = model.text, (tokens != 0).long()
+            if texts == "embeddings":
+                embeddings = mixed(tower.transformer.get_input_embeddings()(tokens))
+                hidden = tower.transformer(inputs_embeds=embeddings, attention_mask=mask | mask.flip(0))
+                text = tower.proj(hidden.last_hidden_state[:, 0])
+            else:
+                text = mixed(
+                    tower.proj(tower.transformer(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 0])
+                )
+            unit = torch.nn.functional.normalize
+            return {
+                "image_features": unit(image, dim=-1),
+                "text_features": unit(text, dim=-1),
+                "logit_scale": model.logit_scale.exp(),
+            }
+
+    torch.manual_seed(7)
+    loss_inputs = mix.loss_inputs(sizes)
+    assert (loss_inputs == {}) == (of == "both")
+    _, reference = one_graph(Written(), ContrastiveLoss(), micro_batches, **loss_inputs)
+    reference = {name.removeprefix("model."): gradient for name, gradient in reference.items()}
+    mixup.attach(model)
+    for retain in (0, 2):
+        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), retain=retain, check="always")
+        torch.manual_seed(7)
+        with mixup.applied(mix):
+            dga.backward(micro_batches, prepare=mix.prepare, **loss_inputs)
+        assert error(gradients(model), reference) < EXACT
+    # Negative controls: the same step with texts left as they are, and with images the other way.
+    torch.manual_seed(7)
+    dga.backward(micro_batches, prepare=mix.prepare, **loss_inputs)
+    assert error(gradients(model), reference) > 0.01
+    torch.manual_seed(7)
+    with mixup.applied(mix):
+        dga.backward(
+            micro_batches, prepare=Mix(mixes_images=of == "coin", weight=weight).prepare, **loss_inputs
+        )  # fmt: skip
+    assert error(gradients(model), reference) > 0.01
+    mixup.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_word_embeddings_of_another_tower_are_refused():
+    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT)
+    with pytest.raises(UserError, match="needs a Hugging Face text tower"):
+        CoinFlipMixup(texts="embeddings").attach(model)
+
+
 @pytest.mark.parametrize("mixes_images", [True, False])
 @pytest.mark.parametrize("retain", [0, 1, 4])
 @pytest.mark.parametrize("frozen", [None, "text"])

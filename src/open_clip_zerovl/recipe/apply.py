@@ -30,6 +30,10 @@ class Methods(Protocol):
     @property
     def mixup_alpha(self) -> float: ...
     @property
+    def mixup_of(self) -> str: ...
+    @property
+    def mixup_text(self) -> str: ...
+    @property
     def sort_text(self) -> bool: ...
     @property
     def auto_augment(self) -> str | None: ...
@@ -61,7 +65,7 @@ def apply_methods(
         constant_temperature(model)
     mixup = None
     if methods.coin_flip_mixup:
-        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
+        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed, of=methods.mixup_of, texts=methods.mixup_text)
         mixup.attach(model)
     if methods.sort_text:
         text_padding(model)

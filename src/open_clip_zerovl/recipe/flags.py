@@ -332,6 +332,11 @@ class TeacherFlags:
     )
 
 
+_NO_MIXUP = Contradiction(
+    "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is a parameter of mixup; give both"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AugmentationFlags:
     """Mixup, augmentation and token drop (sections 2.2, 3.2, 4.2, A.9)"""
@@ -344,9 +349,35 @@ class AugmentationFlags:
         "lambda ~ Beta(A, A) (default %(default)s)",
         metavar="A",
         range=POSITIVE,
+        contradicts=(_NO_MIXUP,),
+    )
+    mixup_of: str = flag(
+        "coin",
+        "coin: images or texts of a batch, as the paper does; both: images and texts of each batch, for comparison (3.2; "
+        "default %(default)s)",
+        choices=("coin", "both"),
         contradicts=(
+            _NO_MIXUP,
             Contradiction(
-                "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is a parameter of mixup; give both"
+                "--sort-text",
+                lambda given: given.sort_text,
+                "a picture and its text would be mixed with different partners; leave it out",
+                flag="--mixup-of both",
+            ),
+        ),
+    )
+    mixup_text: str = flag(
+        "features",
+        "what of a text is mixed: its features, as the paper does, or its word embeddings, for comparison (3.2; default "
+        "%(default)s)",
+        choices=("features", "embeddings"),
+        contradicts=(
+            _NO_MIXUP,
+            Contradiction(
+                "--cache-frozen of the text tower",
+                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
+                "mixed words have other features each step",
+                flag="--mixup-text embeddings",
             ),
         ),
     )

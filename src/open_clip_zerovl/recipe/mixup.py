@@ -12,6 +12,11 @@ fixed pairing has the same effect, and this one needs no communication.) Each ro
 weight lambda and its partner's with 1 - lambda; `losses.ContrastiveLoss` takes both (A.3; it halves the paper's sum of the two
 directions, as CLIP does).
 
+Two variants are for comparison with the paper's choice (3.2). `of="both"` mixes images and texts of each batch with one lambda.
+The label of a mixed image and its partner's mixed text is not known then, the paper's dilemma; here the target is the pair
+itself. `texts="embeddings"` mixes word embeddings, before the text tower, in place of text features; a word that one of the two
+texts has is attended to.
+
 The texts are mixed in a forward hook on the model's text tower, so that for DDP, torch.compile and decoupled gradient
 accumulation there is one model with one forward pass. Both mixings are deterministic, hence the same in both passes.
 """
@@ -38,25 +43,32 @@ class Mix:
     Attributes:
         mixes_images: the coin: images are mixed if True, else texts.
         weight: lambda, in 0..1: the weight of the row itself in its mixture.
+        both: images and texts are mixed, whatever the coin.
     """
 
     mixes_images: bool
     weight: float
+    both: bool = False
+
+    @property
+    def mixes_texts(self) -> bool:
+        """Whether texts are mixed."""
+        return self.both or not self.mixes_images
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the images (B, C, H, W) of a micro-batch if `mixes_images`; texts (B, L) are returned unchanged.
+        """Mix the images (B, C, H, W) of a micro-batch if they are to be; texts (B, L) are returned unchanged.
 
         Call it with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (as its `prepare`).
 
         Raises:
             UserError: images that are not floating-point numbers.
         """
-        if self.mixes_images:
+        if self.mixes_images or self.both:
             images = mix_rows(images, self.weight)
         return images, texts
 
     def loss_inputs(self, sizes: Sequence[int], text_order: Tensor | None = None) -> dict[str, Any]:
-        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
+        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows; {} for both.
 
         Args:
             sizes: of this rank's micro-batches, in order.
@@ -64,6 +76,8 @@ class Mix:
                 Mixed texts are then partners where they are forwarded: with order 0 2 1 3 and micro-batches of two, samples
                 0 and 2, and 1 and 3.
         """
+        if self.both:
+            return {}
         partner = reversed_partner(sizes)
         if text_order is not None and not self.mixes_images:
             partner = text_order[partner[text_order.argsort()]]
@@ -103,21 +117,24 @@ class CoinFlipMixup:
     Args:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
         seed: the same on all ranks.
+        of: "coin", or "both" for images and texts of each batch.
+        texts: what of them is mixed, "features" or word "embeddings".
 
     Raises:
         UserError: an alpha that is not positive, a negative seed.
     """
 
-    def __init__(self, alpha: float = 0.1, *, seed: int = 0) -> None:
+    def __init__(self, alpha: float = 0.1, *, seed: int = 0, of: str = "coin", texts: str = "features") -> None:
         if not alpha > 0:
             raise UserError(f"mixup's alpha must be positive, but is {alpha}.")
         if seed < 0:
             raise UserError(f"mixup's seed must not be negative, but is {seed}.")
         self.alpha = float(alpha)
         self.seed = int(seed)
+        self.of, self.texts = of, texts
         self._draws = 0
         self._text: _TextMixing | None = None
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def attach(self, model: nn.Module) -> None:
         """Put the hook on the text tower of `model`. Outside of `step` and `applied` it does nothing.
@@ -145,20 +162,20 @@ class CoinFlipMixup:
                 return
             raise UserError("this CoinFlipMixup is attached to another model; detach it first, or make another one.")
         self._text = _TextMixing(tower)
-        self._handle = tower.register_forward_hook(self._text)
+        self._handles = self._text.on_embeddings() if self.texts == "embeddings" else self._text.on_features()
 
     def detach(self) -> None:
         """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._text, self._handle = None, None
+        for handle in self._handles:
+            handle.remove()
+        self._text, self._handles = None, []
 
     def draw(self) -> Mix:
         """The next effective batch's coin and lambda."""
         generator = stream(self.seed, Purpose.MIXUP, self._draws)
         self._draws += 1
         gamma, weight = generator.random(), generator.beta(self.alpha, self.alpha)
-        return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight))
+        return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight), both=self.of == "both")
 
     @contextmanager
     def step(self) -> Iterator[Mix]:
@@ -179,7 +196,7 @@ class CoinFlipMixup:
         """
         if self._text is None:
             raise UserError("attach the mixup to a model before its first step: mixup.attach(model).")
-        self._text.weight = None if mix.mixes_images else self._text.on_device(mix.weight)
+        self._text.weight = self._text.on_device(mix.weight) if mix.mixes_texts else None
         try:
             yield mix
         finally:
@@ -214,11 +231,44 @@ class CoinFlipMixup:
 
 
 class _TextMixing:
-    """The forward hook. It holds lambda as a tensor: a compiled graph would hold a number as a constant."""
+    """The forward hooks. They hold lambda as a tensor: a compiled graph would hold a number as a constant."""
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower
         self.weight: Tensor | None = None  # None: texts are not mixed
+
+    def on_features(self) -> list[Any]:
+        """Put the hook on the tower's output; returns its handle."""
+        return [self.tower.register_forward_hook(self)]
+
+    def on_embeddings(self) -> list[Any]:
+        """Put hooks on the word embeddings of a Hugging Face tower and on its attention mask; returns their handles.
+
+        Raises:
+            UserError: another tower.
+        """
+        transformer = getattr(self.tower, "transformer", None)
+        if not hasattr(transformer, "get_input_embeddings"):
+            raise UserError(
+                f"mixing word embeddings needs a Hugging Face text tower, and this one is a {type(self.tower).__name__}; leave "
+                "--mixup-text out, which mixes its features"
+            )
+        assert transformer is not None
+        return [
+            transformer.get_input_embeddings().register_forward_hook(self.mix_embeddings),
+            transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True),
+        ]
+
+    def mix_embeddings(self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor) -> Tensor | None:
+        """Word embeddings (B, L, width) mixed with the partner's; None where texts are not mixed."""
+        return None if self.weight is None else mix_rows(embeddings, self.weight)
+
+    def unite_masks(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The attention mask (B, L) with the partner's places; None where texts are not mixed."""
+        if self.weight is None:
+            return None
+        mask = named["attention_mask"]
+        return inputs, {**named, "attention_mask": torch.maximum(mask, mask.flip(0))}
 
     def on_device(self, weight: float) -> Tensor:
         parameter = next(self.tower.parameters(), None)
