@@ -124,6 +124,21 @@ def as_json_list(folder: Path, pairs: list[Pair]) -> Path:
     return folder / "pairs.json"
 
 
+def as_coco(folder: Path, pairs: list[Pair]) -> Path:
+    """MS-COCO's captions: images, and annotations in another order."""
+    write_pictures(folder, pairs)
+    images = [{"id": number, "file_name": pair.name} for number, pair in enumerate(pairs)]
+    annotations = [
+        {"image_id": number, "id": 100 * number + text, "caption": caption, "kind": pair.source}
+        for number, pair in enumerate(pairs)
+        for text, caption in enumerate(pair.captions)
+    ]
+    annotations.sort(key=lambda one: one["id"] % 100)
+    content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": annotations}
+    (folder / "captions.json").write_text(json.dumps(content))
+    return folder / "captions.json"
+
+
 def as_tars(folder: Path, pairs: list[Pair]) -> Path:
     """img2dataset's webdataset form: `txt` and `json` beside the picture, and a parquet without pictures beside the tar."""
     for shard in range(2):
@@ -226,6 +241,7 @@ FORMS: dict[str, Callable[[Path, list[Pair]], Path]] = {
     "csv, lists": as_listed_csv,
     "jsonl in a folder": as_jsonl,
     "json list": as_json_list,
+    "coco": as_coco,
     "tars": as_tars,
     "gzipped tars": as_gzipped_tar,
     "parquet": as_parquet,

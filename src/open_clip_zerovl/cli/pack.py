@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.cli.values import positive, seed
 
@@ -45,6 +46,11 @@ def add_pack(datasets) -> None:
     parser.add_argument(
         "--test-share", type=float, default=0.0, metavar="SHARE", help="share to hold out, by pictures: 0.05"
     )
+    parser.add_argument(
+        "--drop-near",
+        metavar="NAME=SET::...",
+        help="leave out training pictures that are copies of these sets' (as for `data near`)",
+    )
     parser.add_argument("--max-side", type=positive, metavar="PX", help="shrink larger pictures to this longer side")
     parser.add_argument(
         "--min-side", type=positive, default=16, metavar="PX", help="refuse smaller pictures (default %(default)s)"
@@ -68,6 +74,14 @@ def add_pack(datasets) -> None:
     parser.set_defaults(run=_run_pack)
 
 
+def _exclusions(arguments: argparse.Namespace) -> list[Any]:
+    if arguments.drop_near is None:
+        return []
+    from open_clip_zerovl.retrieval.left_out import near_exclusion
+
+    return [near_exclusion(arguments.drop_near, threads=arguments.threads, progress=not arguments.quiet)]
+
+
 def _run_pack(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.datasets.download import Limits
     from open_clip_zerovl.datasets.gather import Work
@@ -88,6 +102,7 @@ def _run_pack(arguments: argparse.Namespace) -> None:
         test_share=arguments.test_share,
         shard_size=arguments.shard_size,
         seed=arguments.seed,
+        exclusions=_exclusions(arguments),
     )
     limits = Limits(
         idle_seconds=min(Limits.idle_seconds, arguments.timeout),

@@ -63,7 +63,7 @@ def test_the_shards_hold_the_pairs(reference):
     }
 
 
-@pytest.mark.parametrize("form", ["csv", "folder of json", "tars", "parquet", "saved dataset"])
+@pytest.mark.parametrize("form", ["csv", "folder of json", "coco", "tars", "parquet", "saved dataset"])
 def test_a_source_for_each_value_of_a_column(form, tmp_path):
     if form in ARROW_FORMS:
         pytest.importorskip("pyarrow")

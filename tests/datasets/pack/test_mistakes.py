@@ -160,6 +160,14 @@ MISTAKES = {
     "empty file": (file("pairs.csv", b""), {}, r"has no first line with the names of its columns"),
     "no json": (file("pairs.jsonl", b"<html>\n"), {}, r"holds no JSON objects.*it begins with '<html>"),
     "one object": (file("pairs.json", b'{\n "a": 1\n}\n'), {}, r"holds no JSON objects"),
+    "boxes": (
+        file(
+            "instances.json",
+            b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}',
+        ),
+        {},
+        r"the annotations of .* hold no captions \(their keys are 'image_id', 'bbox'\): give the captions, as",
+    ),
     "texts and a table": (
         folder_and_table,
         {},

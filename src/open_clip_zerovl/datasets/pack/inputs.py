@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+from open_clip_zerovl.datasets.pack.coco import CocoReader, is_coco
 from open_clip_zerovl.datasets.pack.columnar import ArrowReader, ParquetReader, saved_files
 from open_clip_zerovl.datasets.pack.folder import FolderReader, walk
 from open_clip_zerovl.datasets.pack.rows import PICTURE_SUFFIXES, Columns, Reader
@@ -71,7 +72,9 @@ def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
         raise UserError(
             f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the one or those that are wanted"
         )
-    return TableReader(files[0], wanted) if found == "table" else JsonReader(files[0], wanted)
+    if found == "table":
+        return TableReader(files[0], wanted)
+    return CocoReader(files[0], wanted) if is_coco(files[0]) else JsonReader(files[0], wanted)
 
 
 def _form_of_file(path: Path) -> str:

@@ -101,10 +101,11 @@ def where(file: str, line: int) -> str:
 
 
 def write_refused(store: Store, path: Path) -> None:
-    """Every refused row as CSV: file, line, reason, the picture's place."""
+    """Every row that is not in the shards as CSV: file, line, reason, the picture's place."""
     rows = store.db.execute(
-        "SELECT file, line, COALESCE(rows.reason, pictures.reason) AS why, place FROM rows LEFT JOIN pictures ON "
-        "pictures.number = rows.picture WHERE why IS NOT NULL ORDER BY rows.id"
+        "SELECT file, line, COALESCE(rows.reason, pictures.reason, dropped) AS why, place FROM rows LEFT JOIN pictures ON "
+        "pictures.number = rows.picture LEFT JOIN samples ON samples.key = pictures.key AND samples.source = rows.source "
+        "WHERE why IS NOT NULL ORDER BY rows.id"
     )
     with atomic_file(path) as file:
         _write_csv(file, ("file", "line", "reason", "picture"), rows)
@@ -150,7 +151,9 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     if len(report["written"]) > 6:
         said.append(f"  and {len(report['written']) - 6} more folders")
     said += _refused_lines(report)
-    said += [f"dropped    {count:,} pictures: {reason}" for reason, count in report["dropped"].items()]
+    said += [
+        f"left out   {count:,} pictures {reason}, in refused.csv too" for reason, count in report["dropped"].items()
+    ]
     said.append(_length_line(report))
     said.append(_repeated_line(report))
     sizes = report["sizes"]

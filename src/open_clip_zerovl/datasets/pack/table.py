@@ -47,7 +47,7 @@ class TableReader(Reader):
         least = max([picture, *captions, source or 0])
         stray: list[int] = []
         name = self.path.name
-        with _opened(self.path) as file:
+        with opened_table(self.path) as file:
             records = CsvRows(cast(BinaryIO, file), self.separator, tuple(PICTURE_SUFFIXES))
             if not self.has_header:
                 records.width, records.image = len(self.names), picture
@@ -69,7 +69,7 @@ class TableReader(Reader):
             self.notes = [f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"]
 
     def _first_line(self) -> str:
-        with _opened(self.path) as file:
+        with opened_table(self.path) as file:
             first = file.readline(1 << 20)
         if first.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first:
             raise UserError(
@@ -104,7 +104,7 @@ class JsonReader(Reader):
     def __init__(self, path: Path, wanted: Columns) -> None:
         self.path, self.files, self.wanted = path, [path], wanted
         self.places = Places(path, wanted.pictures_in)
-        with _opened(path) as file:
+        with opened_table(path) as file:
             first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
         self.is_list = first.startswith("[")
         names: dict[str, None] = {}
@@ -139,7 +139,7 @@ class JsonReader(Reader):
 
     def _objects(self) -> Iterator[tuple[int, Any]]:
         """(line, or number in the list, from 1; value); None for a line that is no JSON."""
-        with _opened(self.path) as file:
+        with opened_table(self.path) as file:
             if self.is_list:
                 yield from enumerate(json_array(file, str(self.path)), start=1)
                 return
@@ -153,7 +153,8 @@ class JsonReader(Reader):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def opened_table(path: Path) -> Iterator[IO[bytes]]:
+    """The plain bytes of a table, gzipped or not. UserError for a zip, or a file that cannot be read."""
     if path.suffix.lower() == ".zip":
         raise UserError(
             f"{path} is a zip with {listed(members(path)[:3])}: unpack it, and give the folder or the table"
