@@ -92,6 +92,34 @@ def test_pictures_that_came_are_not_fetched_again(tmp_path):
     assert list(shards_of(tmp_path / "out").values()) == list(shards_of(tmp_path / "whole").values())
 
 
+def test_a_retry_that_is_killed_is_mended_by_any_call(tmp_path, monkeypatch):
+    """The shards of the first call are written anew, from more samples; none of the old ones is taken for a new one."""
+    with hostile_server() as server:
+        kinds = ["flaky" if number % 4 == 1 else "good" for number in range(24)]
+        rows = ["url,caption", *(f"{server.url(kind, n)},caption {n}" for n, kind in enumerate(kinds))]
+        (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
+        settings = PackSettings(test_share=0.2, shard_size=4)
+        once = Work(threads=2, attempts=1, progress=False)
+        first = pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=once)
+        assert first["pictures"] == 18 and first["refused"]["http 503"]["rows"] == 6
+        original, calls = write.manifest.write_recorded_shard, [0]
+
+        def killed(*arguments, **options):
+            calls[0] += 1
+            if calls[0] > 2:
+                raise Killed
+            original(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(write.manifest, "write_recorded_shard", killed)
+            with pytest.raises(Killed):
+                again = Work(threads=2, attempts=1, retry_failed=True, progress=False)
+                pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=again)
+        assert pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=once)["pictures"] == 24
+        pack([str(tmp_path / "list.csv")], tmp_path / "whole/out", settings, work=once)
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole/out")
+
+
 def test_a_picture_that_changes_meanwhile_ends_the_call(tmp_path, monkeypatch):
     given = as_folder(tmp_path / "in", make_pairs(8))
     original = run.hold_out

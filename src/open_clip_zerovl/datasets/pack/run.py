@@ -24,7 +24,7 @@ from open_clip_zerovl.datasets.pack.rows import Columns, Reader
 from open_clip_zerovl.datasets.pack.sources import SourceNames, source_name
 from open_clip_zerovl.datasets.pack.split import Exclusion, exclude, hold_out
 from open_clip_zerovl.datasets.pack.store import Store
-from open_clip_zerovl.datasets.pack.write import Written, folder_of, forget_split, write_split
+from open_clip_zerovl.datasets.pack.write import Written, folder_of, write_split
 from open_clip_zerovl.datasets.pictures import Encoding
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
@@ -136,7 +136,7 @@ def pack(
                 readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
             )
             collecting.run()
-            found = _finish(out, state, settings, store, readers, Contents(readers, scratch), again=retry)
+            found = _finish(out, state, settings, store, readers, Contents(readers, scratch))
         except OSError as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
@@ -160,8 +160,6 @@ def _finish(
     store: Store,
     readers: Sequence[Reader],
     contents: Contents,
-    *,
-    again: bool,
 ) -> dict[str, Any]:
     """Split, exclude, write the shards and the report."""
     store.make_samples()
@@ -175,8 +173,6 @@ def _finish(
     for name in names:
         folder = folder_of(out, name, several)
         for split in ("train", "test"):
-            if again:
-                forget_split(folder / split)
             if store.count(name, split):
                 one = write_split(
                     store,

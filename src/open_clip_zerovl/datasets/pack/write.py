@@ -7,6 +7,7 @@ OUT/NAME/train, OUT/NAME/test ...                    several
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from open_clip_zerovl.datasets import manifest
 from open_clip_zerovl.datasets.pack.store import Store, Stored
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample
+from open_clip_zerovl.tar.shards import SIZES_FILE
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ def write_split(
         shard_size: samples a shard at most.
     """
     here = folder / split
+    made_from = {**made_from, "samples": _digest(store, source, split)}
+    known = manifest.read_manifest(here)
+    if known is not None and known.get("made_from") != made_from:
+        _forget(here, known)  # with --retry-failed there are more samples than before
     count = store.count(source, split)
     shards = -(-count // shard_size)
     bounds = [number * count // shards for number in range(shards + 1)]
@@ -91,13 +97,18 @@ def _sample(sample: Stored, captions: list[str], contents: Callable[[Stored], by
     return Sample(sample.key, {sample.extension: contents(sample), TEXT_EXTENSION: "\n".join(captions).encode("utf-8")})
 
 
-def forget_split(folder: Path) -> None:
-    """Remove the shards of a split that this program wrote, to write them anew."""
-    content = manifest.read_manifest(folder)
-    if content is None:
-        return
-    for name in content["shards"]:
+def _digest(store: Store, source: str, split: str) -> str:
+    """A hash of all samples in their order: keys and captions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in store.samples(source, split):
+        digest.update("\n".join((sample.key, *store.captions_of(source, sample.key), "")).encode())
+    return digest.hexdigest()
+
+
+def _forget(folder: Path, known: Mapping[str, Any]) -> None:
+    """Remove what this program wrote of a split, the manifest last."""
+    recorded = {f"{file.stem}.tar" for file in (folder / manifest.RECORDS).glob("*.json")}
+    for name in ("nshards.txt", SIZES_FILE, *sorted(recorded | set(known["shards"]))):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / manifest.RECORDS, ignore_errors=True)
-    for name in (manifest.MANIFEST_FILE, "sizes.json", "nshards.txt"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / manifest.MANIFEST_FILE).unlink(missing_ok=True)
