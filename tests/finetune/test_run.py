@@ -22,14 +22,22 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.files import locked
 from open_clip_zerovl.finetune.data import open_sources
-from open_clip_zerovl.finetune.run import Prepared, Request, _micro_batch_that_fits
+from open_clip_zerovl.finetune.run import Prepared, Request, _before, _micro_batch_that_fits
 from open_clip_zerovl.finetune.settings import Facts, choose_settings
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH
 from open_clip_zerovl.tar.members import Sample
 from open_clip_zerovl.tar.shards import write_source
 from support.scoring import score_checkpoint
-from support.tiny_clip import random_model, write_bert, write_retrieval_set, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    random_model,
+    register,
+    write_bert,
+    write_retrieval_set,
+    write_run,
+)
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
@@ -176,3 +184,21 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
     models = [open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0] for out in (killed, whole)]
     for key, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, models[1].state_dict()[key]), key
+
+
+def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch):
+    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, CLIP_TEXT, quick_gelu=True)
+    model = random_model(name, seed=5)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    tags = {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.25,) * 3, "quick_gelu": True}}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, name, tags)
+    monkeypatch.setattr("open_clip.factory.download_pretrained", lambda *_, **__: str(tmp_path / "weights.pt"))
+    request = Request(Encoder(f"{name}/mine", device="cpu"), "x=/data", tmp_path / "out")
+    said: list[str] = []
+    folder = _before(request, said.append)
+    assert _before(request, said.append) == folder and len(said) == 1  # a second call finds it
+    found, _, _ = open_clip.create_model_and_transforms(folder)
+    assert tuple(found.visual.preprocess_cfg["mean"]) == (0.5,) * 3
+    picture, text = torch.randn(1, 3, 32, 32), torch.arange(16)[None]
+    for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
+        assert torch.equal(own, theirs)
