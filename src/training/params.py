@@ -130,6 +130,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
         values["sampling"] = "random"
     if values["text_model"] and os.path.isdir(values["text_model"]):
         values["text_model"] = os.path.abspath(values["text_model"])  # params.txt is read from other folders, too
+    if values["model_config"]:
+        values["model_config"] = os.path.abspath(values["model_config"])
+        args.model = _own_model(values["model_config"], args.model, stock_parser.get_default("model"))
     config = RecipeConfig(**values)
     check(config, args, stock_parser)
     if config.token_drop is not None:
@@ -137,3 +140,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
     if config.active:
         vars(args).update(asdict(config))
     return args, config
+
+
+def _own_model(file: str, given: str, default: str) -> str:
+    """The name of a model config's file, which is registered. UserError where `--model` names another."""
+    from open_clip_zerovl.models.model_file import register_model_file
+
+    name = register_model_file(file)
+    if given not in (default, name):
+        raise UserError(f"--model {given} and --model-config {file} are two models: give one of them")
+    return name

@@ -21,6 +21,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
+from open_clip_zerovl.models.model_file import register_model_file
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def read_model_spec(
     name = model or params.get("model")
     if not name:
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
+    own = params.get("model_config")
+    if own and not model and get_model_config(str(name)) is None and Path(str(own)).is_file():
+        register_model_file(str(own))
     return _spec_of(str(name), params, text_model or params.get("text_model"))
 
 

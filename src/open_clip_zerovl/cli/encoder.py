@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     """What a command asks about its model besides the model itself and the batch size."""
     parser.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
+    parser.add_argument(
+        "--model-config", metavar="FILE.json", help="one's own model of such a checkpoint, as in training"
+    )
     parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
     parser.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
@@ -25,9 +28,18 @@ def encoder_of(arguments: argparse.Namespace, batch_size: int) -> Encoder:
 
     return Encoder(
         arguments.model,
-        model_name=arguments.model_name,
+        model_name=own_model(arguments.model_config) or arguments.model_name,
         text_model=arguments.text_model,
         device=arguments.device,
         batch_size=batch_size,
         workers=arguments.workers,
     )
+
+
+def own_model(file: str | None) -> str | None:
+    """The name of the model of `--model-config`, which is registered; None without the flag."""
+    if file is None:
+        return None
+    from open_clip_zerovl.models.model_file import register_model_file
+
+    return register_model_file(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from open_clip_zerovl.cli.encoder import own_model
 from open_clip_zerovl.errors import UserError
 
 
@@ -26,6 +27,7 @@ def add_export(commands) -> None:
         "--format", choices=("open_clip", "transformers"), default="open_clip", help="default %(default)s"
     )
     export.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
+    export.add_argument("--model-config", metavar="FILE.json", help="one's own model, if params.txt does not find it")
     export.add_argument(
         "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
     )
@@ -43,7 +45,7 @@ def add_export(commands) -> None:
 
 def _run_export(arguments: argparse.Namespace) -> None:
     common = {
-        "model": arguments.model,
+        "model": own_model(arguments.model_config) or arguments.model,
         "text_model": arguments.text_model,
         "precision": "fp16" if arguments.fp16 else None,
         "licence": arguments.license,

@@ -53,6 +53,15 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
     """
     words = [word for word in argv if word != "--"]
     known, rest = _parser().parse_known_args(words)
+    if known.model_config is not None:
+        from open_clip_zerovl.models.model_file import register_model_file
+
+        name = register_model_file(known.model_config)
+        if known.model not in (None, name):
+            raise UserError(
+                f"--model {known.model} and --model-config {known.model_config} are two models: give one of them"
+            )
+        known.model = name
     if known.model is None:
         raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):

@@ -413,6 +413,11 @@ class AugmentationFlags:
 class TowerFlags:
     """Starting weights and auxiliary encoders (section 4.2)"""
 
+    model_config: str | None = flag(
+        None,
+        "one's own model as a JSON file, in place of --model; its name is the file's",
+        metavar="FILE.json",
+    )
     text_model: str | None = flag(
         None,
         "folder (or hub name) of the HF text tower and its tokenizer, in place of the model config's own",

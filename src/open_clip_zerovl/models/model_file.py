@@ -1,0 +1,64 @@
+"""One's own model config, as a JSON file: `--model-config FILE`. Its name is the file's."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import open_clip
+from open_clip.factory import get_model_config
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+
+from open_clip_zerovl.errors import UserError
+
+# Of open_clip's model classes, besides the two towers.
+_TOP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "init_logit_scale", "init_logit_bias"}
+_TOP |= {"nonscalar_logit_scale", "multimodal_cfg", "output_dict", "cast_dtype"}
+
+
+def register_model_file(path: str | os.PathLike[str]) -> str:
+    """Register a model config with open_clip and return its name, the file's without `.json`; again changes nothing.
+
+    Raises:
+        UserError: no such file, no JSON, a key that is missing or that open_clip does not know, or the name of another model.
+    """
+    file = Path(path).expanduser()
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--model-config {path} cannot be read ({error.strerror}); correct the path") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--model-config {path} is not valid JSON ({error}); mend it") from error
+    name = file.stem
+    if file.suffix != ".json" or not name or any(mark in name for mark in "/:"):
+        raise UserError(f"--model-config {path} must be called NAME.json: NAME is the model's")
+    _check(config, path)
+    known = get_model_config(name)
+    if known is not None and known != config:
+        raise UserError(f"--model-config {path}: there is another model called {name}; give the file another name")
+    if known is None:
+        open_clip.add_model_config(file)
+    return name
+
+
+def _check(config: object, path: str | os.PathLike[str]) -> None:
+    """UserError for a config that open_clip would pass over in silence, or fail on late."""
+    if not isinstance(config, dict):
+        raise UserError(
+            f"--model-config {path} holds no table of settings; take one of open_clip's model_configs to begin with"
+        )
+    for key, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
+        if not isinstance(config.get(key), kind):
+            raise UserError(f"--model-config {path} has no {key!r}: a model needs embed_dim, vision_cfg and text_cfg")
+    towers = (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg))
+    unknown = [key for key in config if key not in _TOP]
+    if "multimodal_cfg" not in config:
+        for part, kind in towers:
+            known = {field.name for field in fields(kind)}
+            unknown += [f"{part}.{key}" for key in config[part] if key not in known | {"hf_tokenizer_name"}]
+    if unknown:
+        raise UserError(
+            f"--model-config {path} has {unknown[0]!r}, which open_clip does not know; correct it or take it out"
+        )

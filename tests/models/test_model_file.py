@@ -1,0 +1,86 @@
+"""`--model-config FILE.json`: one's own model in training, plan, evaluation and export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.cli.plan import parse_plan
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.model_file import register_model_file
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, write_run
+from training.params import parse
+
+CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": {**CLIP_TEXT, "vocab_size": 49408}}
+
+
+def write(file: Path, config: object = CONFIG) -> Path:
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    return file
+
+
+def test_a_file_is_registered_under_its_name(tmp_path):
+    file = write(tmp_path / "my-own.json")
+    assert register_model_file(file) == register_model_file(str(file)) == "my-own"
+    assert open_clip.get_model_config("my-own") == CONFIG
+
+
+def test_training_and_plan_take_the_file_in_place_of_a_name(tmp_path, monkeypatch):
+    write(tmp_path / "own-training.json")
+    monkeypatch.chdir(tmp_path)
+    args, config = parse(["--model-config", "own-training.json", "--train-data", "a=/nowhere"])
+    assert args.model == "own-training" and config.model_config == args.model_config == str(
+        tmp_path / "own-training.json"
+    )
+    planned = parse_plan(["--model-config", "own-training.json", "--train-data", "a=/nowhere"])
+    assert planned["model"] == "own-training"
+    for read in (parse, parse_plan):
+        with pytest.raises(UserError, match="--model ViT-B-32 and --model-config .* are two models"):
+            read(["--model", "ViT-B-32", "--model-config", "own-training.json", "--train-data", "a=/nowhere"])
+
+
+def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
+    """As in another process: the name is not registered there."""
+    file = write(tmp_path / "own-run.json")
+    register_model_file(file)
+    model = random_model("own-run")
+    run = {"model": "own-found", "model_config": file.with_name("own-found.json")}
+    checkpoint = write_run(tmp_path / "run", model, run)
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert "knows no model 'own-found'" in capsys.readouterr().err
+    write(tmp_path / "own-given.json")
+    given = ["--model-config", str(tmp_path / "own-given.json")]
+    assert main(["export", str(checkpoint), str(tmp_path / "given"), *given]) == 0
+    write(tmp_path / "own-found.json")
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    held = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
+    assert held["vision_cfg"]["width"] == NATIVE_VISION["width"]
+    for source in (tmp_path / "given", tmp_path / "out", checkpoint):
+        assert torch.equal(load_model(source)[0].visual.proj, model.visual.proj)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("bad-json.json", "{", "is not valid JSON"),
+        ("bad-list.json", [1], "holds no table"),
+        ("bad-empty.json", {}, "has no 'embed_dim'"),
+        ("bad-text.json", {"embed_dim": 8, "vision_cfg": {}}, "has no 'text_cfg'"),
+        ("bad-key.json", {**CONFIG, "temperature": 1}, "has 'temperature', which open_clip does not know"),
+        ("bad-tower.json", {**CONFIG, "vision_cfg": {"depth": 2}}, "has 'vision_cfg.depth'"),
+        ("ViT-B-32.json", CONFIG, "there is another model called ViT-B-32"),
+        ("bad-suffix.txt", CONFIG, "must be called NAME.json"),
+    ],
+)
+def test_what_is_no_model_is_said_in_a_sentence(tmp_path, name, config, words):
+    with pytest.raises(UserError, match=words) as caught:
+        register_model_file(write(tmp_path / name, config))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        register_model_file(tmp_path / "absent.json")
