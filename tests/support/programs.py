@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -42,3 +44,49 @@ def flat_tensors(value, prefix="") -> dict[str, torch.Tensor]:
         return {prefix: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return {key: tensor for name, item in items for key, tensor in flat_tensors(item, f"{prefix}/{name}").items()}
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, from /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has ended since it was listed
+            continue
+    below, front = [], [pid]
+    while front:
+        front = [child for child, parent in parents.items() if parent in front]
+        below += front
+    return below
+
+
+def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
+    """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while not list((folder / "logs" / name / "checkpoints").glob(pattern)):
+            assert child.poll() is None and time.monotonic() < deadline, "the run ended before it could be interrupted"
+            time.sleep(0.01)
+        if number == signal.SIGKILL:  # ranks are in sessions of their own: without their launcher they would train on
+            for pid in [*descendants(child.pid), child.pid]:
+                os.kill(pid, number)
+        else:  # the launcher hands it on to its ranks
+            os.killpg(child.pid, number)
+        return child.wait(timeout=120)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)

@@ -7,9 +7,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import torch
 from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
 from open_clip_zerovl.errors import UserError
-from support.programs import COMMON, SCRIPT, flat_tensors, launch, state_of
+from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert
 from training.checkpointing import newest_whole
@@ -50,52 +47,6 @@ def arguments_of(data: str, name: str, *extra: str) -> list[str]:
         str(EPOCHS), "--name", name, "--save-every-steps", "2", "--aug-cfg", "scale=(0.6,1.0)", "--coin-flip-mixup",
         "--mixup-alpha", "1.0", "--text-augment", "0.2", "--temperature-parameter", "temperature", *extra,
     ]  # fmt: skip
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, from /proc."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # it has ended since it was listed
-            continue
-    below, front = [], [pid]
-    while front:
-        front = [child for child, parent in parents.items() if parent in front]
-        below += front
-    return below
-
-
-def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
-    """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 200
-    try:
-        while not list((folder / "logs" / name / "checkpoints").glob(pattern)):
-            assert child.poll() is None and time.monotonic() < deadline, "the run ended before it could be interrupted"
-            time.sleep(0.01)
-        if number == signal.SIGKILL:  # ranks are in sessions of their own: without their launcher they would train on
-            for pid in [*descendants(child.pid), child.pid]:
-                os.kill(pid, number)
-        else:  # the launcher hands it on to its ranks
-            os.killpg(child.pid, number)
-        return child.wait(timeout=120)
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
