@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_WORD = struct.Struct(
-    "<IB"
-)  # message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts
+# Message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts.
+_WORD = struct.Struct("<IB")
 _MOST_BLOCKS = 256  # of a worker; further batches are sent as a DataLoader sends them
 
 

@@ -232,10 +232,8 @@ class FetchAhead:
     """
 
     def __init__(self, cache: ShardCache, patience: Patience) -> None:
-        self._cache, self._patience = (
-            cache,
-            replace(patience, retries=0, command_retries=0, waits=lambda _: None, failed={}),
-        )
+        self._cache = cache
+        self._patience = replace(patience, retries=0, command_retries=0, waits=lambda _: None, failed={})
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
 

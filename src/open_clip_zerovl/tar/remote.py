@@ -26,10 +26,8 @@ from open_clip_zerovl.errors import UserError
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
 HTTP = ("http", "https")
-_COMMANDS = frozenset(gopen_schemes) - {
-    *HTTP,
-    "gs",
-}  # pipe:, and schemes that webdataset opens by a command (sftp: ...)
+# pipe:, and schemes that webdataset opens by a command (sftp: ...)
+_COMMANDS = frozenset(gopen_schemes) - {*HTTP, "gs"}
 _BLOCK_BYTES = 4 << 20  # of one request to a store
 _PROGRESS_BYTES = 1 << 16  # after so many new bytes retries are counted from 0 again
 _SLOWEST_BYTES_PER_SECOND = 1024

@@ -43,9 +43,8 @@ def units_of(source: Source) -> list[Unit]:
 def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
     """What makes a view of a picture, in words: the pixel path, and the transform's steps before the pixels become numbers."""
     steps = [step for step in getattr(transform, "transforms", [transform]) if not isinstance(step, ToBytes)]
-    used = (
-        "arrays" if pictures(transform, pixel_path)[1] is decode_pixels else "pil"
-    )  # where the fast path cannot be had
+    # "pil" also where the fast path was asked for and cannot be had.
+    used = "arrays" if pictures(transform, pixel_path)[1] is decode_pixels else "pil"
     return [f"pixel path {used}", *map(repr, steps)]
 
 
