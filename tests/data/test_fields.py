@@ -158,6 +158,32 @@ def test_draws_of_several_captions_are_of_the_seed_epoch_and_sample_alone(folder
     assert by_sample != others
 
 
+def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(folder):
+    """Steps of 2 x 2 samples read as 4 x 1: the same steps."""
+    found = []
+    for batching, dealt in ((Batching(2, 2, 1, 1), None), (Batching(4, 1, 1, 1), Batching(2, 2, 1, 1))):
+        mixture = Mixture(
+            parse_sources(f"a={folder}", captions="txt+syn"),
+            batching,
+            Preprocessing(transforms.PILToTensor(), tokens_of, with_origin=True),
+            sampling=Sampling("random"),
+            seed=3,
+        )
+        loader = MixtureLoader(mixture, workers=0, max_bad_share=1.0)
+        loader.set_epoch(0, 1, dealt)
+        batches = list(loader)
+        assert [len(images) for images, _, _ in batches] == [batching.micro_batch] * (8 // batching.micro_batch)
+        found.append(
+            [
+                (int(position), text_of(first), text_of(second))
+                for _, texts, origin in batches
+                for position, first, second in zip(origin[:, 1], *texts.chunk(2), strict=True)
+            ]
+        )
+    assert found[0] == found[1]
+    assert all(first == f"txt {n % 12}" and second.startswith(f"syn {n % 12} ") for n, first, second in found[0])
+
+
 @pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
 def test_fields_together_that_are_none_are_refused(text):
     with pytest.raises(UserError, match="each field beside another is given once"):

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from open_clip_zerovl.data.health import Ledger
 from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.workers import begin_worker, explain_worker_error
+from open_clip_zerovl.data.waiting import told_waits
+from open_clip_zerovl.data.workers import begin_worker, explain_worker_error, reading_words
 from open_clip_zerovl.errors import UserError
 
 
@@ -174,7 +175,7 @@ class MixtureLoader:
         try:
             iterator = iter(self._loader)
             self._processes = list(getattr(iterator, "_workers", ()))
-            for item in iterator:
+            for item in told_waits(iterator, self._wait_sentence):
                 yield item
                 count += 1
         except RuntimeError as error:
@@ -183,6 +184,19 @@ class MixtureLoader:
                 raise
             self.abandon()
             raise UserError(sentence) from error
+
+    def _wait_sentence(self, seconds: float, delivered: int) -> str:
+        """That no batch has come for some time, and what is being read."""
+        activity = [activity.get() for activity in self.mixture.activity]
+        worker = delivered % max(1, self.workers)
+        reader = f"loader worker {worker}" if self.workers else "the process"
+        limit = ""
+        if self.workers and self.stall_timeout_seconds:
+            limit = f"; it is given {self.stall_timeout_seconds:g} s (--loader-timeout)"
+        return (
+            f"Waiting for data: no batch has come for {seconds:.0f} s from {reader} of rank {self.mixture.rank}"
+            f"{reading_words(activity[worker], self.mixture.sources)}{limit}"
+        )
 
     def abandon(self) -> None:
         """Kill the worker processes: after one of them was lost, and when this process exits.
@@ -225,13 +239,22 @@ class MixtureLoader:
 
 def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
     """Micro-batches of `size` samples from the columns of others; a column may be a tuple of tensors in each (embeddings)."""
+    samples = len(columns[0][0])
     parts = [
         _divided(tuple(zip(*column, strict=True)), size)
         if isinstance(column[0], tuple)
-        else torch.cat(column).split(size)
+        else _split(column, size, len(column[0]) // samples)
         for column in columns
     ]
     return list(zip(*parts, strict=True))
+
+
+def _split(column: tuple[torch.Tensor, ...], size: int, rows_each: int) -> Sequence[torch.Tensor]:
+    """Parts of `size` samples from others, where a sample has several rows: all first ones come first, then all second ones."""
+    if rows_each == 1:
+        return torch.cat(column).split(size)
+    by_sample = torch.cat([part.unflatten(0, (rows_each, -1)).transpose(0, 1) for part in column])
+    return [part.transpose(0, 1).flatten(0, 1) for part in by_sample.split(size)]
 
 
 def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:

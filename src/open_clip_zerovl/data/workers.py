@@ -44,6 +44,19 @@ def begin_worker(_worker: int, *, parent: int | None = None) -> None:
         end_with_parent(signal.SIGKILL, parent)
 
 
+def reading_words(activity: tuple[int, ...], sources: Sequence[Source]) -> str:
+    """What a worker is doing, as the end of a sentence.
+
+    Args:
+        activity: (process number, source, shard), -1 for what it does not have yet.
+        sources: of the mixture.
+    """
+    _, source, shard = activity
+    if source < 0:
+        return " (it has not opened a shard yet)"
+    return f" while reading shard {sources[source].shards[shard]} of source {sources[source].name!r}"
+
+
 def explain_worker_error(
     error: RuntimeError,
     activity: Sequence[tuple[int, ...]],
@@ -64,10 +77,7 @@ def explain_worker_error(
     """
 
     def doing(worker: int) -> str:
-        _, source, shard = activity[worker]
-        if source < 0:
-            return " (it has not opened a shard yet)"
-        return f" while reading shard {sources[source].shards[shard]} of source {sources[source].name!r}"
+        return reading_words(activity[worker], sources)
 
     words = str(error)
     if words.startswith("DataLoader timed out"):
