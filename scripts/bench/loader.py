@@ -340,10 +340,10 @@ def stages_of(shards: str, work: Work, pixel_path: str, samples: int) -> dict[st
         (Share, "take", "read"),
         (mixture, "decode", "decode"),
         (mixture, "transform", "transform"),
-        (mixture_module, "reseed", "seeds"),
+        (mixture, "reseed", "seeds"),
         (mixture_module, "stream_seed", "seeds"),
-        (mixture, "_caption", "words"),
-        (HFTokenizer, "__call__", "tokens"),
+        (mixture, "_captions", "words"),
+        (mixture, "tokenize", "tokens"),
         (mixture_module, "collate_images", "collate"),
     ]
     with timed(seconds, wrapped):

@@ -121,6 +121,11 @@ def reseed(seed: int) -> None:
     """Seed the CPU generators that transforms draw from: torch's, numpy's and `random`'s."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+    reseed_torch(seed)
+
+
+def reseed_torch(seed: int) -> None:
+    """Seed torch's CPU generator alone, as `reseed` does."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
 
 

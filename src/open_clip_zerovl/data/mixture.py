@@ -37,7 +37,7 @@ from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pieces import PieceReader
-from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.pixels import PixelTransform, pictures
 from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
 from open_clip_zerovl.data.schedule import (
     Batching,
@@ -48,10 +48,11 @@ from open_clip_zerovl.data.schedule import (
 )
 from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import Purpose, preserved, reseed, stream, stream_seed
+from open_clip_zerovl.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
 from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.remote import Patience, Wait
 
@@ -227,6 +228,9 @@ class Mixture(IterableDataset):
         whole = preprocessing.shard_teachers is not None  # stored crops are measured in full-size pictures
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
         self.padding = padding_of(preprocessing.tokenizer)
+        self.tokenize = fast_tokenizer(preprocessing.tokenizer)
+        # Pictures on the array path draw from torch's generator alone; seeding the others takes most of the time.
+        self.reseed = reseed_torch if isinstance(self.transform, PixelTransform) else reseed
         self.lending: Lending | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
@@ -329,7 +333,7 @@ class Mixture(IterableDataset):
             for share in shares:
                 sample, image, loss = share.take(self._decode)
                 if teachers is None:
-                    reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
+                    self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                     images.append(self.transform(image))  # at once: decoded images are large
                 else:
                     draw = stream_seed(self.seed, Purpose.VIEW, sample.source, sample.place)
@@ -342,7 +346,7 @@ class Mixture(IterableDataset):
                 if loss is not None:
                     report.losses.append(loss)
         texts = [caption for beside in zip(*captions, strict=True) for caption in beside]
-        others: list[Any] = [wanted.tokenizer(texts)]
+        others: list[Any] = [self.tokenize(texts)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
