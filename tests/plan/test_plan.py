@@ -39,7 +39,7 @@ from support import ROOT
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert, write_retrieval_set
 
-README = ROOT / "README.md"
+RECIPES = ROOT / "docs" / "recipes.md"
 CPU = torch.device("cpu")
 
 
@@ -66,8 +66,8 @@ def settings_of(model: str = "x", **values) -> PlanSettings:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def readme_arguments() -> list[str]:
-    command = re.search(r"^zerovl train (.*?)```", README.read_text("utf-8"), re.S | re.M)
+def documented_arguments() -> list[str]:
+    command = re.search(r"^zerovl train (.*?)```", RECIPES.read_text("utf-8"), re.S | re.M)
     assert command is not None
     return shlex.split(command[1].replace("\\\n", " "))
 
@@ -77,8 +77,8 @@ def test_a_retain_that_is_no_number_is_told_as_training_tells_it():
         parse_plan(["--model", "x", "--dga-retain", "some"])
 
 
-def test_the_readmes_command_line_is_taken_as_it_stands():
-    values = parse_plan(["--", *readme_arguments()])
+def test_the_documented_command_line_is_taken_as_it_stands():
+    values = parse_plan(["--", *documented_arguments()])
     settings = PlanSettings(**{name: value for name, value in values.items() if name != "json"})
     assert (settings.batch_size, settings.dga_steps, settings.sampling) == (128, 16, "debiased")
     assert settings.aug_cfg == {"scale": (0.6, 1.0)} and settings.image_mean == (0.485, 0.456, 0.406)
