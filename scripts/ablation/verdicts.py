@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from open_clip_zerovl.bias.resampling import interval_over_seeds
 from scripts.ablation.protocol import CONFIDENCE
 
 Claim = Literal["higher", "lower", "same", "different"]
@@ -38,15 +39,8 @@ class Verdict:
 
 def interval(differences: list[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
     """Mean, low and high end of Student's interval of the mean."""
-    from scipy.stats import t
-
-    count = len(differences)
-    mean = sum(differences) / count
-    if count == 1:
-        return mean, -math.inf, math.inf
-    spread = math.sqrt(sum((one - mean) ** 2 for one in differences) / (count - 1))
-    half = float(t.ppf(0.5 + confidence / 2, count - 1)) * spread / math.sqrt(count)
-    return mean, mean - half, mean + half
+    low, high = interval_over_seeds(differences, confidence) or (-math.inf, math.inf)
+    return sum(differences) / len(differences), low, high
 
 
 def judge(claim: Claim, run: Mapping[int, float], against: Mapping[int, float], margin: float) -> Verdict:

@@ -91,6 +91,10 @@ def compare_picture(found: Comparison) -> bytes:
                 axes.plot([x, x], side.interval, color=colour, linewidth=2)
                 axes.plot(x, side.value, "o", color=colour, markersize=6)
                 axes.plot([x] * len(side.runs), side.runs, "_", color=colour, markersize=9, alpha=0.6)
+        if "probe_images" in kinds:
+            axes.axhline(found.probe_chance, color=INK, linewidth=1, linestyle="--")
+            axes.annotate("chance", (1, found.probe_chance), (-2, 3), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
         axes.set_xticks(range(len(kinds)), [_label(kind) for kind in kinds], fontsize=9)
         axes.set_xlim(-0.5, len(kinds) - 0.5)
         axes.set_title(title, fontsize=10, color=INK)

@@ -53,9 +53,14 @@ def verdicts(found: Comparison) -> list[str]:
 
 def how_intervals_are_made(found: Comparison) -> str:
     """What the intervals are over, in sentences."""
-    over = f"Brackets: 95 % intervals over queries, from {found.draws:,} draws of {found.units:,} concepts (pairs without one)"
+    drawn = f"{found.draws:,} draws of {found.units:,} concepts (a pair without one counts by itself)"
+    over = f"Brackets: 95 % intervals over queries, from {drawn}"
     if found.seeds > 1:
-        return f"{over}, for the mean of {found.seeds} runs; over seeds: Student's t of the {found.seeds} paired differences."
+        few = (
+            " Of two it is 12.7 standard errors wide to each side: take three runs or more." if found.seeds == 2 else ""
+        )
+        paired = f"Student's t of the {found.seeds} paired differences.{few}"
+        return f"{over}, for the mean of {found.seeds} runs; over seeds: {paired}"
     return f"{over}. With one run a side they say nothing of how runs of other seeds would differ."
 
 

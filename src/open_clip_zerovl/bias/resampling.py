@@ -87,12 +87,12 @@ def interval(values: NDArray) -> Interval:
     return float(low), float(high)
 
 
-def interval_over_seeds(differences: Sequence[float]) -> Interval | None:
+def interval_over_seeds(differences: Sequence[float], level: float = LEVEL) -> Interval | None:
     """Student's t interval of the mean of paired differences, one a seed; None for fewer than two."""
     if len(differences) < 2:
         return None
     from scipy.stats import t
 
     mean, deviation = float(np.mean(differences)), float(np.std(differences, ddof=1))
-    reach = float(t.ppf((1 + LEVEL) / 2, len(differences) - 1)) * deviation / len(differences) ** 0.5
+    reach = float(t.ppf((1 + level) / 2, len(differences) - 1)) * deviation / len(differences) ** 0.5
     return mean - reach, mean + reach

@@ -31,6 +31,7 @@ BITS = SIDE * SIDE
 #: Largest distance of a copy, where nothing else is said: 96 of 100 copies cropped by 5 % are found, and for distinct
 #: pictures, whose distance is 128 +- 8, it is 9 standard deviations away.
 NEAR = 56
+PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
 _DRAFT_PX = 8 * SIDE  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
@@ -71,11 +72,11 @@ def hash_or_none(content: bytes) -> Hashes | None:
         return None
 
 
-def hash_all(contents: Iterable[bytes], threads: int = 4, at_once: int = 256) -> Iterator[tuple[bytes, Hashes | None]]:
-    """(content, `hash_or_none`) of each encoded picture, in order; `at_once` of them are in memory."""
+def hash_all(contents: Iterable[bytes], threads: int = 4) -> Iterator[tuple[bytes, Hashes | None]]:
+    """(content, `hash_or_none`) of each encoded picture, in order; PICTURES_AT_ONCE of them are in memory."""
     source = iter(contents)
     with ThreadPoolExecutor(threads) as pool:
-        while block := list(islice(source, at_once)):
+        while block := list(islice(source, PICTURES_AT_ONCE)):
             yield from zip(block, pool.map(hash_or_none, block), strict=True)
 
 

@@ -11,17 +11,17 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import find_table
-from open_clip_zerovl.datasets.near import BITS, NEAR, NearIndex, hash_all, require_imagehash
+from open_clip_zerovl.datasets.near import BITS, NEAR, PICTURES_AT_ONCE, Hashes, NearIndex, hash_all, require_imagehash
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.html import THUMBNAIL_PX, heading, html_page, paragraph, thumbnail
 from open_clip_zerovl.files import check_writable, regular_file, write_atomically
@@ -75,6 +75,14 @@ class ComparedSets:
             name: sum(one.test == name for one in self.pictures)
             for name in dict.fromkeys(p.test for p in self.pictures)
         }
+
+
+class Place(NamedTuple):
+    """Where a training picture is; without shards, `shard` is empty."""
+
+    source: str
+    shard: str
+    key: str
 
 
 @dataclass(frozen=True)
@@ -184,47 +192,50 @@ def check_distance(within: int) -> None:
 
 
 def _compare(source: Source, tests: ComparedSets, found: Overlap, threads: int, progress: bool) -> None:
-    found.samples[source.name] = found.unreadable[source.name] = 0
-    places: deque[tuple[str, str]] = deque()  # shard and key of each picture that is being hashed
+    bar = tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress)
 
-    def contents() -> Iterator[bytes]:
+    def pictures() -> Iterator[tuple[Place, bytes]]:
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
+                bar.update()
                 if (content := image_of(sample.files)) is not None:
-                    places.append((os.path.basename(source.shards[shard]), sample.key))
-                    yield content
+                    yield Place(source.name, os.path.basename(source.shards[shard]), sample.key), content
 
-    block: list[tuple[tuple[str, str], bytes, np.ndarray]] = []
-    bar = tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress)
-    for content, own in hash_all(contents(), threads):
-        place = places.popleft()
-        bar.update()
-        found.samples[source.name] += 1
-        if own is None:
-            found.unreadable[source.name] += 1
-            continue
-        block.append((place, content, own))
-        if len(block) == 256:
-            _match(source.name, block, tests, found)
-            block = []
-    bar.close()
-    _match(source.name, block, tests, found)
+    found.samples[source.name] = found.unreadable[source.name] = 0
+    with bar:
+        match(pictures(), tests, found, threads)
 
 
-def _match(
-    source: str, block: Sequence[tuple[tuple[str, str], bytes, np.ndarray]], tests: ComparedSets, found: Overlap
-) -> None:
-    """Add the pairs of some training pictures, with thumbnails of the first ones."""
-    if not block:
-        return
-    numbers, distances = tests.index.nearest([own for _, _, own in block], found.within)
-    for ((shard, key), content, _), number, distance in zip(block, numbers.tolist(), distances.tolist(), strict=True):
+def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4) -> None:
+    """Compare training pictures with test sets, and add to what was found: counts, pairs, thumbnails of the first ones."""
+    places: deque[Place] = deque()  # of the pictures that are being hashed
+
+    def contents() -> Iterator[bytes]:
+        for place, content in pictures:
+            places.append(place)
+            yield content
+
+    hashed = hash_all(contents(), threads)
+    while block := list(islice(hashed, PICTURES_AT_ONCE)):
+        asked = []
+        for content, own in block:
+            place = places.popleft()
+            found.samples[place.source] = found.samples.get(place.source, 0) + 1
+            found.unreadable[place.source] = found.unreadable.get(place.source, 0) + (own is None)
+            if own is not None:
+                asked.append((place, content, own))
+        _add_pairs(asked, tests, found)
+
+
+def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap) -> None:
+    numbers, distances = tests.index.nearest([own for _, _, own in asked], found.within)
+    for (place, content, _), number, distance in zip(asked, numbers.tolist(), distances.tolist(), strict=True):
         if number < 0:
             continue
         test = tests.pictures[number]
         if len(found.pairs) < _KEPT:
             found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.read())
-        found.pairs.append(NearPair(source, shard, key, test.test, test.key, distance))
+        found.pairs.append(NearPair(*place, test.test, test.key, distance))
 
 
 def _thumbnail(content: bytes) -> Image.Image:
