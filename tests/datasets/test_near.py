@@ -15,7 +15,7 @@ from open_clip_zerovl.datasets import near
 from open_clip_zerovl.datasets.near import BITS, NEAR, NearIndex, picture_hash
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.overlap import SHOWN, NearPair, Overlap, write_overlap
-from open_clip_zerovl.tar.members import Sample
+from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.pictures import BadPicture
 from open_clip_zerovl.tar.shards import write_retrieval_set
 from scripts.bench.near import COPIES, cropped, encoded, fractal, resized
@@ -139,6 +139,34 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
     ):
         assert cli.main([*command, *more, "--out", str(tmp_path / "no")]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, originals, capsys):
+    tests = [Sample(f"t{i}", {"jpg": encoded(originals[i]), "txt": b"a cat"}) for i in range(3)]
+    write_retrieval_set(tmp_path / "coco", tests)
+    (tmp_path / "mine").mkdir()
+    rows = ["picture,caption"]
+    for i in range(8):  # of which 1 and 2 are copies, and 2 comes twice
+        (tmp_path / "mine" / f"{i}.jpg").write_bytes(encoded(resized(originals[1 + i], 0.5), 70))
+        rows.append(f"{i}.jpg,caption {i}")
+    (tmp_path / "mine" / "pairs.csv").write_text("\n".join([*rows, "1.jpg,caption again"]) + "\n")
+    command = ["data", "pack", str(tmp_path / "mine" / "pairs.csv"), "--out", str(tmp_path / "out"), "--threads", "2"]
+    drop = ["--drop-near", f"coco={tmp_path}/coco"]
+    assert cli.main([*command, *drop]) == 0
+    assert "near coco" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "out" / "near.json").read_text())["pairs"]
+    assert sorted(pair["test_key"] for pair in listed) == ["t1", "t2"]
+    packed = [sample for shard in sorted((tmp_path / "out" / "train").glob("*.tar")) for sample in read_samples(shard)]
+    assert sorted(sample.files["txt"] for sample in packed) == [f"caption {i}".encode() for i in range(2, 8)]
+    assert not {pair["key"] for pair in listed} & {sample.key for sample in packed}
+    assert (tmp_path / "out" / "near.html").read_text().count('class="example"') == 2
+    assert cli.main([*command, *drop]) == 0 and "is complete" in capsys.readouterr().out
+    assert cli.main([*command, *drop, "--near-distance", "4"]) == 2  # another setting in the same folder
+    assert "left_out" in capsys.readouterr().err
+    assert cli.main([*command, "--near-distance", "4"]) == 2
+    assert "--near-distance goes with --drop-near" in capsys.readouterr().err
+    assert cli.main([*command, "--drop-near", f"coco={tmp_path}/none"]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_a_sentence(monkeypatch):

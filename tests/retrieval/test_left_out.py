@@ -42,4 +42,4 @@ def test_copies_of_a_test_set_are_left_out(tmp_path):
 
 def test_a_distance_of_distinct_pictures_is_refused(tmp_path):
     with pytest.raises(UserError, match="a distance of 100 is out of range"):
-        near_exclusion(f"web={tmp_path}", within=100)
+        near_exclusion(f"web={tmp_path}", tmp_path, within=100)

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.cli.values import positive, seed
+from open_clip_zerovl.cli.values import natural, positive, seed
+from open_clip_zerovl.errors import UserError
 
 
 def add_pack(datasets) -> None:
@@ -51,6 +52,12 @@ def add_pack(datasets) -> None:
         metavar="NAME=SET::...",
         help="leave out training pictures that are copies of these sets' (as for `data near`)",
     )
+    parser.add_argument(
+        "--near-distance",
+        type=natural,
+        metavar="BITS",
+        help="with --drop-near: largest distance of a copy (default 56)",
+    )
     parser.add_argument("--max-side", type=positive, metavar="PX", help="shrink larger pictures to this longer side")
     parser.add_argument(
         "--min-side", type=positive, default=16, metavar="PX", help="refuse smaller pictures (default %(default)s)"
@@ -76,10 +83,15 @@ def add_pack(datasets) -> None:
 
 def _exclusions(arguments: argparse.Namespace) -> list[Any]:
     if arguments.drop_near is None:
+        if arguments.near_distance is not None:
+            raise UserError("--near-distance goes with --drop-near, which names the sets to compare with")
         return []
+    from open_clip_zerovl.datasets.near import NEAR
     from open_clip_zerovl.retrieval.left_out import near_exclusion
 
-    return [near_exclusion(arguments.drop_near, threads=arguments.threads, progress=not arguments.quiet)]
+    within = NEAR if arguments.near_distance is None else arguments.near_distance
+    threads, progress = arguments.threads, not arguments.quiet
+    return [near_exclusion(arguments.drop_near, arguments.out, within=within, threads=threads, progress=progress)]
 
 
 def _run_pack(arguments: argparse.Namespace) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
-from open_clip_zerovl.datasets.near import NEAR, hash_all
+from open_clip_zerovl.datasets.near import BITS, NEAR
 from open_clip_zerovl.datasets.pack.split import Candidate, Exclusion
-from open_clip_zerovl.retrieval.overlap import check_distance, open_test_sets
-
-_AT_ONCE = 256  # pictures that are hashed and compared together
+from open_clip_zerovl.retrieval.overlap import Overlap, Place, check_distance, match, open_test_sets, write_overlap
 
 
-def near_exclusion(tests: str, *, within: int = NEAR, threads: int = 4, progress: bool = True) -> Exclusion:
+def near_exclusion(tests: str, out: Path, *, within: int = NEAR, threads: int = 4, progress: bool = True) -> Exclusion:
     """The exclusion of training pictures that are near to a picture of test sets. What is held out itself is left alone.
+
+    What is left out is listed in `near.json` and shown on `near.html` in the folder `out`.
 
     Args:
         tests: `NAME=SET::NAME=SET`, as `overlap.open_test_sets` takes them.
@@ -29,17 +29,12 @@ def near_exclusion(tests: str, *, within: int = NEAR, threads: int = 4, progress
     digest = hashlib.blake2b(sets.index.words.tobytes(), digest_size=8).hexdigest()
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
-        waiting: deque[str] = deque()
+        found = Overlap(sets.counts(), within)
+        pictures = ((Place(c.source, "", c.key), c.content()) for c in candidates if c.split == "train")
+        match(pictures, sets, found, threads)
+        write_overlap(found, out)
+        yield from dict.fromkeys(pair.key for pair in found.pairs)
 
-        def contents() -> Iterator[bytes]:
-            for candidate in candidates:
-                if candidate.split == "train":
-                    waiting.append(candidate.key)
-                    yield candidate.content()
-
-        for _, found in hash_all(contents(), threads, _AT_ONCE):
-            key = waiting.popleft()
-            if found is not None and sets.index.nearest(found[None], within)[0][0] >= 0:
-                yield key
-
-    return Exclusion(f"near {names}", keys, f"{names}: {len(sets.pictures)} pictures {digest}, within {within}")
+    return Exclusion(
+        f"near {names}", keys, f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {within}"
+    )
