@@ -70,7 +70,7 @@ def add_pack(datasets) -> None:
         "--threads",
         type=positive,
         default=max(8, 2 * (os.cpu_count() or 1)),
-        help="pictures at the same time (%(default)s)",
+        help="pictures at the same time (default %(default)s; give more for addresses)",
     )
     web = parser.add_argument_group("addresses")
     web.add_argument("--attempts", type=positive, default=3, help="attempts per address (default %(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
 from itertools import islice
 from typing import Any
 
@@ -50,7 +51,7 @@ def report_page(
             ],
         ),
         heading("Train on it"),
-        *(f"<pre>{_escaped(command)}</pre>" for command in commands),
+        *(f'<div class="scroll"><pre>{escape(command)}</pre></div>' for command in commands),
         heading("Refused"),
         _refused(report),
         heading("Lengths and sizes"),
@@ -120,15 +121,9 @@ def _figure(sample: Stored, caption: str, contents: Callable[[Stored], bytes]) -
     try:
         image = decoded(contents(sample), lambda opened: rgb(opened).copy())
     except BadPicture:
-        return f"<figure><figcaption>{_escaped(_cut(caption))}</figcaption></figure>"
-    return f"<figure>{thumbnail(image, _cut(caption))}<figcaption>{_escaped(_cut(caption))}</figcaption></figure>"
+        return f"<figure><figcaption>{escape(_cut(caption))}</figcaption></figure>"
+    return f"<figure>{thumbnail(image, _cut(caption))}<figcaption>{escape(_cut(caption))}</figcaption></figure>"
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= _CAPTION else f"{text[:_CAPTION]}..."
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)
