@@ -313,8 +313,8 @@ def _sizes(store: Store) -> dict[str, Any]:
         "SELECT width, height, bytes, turned, shrunk FROM (SELECT DISTINCT picture FROM samples WHERE dropped IS NULL) AS one "
         "JOIN pictures ON pictures.number = one.picture"
     )
-    rows = np.array(found.fetchall(), dtype=np.int64).reshape(-1, 5)
-    longer, shorter = rows[:, :2].max(1) if len(rows) else rows[:, 0], rows[:, :2].min(1) if len(rows) else rows[:, 0]
+    rows = np.fromiter(found, dtype=np.dtype((np.int64, 5)))  # not fetchall: ten million tuples take gigabytes
+    longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),
         "shorter_side": _spread(shorter),
