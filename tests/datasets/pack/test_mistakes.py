@@ -338,6 +338,19 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(tmp_path):
         pack([str(given)], given / "out", work=WORK)
 
 
+def test_after_a_mistake_the_same_folder_is_taken(tmp_path):
+    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
+    given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
+    with pytest.raises(UserError, match="none of the 2 rows can be used"):
+        pack([str(given)], tmp_path / "out", work=WORK)
+    chosen = Columns(captions=("text",), source="text")
+    with pytest.raises(UserError, match="source 'x' has 1 picture, and --test-share 0.5"):
+        pack([str(given)], tmp_path / "out", PackSettings(columns=chosen, test_share=0.5), work=WORK)
+    (spool,) = (tmp_path / "out/.pack").glob("*.spool")
+    assert spool.stat().st_size
+    assert pack([str(given)], tmp_path / "out", PackSettings(columns=chosen), work=WORK)["pictures"] == 2
+
+
 def test_pyarrow_missing_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")

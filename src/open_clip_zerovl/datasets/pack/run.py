@@ -165,6 +165,10 @@ def _finish(
     store.make_samples()
     names = store.sources()
     if not names:
+        if not any(entry["transient"] for entry in reports.refused(store).values()):
+            # Nothing is worth keeping, and the next call, with other columns perhaps, may take the same folder.
+            shutil.rmtree(out / SCRATCH, ignore_errors=True)
+            (out / PACK_FILE).unlink(missing_ok=True)
         raise UserError(_nothing(store, readers))
     hold_out(store, settings.test_share)
     exclude(store, settings.exclusions, contents)
@@ -258,9 +262,21 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not what this program writes ({error}): give a new folder") from error
     wanted = json.loads(json.dumps(state))
+    if not complete and _early(known) == _early(wanted) and not any(out.rglob(manifest.MANIFEST_FILE)):
+        _write_state(
+            out, {**state, "complete": False}
+        )  # no shard is written yet: the pictures that are read stay of use
+        return False
     if known != wanted:
         raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or call it as before")
     return complete and (out / REPORT_FILE).is_file()
+
+
+def _early(state: dict[str, Any]) -> dict[str, Any]:
+    """What the pictures that are read depend on, without what only the shards do."""
+    settings = state.get("settings", {})
+    late = ("test_share", "shard_size", "seed", "left_out")
+    return {**state, "settings": {name: value for name, value in settings.items() if name not in late}}
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -291,10 +307,13 @@ def _nothing(store: Store, readers: Sequence[Reader]) -> str:
         f"{reason} in {entry['rows']:,} (first {entry['examples'][0]['at']})"
         for reason, entry in list(found.items())[:4]
     )
-    return (
-        f"none of the {store.row_count:,} rows can be used: {why}; check the input, and which columns are read "
-        f"({readers[0].columns})"
+    passing = any(entry["transient"] for entry in found.values())
+    advice = (
+        "the same command with --retry-failed tries again what may pass"
+        if passing
+        else f"check the input, and which columns are read ({readers[0].columns})"
     )
+    return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
 
 
 def _show(found: dict[str, Any], out: Path) -> None:
