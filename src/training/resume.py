@@ -83,6 +83,11 @@ class Position:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
         """
         if self.step == 0:
+            if changed := self._changes(now):
+                logging.warning(
+                    f"Resuming at the start of epoch {self.epoch} with other settings than before: {'; '.join(changed)}. The "
+                    "learning rate follows the schedule of this run's steps."
+                )
             return 0
         if self.sources and self.sources != now.sources:
             logging.warning(
@@ -120,6 +125,19 @@ class Position:
             "seen once again. To be exact, give the effective batch and the ranks of the first bracket until the epoch ends."
         )
         return step
+
+    def _changes(self, now: Position) -> list[str]:
+        """What `now` has otherwise and a new epoch allows, in words; what this position does not know is left out."""
+        changed = []
+        if self.effective_batch != now.effective_batch:
+            changed.append(f"an effective batch of {now.effective_batch} after {self.effective_batch}")
+        if self.sources and self.sources != now.sources:
+            changed.append(f"the sources {now.sources or 'without names'} after {self.sources}")
+        for flag in sorted(self.order.keys() | now.order.keys()) if self.order and now.order else ():
+            before, value = self.order.get(flag), now.order.get(flag)
+            if before != value:
+                changed.append(f"{flag} {_shown(value)} after {_shown(before)}")
+        return changed
 
     def _batching(self) -> str:
         dealt = self.dealt

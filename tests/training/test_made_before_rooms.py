@@ -235,8 +235,9 @@ def test_the_clustering_trains(place, ended):
     run = ended("clusters")
     counts = json.loads((place / "clusters/report.json").read_text())["counts"]
     assert len(counts) == 2 and sum(counts) == 24
+    log = (run.folder / "logs/clusters/out.log").read_text()
     for number, count in enumerate(counts):
-        assert f"c-{number:03d}: {count // 4 * 4} of {count} samples in " in run.output
+        assert f"c-{number:03d}: {count // 4 * 4} of {count} samples in " in log
     losses = losses_of(run.output)
     assert len(losses) == sum(count // 4 for count in counts) and all(map(math.isfinite, losses))
     assert weights_hash(state_of(run.folder / "logs/clusters/checkpoints/epoch_1.pt"))

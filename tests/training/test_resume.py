@@ -131,10 +131,21 @@ def test_going_on_in_the_middle_of_an_epoch_on_other_sources_is_said(caplog):
     taken = Position(1, 10, 64, 2, 4, sources="a (100)")
     with caplog.at_level(logging.WARNING):
         assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100)")) == 10
-        assert Position(2, 0, 64, 2, 4, sources="a (100)").start_step(Position(2, 0, 64, 2, 4, sources="b (9)")) == 0
         assert not caplog.text
         assert taken.start_step(Position(1, 0, 64, 2, 4, sources="a (100), b (9)")) == 10
     assert "on others: a (100), b (9)" in caplog.text
+
+
+def test_a_new_epoch_with_other_settings_is_allowed_and_said(caplog):
+    """At an epoch's end nothing is in the middle; but who gives another batch by mistake has to hear of it."""
+    taken = Position(2, 0, 64, 2, 4, sources="a (100)", order={"--seed": 1, "--debiased-sampling": True})
+    with caplog.at_level(logging.WARNING):
+        assert taken.start_step(taken) == taken.start_step(replace(taken, order={}, workers=8)) == 0
+        assert not caplog.text
+        now = replace(taken, effective_batch=128, sources="b (9)", order={"--seed": 2, "--debiased-sampling": True})
+        assert taken.start_step(now) == 0
+    (message,) = caplog.messages
+    assert "an effective batch of 128 after 64; the sources b (9) after a (100); --seed 2 after 1." in message
 
 
 def test_a_position_of_other_random_streams_is_refused_in_the_middle_of_an_epoch_only():
