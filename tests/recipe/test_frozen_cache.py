@@ -268,6 +268,8 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
     tokenizer = HFTokenizer(str(folder), context_length=12)
     model, data = frozen_model(), sources(7, 5)
     first = fingerprint(model, "text", data, inputs=tokenizer)
+    tokenizer(["a cat"])  # leaves a length to cut and to pad to in the tokenizer
+    assert fingerprint(model, "text", data, inputs=tokenizer) == first
     assert fingerprint(frozen_model(), "text", data, inputs=HFTokenizer(str(folder), context_length=12)) == first
     image_only = copy.deepcopy(model)
     with torch.no_grad():

@@ -27,7 +27,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserError("the pictures need matplotlib; pip install 'open_clip_zerovl[demo]'") from error
+        raise UserError("the pictures need matplotlib, which this environment lacks; pip install matplotlib") from error
 
 
 def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:

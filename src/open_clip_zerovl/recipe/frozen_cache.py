@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from open_clip_zerovl.data.sources import Source
@@ -336,7 +337,7 @@ def _described(inputs: Any) -> list[Any]:
         shown = re.sub(r" at 0x[0-9a-f]+", "", repr(inputs))
         return [type(inputs).__name__, getattr(inputs, "context_length", None), shown]
     backend = getattr(inner, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
+    content = _without_lengths(backend) if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
     return [
         type(inner).__name__,
         inputs.context_length,
@@ -345,6 +346,14 @@ def _described(inputs: Any) -> list[Any]:
         getattr(inputs, "tokenizer_mode", None),
         hashlib.blake2b(content.encode()).hexdigest(),
     ]
+
+
+def _without_lengths(backend: Any) -> str:
+    """A tokenizer's content as JSON, without the truncation and padding that its last call has left in it."""
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy.to_str()
 
 
 def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: int = 8) -> None:
