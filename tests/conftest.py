@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             how = "; OPEN_CLIP_SOURCE=DIR runs the tests on a checkout of it" if not _OTHER else ""
             reason = f"of open_clip {line} alone, this is {here}: {mark.kwargs['reason']}{how}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Take away what a test leaves at the root of the log: open_clip's main adds handlers, whose stream pytest then closes."""
+    before, level = list(logging.root.handlers), logging.root.level
+    yield
+    for handler in [handler for handler in logging.root.handlers if handler not in before]:
+        logging.root.removeHandler(handler)
+        handler.close()
+    logging.root.setLevel(level)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_zerovl.tar import cache as cache_module
 from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.index import FOLDER, TarIndex, open_index
 from open_clip_zerovl.tar.members import locate_samples
@@ -72,6 +73,25 @@ def test_the_bound_holds_and_the_least_recently_used_makes_room(server, tmp_path
     left = sorted(path.name.partition("-")[2] for path in folder.glob("*.tar"))
     assert left == ["00000.tar", "00002.tar", "00003.tar"]
     assert [len(server.requests[f"{number:05d}.tar"]) for number in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_shard_that_gets_its_name_while_room_is_counted_is_counted(server, tmp_path, monkeypatch):
+    """Another process renames it between the listing of the folder and the look at the file."""
+    cache = ShardCache(str(tmp_path / "cache"), GIB)
+    read(cache, server, 0)
+    before = used(tmp_path / "cache")
+    part = tmp_path / "cache" / "x.tar.part"
+    part.write_bytes(bytes(1000))
+    stock = cache_module._files
+
+    def listed(folder: str) -> list:
+        found = stock(folder)
+        if part.exists() and Path(folder) == tmp_path / "cache":
+            part.rename(part.with_suffix(""))
+        return found
+
+    monkeypatch.setattr(cache_module, "_files", listed)
+    assert cache._used() == before + 1000
 
 
 def test_what_is_being_read_stays(server, tmp_path):

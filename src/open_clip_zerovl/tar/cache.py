@@ -195,12 +195,18 @@ class ShardCache:
             return True
 
     def _used(self) -> int:
-        """Bytes of all files."""
-        return sum(
-            file.stat().st_size
-            for name in ("", ".about", INDEX_FOLDER)
-            for file in _files(os.path.join(self.folder, name))
-        )
+        """Bytes of all files.
+
+        Other processes give fetched shards their names meanwhile: a file that has gone since its folder was listed is there
+        under another name, so that all are counted again.
+        """
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return sum(
+                    file.stat().st_size
+                    for name in ("", ".about", INDEX_FOLDER)
+                    for file in _files(os.path.join(self.folder, name))
+                )
 
     def _make_room(self, wanted: int) -> bool:
         """Remove partial files of killed processes, then unread shards, least recently used first, until `wanted` bytes are
