@@ -351,6 +351,15 @@ def test_after_a_mistake_the_same_folder_is_taken(tmp_path):
     assert pack([str(given)], tmp_path / "out", PackSettings(columns=chosen), work=WORK)["pictures"] == 2
 
 
+def test_after_paths_that_lead_nowhere_any_settings_are_taken(tmp_path):
+    """No picture was read, so that nothing is lost by other columns or sizes."""
+    given = table(tmp_path / "in/pictures", "image,text\n0.png,x\n1.png,x\n").rename(tmp_path / "in/pairs.csv")
+    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
+        pack([str(given)], tmp_path / "out", PackSettings(test_share=0.1), work=WORK)
+    chosen = PackSettings(columns=Columns(pictures_in=tmp_path / "in/pictures", source="text"), seed=3)
+    assert pack([str(given)], tmp_path / "out", chosen, work=WORK)["pictures"] == 2
+
+
 def test_pyarrow_missing_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")

@@ -262,14 +262,19 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is not what this program writes ({error}): give a new folder") from error
     wanted = json.loads(json.dumps(state))
-    if not complete and _early(known) == _early(wanted) and not any(out.rglob(manifest.MANIFEST_FILE)):
-        _write_state(
-            out, {**state, "complete": False}
-        )  # no shard is written yet: the pictures that are read stay of use
+    # Pictures that are read stay of use to these settings, or there are none.
+    useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
+    if not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE)):  # no shard is written yet
+        _write_state(out, {**state, "complete": False})
         return False
     if known != wanted:
         raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or call it as before")
     return complete and (out / REPORT_FILE).is_file()
+
+
+def _nothing_read(scratch: Path) -> bool:
+    """Whether an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
+    return not any(path.is_file() and not path.name.startswith(".") for path in scratch.rglob("*"))
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
