@@ -364,7 +364,9 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
     write_bert(folder / "bert", words=[*WORDS, *digits])
-    for number, source in enumerate(("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train")):
+    for number, source in enumerate(
+        ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
+    ):
         write_source(folder / "data" / source, 1000 * number, 40, 20)
     for name in ("coco", "f30k"):
         write_retrieval_set(folder / name, [2] * 8)

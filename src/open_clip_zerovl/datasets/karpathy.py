@@ -128,7 +128,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
                     tuple(caption for caption, _ in sentences),
                     tuple(i for _, i in sentences),
                 )
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise UserError(
                     f"entry {number} of {path} is no image of Karpathy's form ({type(error).__name__} {error}): give "
                     "dataset_coco.json or dataset_flickr30k.json."
