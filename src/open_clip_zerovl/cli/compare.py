@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from open_clip_zerovl.cli.encoder import add_models_flags, encoder_for
 from open_clip_zerovl.cli.values import positive, seed
 
 
@@ -49,25 +50,19 @@ def add_compare(commands) -> None:
     compare.add_argument(
         "--draws", type=positive, default=1000, metavar="N", help="draws for the intervals (default %(default)s)"
     )
-    compare.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     compare.add_argument(
         "--batch-size", type=positive, default=64, help="samples encoded at once (default %(default)s)"
     )
     compare.add_argument("--seed", type=seed, default=0, help="of draws and folds (default %(default)s)")
-    compare.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_models_flags(compare)
     compare.set_defaults(run=_run_compare)
 
 
 def _run_compare(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.bias.compare_run import CompareSettings, name_sides, run_compare
-    from open_clip_zerovl.checkpoints.loading import Encoder
 
     sides = {
-        name: [
-            Encoder(model, text_model=arguments.text_model, device=arguments.device, batch_size=arguments.batch_size)
-            for model in runs
-        ]
-        for name, runs in name_sides(arguments.models).items()
+        name: [encoder_for(arguments, model) for model in runs] for name, runs in name_sides(arguments.models).items()
     }
     settings = CompareSettings(
         samples_per_source=arguments.samples,

@@ -1,4 +1,4 @@
-"""The flags of commands that encode with one model, and the `Encoder` that they describe."""
+"""The flags of commands that encode with one model or several, and the `Encoder`s that they describe."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
-    """What a command asks about its model besides the model itself and the batch size."""
+    """What a command asks about its one model besides the model itself and the batch size."""
     parser.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
     parser.add_argument(
         "--model-config", metavar="FILE.json", help="one's own model of such a checkpoint, as in training"
     )
-    parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of a training checkpoint")
     parser.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
+    add_models_flags(parser)
+
+
+def add_models_flags(parser: argparse.ArgumentParser) -> None:
+    """What a command asks about all its models at once."""
+    parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
 
 
@@ -33,6 +38,19 @@ def encoder_of(arguments: argparse.Namespace, batch_size: int) -> Encoder:
         device=arguments.device,
         batch_size=batch_size,
         workers=arguments.workers,
+    )
+
+
+def encoder_for(arguments: argparse.Namespace, model: str, *, workers: int = 0) -> Encoder:
+    """The encoder of one of several models, with `--batch-size` and the flags of `add_models_flags`."""
+    from open_clip_zerovl.checkpoints.loading import Encoder
+
+    return Encoder(
+        model,
+        text_model=arguments.text_model,
+        device=arguments.device,
+        batch_size=arguments.batch_size,
+        workers=workers,
     )
 
 

@@ -15,7 +15,7 @@ from open_clip_zerovl import __version__
 from open_clip_zerovl.cli.compare import add_compare
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
-from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
+from open_clip_zerovl.cli.encoder import add_encoder_flags, add_models_flags, encoder_for, encoder_of
 from open_clip_zerovl.cli.export import add_export
 from open_clip_zerovl.cli.finetune import add_finetune
 from open_clip_zerovl.cli.interpolate import add_interpolate
@@ -240,21 +240,16 @@ def _add_bias(commands) -> None:
     bias.add_argument(
         "--concept", metavar="FIELD", help="json field that says what a sample shows; its samples share a fold"
     )
-    bias.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     bias.add_argument("--batch-size", type=positive, default=64, help="samples encoded at once (default %(default)s)")
     bias.add_argument("--seed", type=seed, default=0, help="default %(default)s")
-    bias.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_models_flags(bias)
     bias.set_defaults(run=_run_bias)
 
 
 def _run_bias(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.bias.run import BiasSettings, name_models, run_bias
-    from open_clip_zerovl.checkpoints.loading import Encoder
 
-    encoders = {
-        name: Encoder(model, text_model=arguments.text_model, device=arguments.device, batch_size=arguments.batch_size)
-        for name, model in name_models(arguments.models).items()
-    }
+    encoders = {name: encoder_for(arguments, model) for name, model in name_models(arguments.models).items()}
     settings = BiasSettings(
         samples_per_source=arguments.samples,
         batch_sizes=arguments.batch_sizes,

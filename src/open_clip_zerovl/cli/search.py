@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from open_clip_zerovl.cli.encoder import add_models_flags, encoder_for
 from open_clip_zerovl.cli.values import natural, positive
 
 
@@ -32,16 +33,14 @@ def add_search(commands) -> None:
     search.add_argument(
         "--cache", type=Path, metavar="DIR", help="where embeddings are kept (default ~/.cache/zerovl/search)"
     )
-    search.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     search.add_argument("--batch-size", type=positive, default=64, help="pictures at once (default %(default)s)")
     search.add_argument("--workers", type=natural, default=0, help="threads that decode pictures (default %(default)s)")
-    search.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_models_flags(search)
     search.set_defaults(run=_run_search)
 
 
 def _run_search(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.bias.run import name_models
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.search.run import SearchSettings, run_search
 
     settings = SearchSettings(
@@ -53,13 +52,7 @@ def _run_search(arguments: argparse.Namespace) -> None:
         output=arguments.output,
     )
     encoders = {
-        name: Encoder(
-            model,
-            text_model=arguments.text_model,
-            device=arguments.device,
-            batch_size=arguments.batch_size,
-            workers=arguments.workers,
-        )
+        name: encoder_for(arguments, model, workers=arguments.workers)
         for name, model in name_models(arguments.models).items()
     }
     run_search(encoders, arguments.data, settings)
