@@ -75,13 +75,13 @@ class Measurements:
             return measure_contexts(encoder, self._contexts, seed=job.seed)
         trained = {source: encoder(samples[source]) for source in job.trained}
         pool = Pool.of({source: samples[source] for source in job.trained})
+        pools = pool_metrics(trained)
         rsum: dict[str, Any] = {
-            "within": sum(rsum_of([one]) for one in trained.values()) / len(trained),
-            "across": None,
-            "mixed": rsum_of([*trained.values()]) if len(trained) > 1 else None,
+            "within": pools["within"],
+            # Of icons a few held-out names at most are in two families, which would make a pool of their own.
+            "across": pools["across"] if MINIATURES[job.condition.miniature].across else None,
+            "mixed": pools["mixed"] if len(trained) > 1 else None,
         }
-        if len(trained) > 1 and MINIATURES[job.condition.miniature].across:
-            rsum["across"] = pool_metrics(trained)["across"]
         if job.condition.score == "seen":
             rsum["seen"] = (rsum["within"] + rsum["across"]) / 2
         if job.unseen is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from open_clip_zerovl.bias.pools import SourceFeatures
 from open_clip_zerovl.datasets.drawn import DrawnSample
@@ -24,22 +24,11 @@ from open_clip_zerovl.retrieval.metrics import retrieval_metrics
 from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import write_source
 from scripts.emoji.runs import Encoder, Pool, signs_of_bias
+from scripts.paper.context_bias import caption_length, with_frame
 
 CONTEXT_SOURCE = "twemoji"  # keyword lists of 1 to 13 words: the widest spread of caption lengths
 CONTEXTS = ("long", "short")
-FRAME, FRAME_PX = (255, 0, 0), 4  # red; pictures are 64 px wide
-
-
-def framed(picture: Image.Image) -> Image.Image:
-    """The picture with a red frame drawn over its edge."""
-    picture = picture.convert("RGB")
-    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=FRAME, width=FRAME_PX)
-    return picture
-
-
-def length(caption: str) -> tuple[int, int]:
-    """Words, then characters: the order by which captions are split into halves."""
-    return len(caption.split()), len(caption)
+FRAME_PX = 4  # pictures are 64 px wide
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +49,7 @@ def write_contexts(data: Path, out: Path) -> None:
     if not shards:
         raise UserError(f"{data / CONTEXT_SOURCE} holds no shards; write them with `zerovl data emoji --out {data}`")
     pairs = [pair for shard in shards for pair in read_samples(shard)]  # shuffled on disk: their order is kept
-    by_length = sorted(range(len(pairs)), key=lambda i: (length(_caption(pairs[i])), pairs[i].key))
+    by_length = sorted(range(len(pairs)), key=lambda i: (caption_length(_caption(pairs[i])), pairs[i].key))
     longer = set(by_length[len(pairs) // 2 :])
     halves: Mapping[str, list[Sample]] = {
         "long": [_framed_pair(pair) for i, pair in enumerate(pairs) if i in longer],
@@ -68,7 +57,7 @@ def write_contexts(data: Path, out: Path) -> None:
     }
     for context, half in halves.items():
         write_source(out / context, half, shard_size=256)
-    shortest = min(length(_caption(pairs[i])) for i in longer)
+    shortest = min(caption_length(_caption(pairs[i])) for i in longer)
     facts = {"source": CONTEXT_SOURCE, "pairs": {c: len(half) for c, half in halves.items()}, "long_from": shortest}
     write_atomically(out / "context.json", json.dumps(facts) + "\n")
 
@@ -79,7 +68,7 @@ def _caption(pair: Sample) -> str:
 
 def _framed_pair(pair: Sample) -> Sample:
     buffer = io.BytesIO()
-    framed(Image.open(io.BytesIO(pair.files["png"]))).save(buffer, "PNG")
+    with_frame(Image.open(io.BytesIO(pair.files["png"])), FRAME_PX).save(buffer, "PNG")
     return Sample(pair.key, {**pair.files, "png": buffer.getvalue()})
 
 
@@ -104,11 +93,11 @@ class ContextPairs:
         plain = []
         for sample in samples:
             if sample.held_out:
-                context = "long" if length(sample.caption) >= bound else "short"
-                with_frame = replace(sample, image=framed(sample.image), source=context)
+                context = "long" if caption_length(sample.caption) >= bound else "short"
+                marked = replace(sample, image=with_frame(sample.image, FRAME_PX), source=context)
                 without = replace(sample, source=context)
-                own[context].append(with_frame if context == "long" else without)
-                other[context].append(without if context == "long" else with_frame)
+                own[context].append(marked if context == "long" else without)
+                other[context].append(without if context == "long" else marked)
                 plain.append(without)
         return cls(own, other, plain)
 

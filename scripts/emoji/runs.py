@@ -266,29 +266,12 @@ def measure(
     by_source = {source: encoder(own) for source, own in samples.items()}
     pools = pool_metrics(by_source)
     images, texts = pool.features(by_source)
-    record = bias_record(
-        {name: pools[name] for name in POOLS},
-        images,
-        texts,
-        encoder.logit_scale,
-        pool,
-        read_training_log(run.log),
-        seed,
+    record = RunRecord(
+        loss_curve=read_training_log(run.log),
+        rsum={name: pools[name] for name in POOLS},
+        **signs_of_bias(images, texts, encoder.logit_scale, pool, seed),
     )
     return record, (images, texts, encoder.logit_scale)
-
-
-def bias_record(
-    rsum: Mapping[str, float],
-    images: Tensor,
-    texts: Tensor,
-    logit_scale: float,
-    pool: Pool,
-    loss_curve: Sequence[tuple[int, float]],
-    seed: int,
-) -> RunRecord:
-    """The record of a run: the given RSUM, and the signs of source bias in a pool's features (P, D)."""
-    return RunRecord(loss_curve=loss_curve, rsum=rsum, **signs_of_bias(images, texts, logit_scale, pool, seed))
 
 
 def signs_of_bias(images: Tensor, texts: Tensor, logit_scale: float, pool: Pool, seed: int) -> dict[str, Any]:

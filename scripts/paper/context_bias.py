@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from PIL import ImageDraw
+from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from open_clip_zerovl.data.images import BadImage, decode_image
@@ -37,13 +37,18 @@ def caption_length(caption: str) -> Length:
     return len(caption.split()), len(caption)
 
 
+def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
+    """The picture with a red frame drawn over its edge."""
+    picture = picture.convert("RGB")
+    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=RED, width=width_px)
+    return picture
+
+
 def framed(content: bytes) -> bytes:
     """The picture with a red frame drawn over its edge, as a JPEG. BadImage where it cannot be decoded."""
-    picture = decode_image(content).convert("RGB")
-    width = max(1, round(FRAME_SHARE * min(picture.size)))
-    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=RED, width=width)
+    picture = decode_image(content)
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=95, subsampling=0)
+    with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue()
 
 

@@ -33,6 +33,7 @@ from scripts.ablation.verdicts import (
 )
 from scripts.emoji import runs as emoji_runs
 from scripts.emoji.runs import TrainingRun, drawn_flags, flag_value, merge_flags
+from scripts.paper import context_bias
 from support.tiny_clip import write_bert
 from training.params import parse
 
@@ -295,7 +296,7 @@ def test_the_longer_captions_get_the_frame_and_the_swap_exchanges_it(tmp_path):
     grey = Image.new("RGB", (16, 16), "grey")
     samples = [DrawnSample(grey, " ".join(["a"] * n), str(n), "twemoji", "g", n < 9) for n in range(1, 11)]
     pairs = ablation_sources.ContextPairs.of(samples, tmp_path / "contexts")
-    red = ablation_sources.FRAME
+    red = context_bias.RED
     for context, frame, other in (("long", True, False), ("short", False, True)):
         assert pairs.own[context] and all((s.image.getpixel((0, 0)) == red) == frame for s in pairs.own[context])
         assert all((s.image.getpixel((0, 0)) == red) == other for s in pairs.other[context])

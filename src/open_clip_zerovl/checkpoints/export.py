@@ -117,8 +117,7 @@ def write_local_dir(
         UserError: as `export_local_dir`.
     """
     final = absolute(out_dir)
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     check_destination(final, force)
     built, tokenizer = assemble(Path(origin), spec, weights)
     if precision is not None:
@@ -181,6 +180,12 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
 
 def _is_export(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
+
+
+def check_precision(precision: str | None) -> None:
+    """UserError for a precision of stored weights that is none of PRECISIONS; None keeps what they have."""
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
 
 
 def check_destination(

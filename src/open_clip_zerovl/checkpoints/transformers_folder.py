@@ -36,7 +36,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, folder_card, run_card
-from open_clip_zerovl.checkpoints.export import PRECISIONS, PROBE_TEXTS, absolute, check_destination, new_folder
+from open_clip_zerovl.checkpoints.export import (
+    PRECISIONS,
+    PROBE_TEXTS,
+    absolute,
+    check_destination,
+    check_precision,
+    new_folder,
+)
 from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform, load_model, spec_of
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
@@ -93,8 +100,7 @@ def export_transformers(
         UserError: as `export_local_dir`; a model that transformers cannot hold, with what it is that it has no place for.
     """
     final = absolute(out_dir)
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
     opened = _open(os.fspath(source), model, text_model)
     card = _card(os.fspath(source), opened, licence)
