@@ -78,6 +78,10 @@ class Ablation:
             more += ["--train-data", context_data(self.contexts)]
         elif condition.kind == "clusters":
             more += ["--train-data", cluster_data(self.clusters(job), self.cluster_settings.count)]
+        elif condition.kind == "groups":
+            more += ["--train-data", "::".join(f"{source}={self.groups / source}" for source in job.trained)]
+        if condition.teacher is not None:
+            more += ["--teacher", str(self.teacher(job))]
         if condition.init_from is not None:
             more += ["--init-from", str(self.training_run(Job(job.seed, condition.init_from)).checkpoint)]
         if condition.every_epoch:
@@ -95,6 +99,13 @@ class Ablation:
     @property
     def contexts(self) -> Path:
         return self.out / "data" / "contexts"
+
+    @property
+    def groups(self) -> Path:
+        return self.out / "data" / "groups"
+
+    def teacher(self, job: Job) -> Path:
+        return self.out / "data" / f"{job}-teacher"
 
     @property
     def cluster_settings(self) -> ClusterSettings:
@@ -142,8 +153,8 @@ class Ablation:
         waiting = [name for name, one in CONDITIONS.items() if job.name in one.needs]
         if self.is_recorded(job) and all(self.is_recorded(Job(job.seed, name)) for name in waiting):
             shutil.rmtree(self.training_run(job).folder / "checkpoints", ignore_errors=True)
-        if job.condition.kind == "clusters":
-            shutil.rmtree(self.clusters(job), ignore_errors=True)
+        for folder in (self.clusters(job), self.teacher(job)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_order(names: set[str]) -> list[str]:

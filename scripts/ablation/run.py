@@ -30,8 +30,9 @@ from scripts.ablation.conditions import CONDITIONS, TABLES
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.measuring import Measurements
 from scripts.ablation.processes import Processes
-from scripts.ablation.protocol import CHOICES, CHOICES_FILE, PILOT_SEEDS, QUICK, SEEDS, Choices, read_choices
-from scripts.ablation.sources import write_clusters, write_contexts
+from scripts.ablation.protocol import CHOICES, CHOICES_FILE, FIXED, PILOT_SEEDS, QUICK, SEEDS, Choices, read_choices
+from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
+from scripts.emoji.runs import flag_value
 
 
 class OutOfTime(Exception):
@@ -114,10 +115,16 @@ def prepare(ablation: Ablation, job: Job) -> None:
     condition, data = job.condition, ablation.data[job.condition.miniature]
     if condition.kind == "contexts":
         write_contexts(data, ablation.contexts)
+    elif condition.kind == "groups":
+        write_groups(data, MINIATURES[condition.miniature].sources, ablation.groups)
     elif condition.clusters_of is not None:
         checkpoint = ablation.training_run(Job(job.seed, condition.clusters_of)).checkpoint
         folder = ablation.clusters(job)
         write_clusters(data, job.trained, checkpoint, folder, ablation.cluster_settings, seed=job.seed)
+    if condition.teacher is not None:
+        checkpoint = ablation.training_run(Job(job.seed, condition.teacher)).checkpoint
+        flags = ablation.training_run(job).flags
+        write_embeddings(checkpoint, flag_value(flags, "--train-data"), ablation.teacher(job), seed=job.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,11 +141,13 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
         UserError: a pilot failed.
         OutOfTime: pilots are left.
     """
-    chosen: Choices = {}
+    chosen: Choices = FIXED
     report = {}
     for name, choice in CHOICES.items():
-        scores = {}
+        scores: dict[str, float] = {}
         for value in choice.grid:
+            if choice.is_settled(scores):
+                break
             pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, name: value}, "val")
             jobs = pilot.plan(PILOT_SEEDS, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)

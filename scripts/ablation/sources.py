@@ -1,4 +1,4 @@
-"""Sources that the ablation makes from the emoji data: two contexts of one source (A.5), and clusters of all (A.6)."""
+"""What the ablation makes of its data: two contexts of a source (A.5), clusters (A.6), repeated captions, teachers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ def write_contexts(data: Path, out: Path) -> None:
     """Writes one source in two halves, `OUT/long` with frames and `OUT/short` without, unless they exist."""
     if (out / "context.json").is_file():
         return
-    shards = sorted((data / CONTEXT_SOURCE).glob("*.tar"))
-    if not shards:
-        raise UserError(f"{data / CONTEXT_SOURCE} holds no shards; write them with `zerovl data emoji --out {data}`")
-    pairs = [pair for shard in shards for pair in read_samples(shard)]  # shuffled on disk: their order is kept
+    pairs = _pairs(data, CONTEXT_SOURCE)  # shuffled on disk: their order is kept
     by_length = sorted(range(len(pairs)), key=lambda i: (caption_length(_caption(pairs[i])), pairs[i].key))
     longer = set(by_length[len(pairs) // 2 :])
     halves: Mapping[str, list[Sample]] = {
@@ -60,6 +57,14 @@ def write_contexts(data: Path, out: Path) -> None:
     shortest = min(caption_length(_caption(pairs[i])) for i in longer)
     facts = {"source": CONTEXT_SOURCE, "pairs": {c: len(half) for c, half in halves.items()}, "long_from": shortest}
     write_atomically(out / "context.json", json.dumps(facts) + "\n")
+
+
+def _pairs(data: Path, source: str) -> list[Sample]:
+    """A source's pairs in the order of its shards. UserError where there are none."""
+    shards = sorted((data / source).glob("*.tar"))
+    if not shards:
+        raise UserError(f"{data / source} holds no shards; write them with `zerovl data emoji --out {data}`")
+    return [pair for shard in shards for pair in read_samples(shard)]
 
 
 def _caption(pair: Sample) -> str:
@@ -174,17 +179,26 @@ def write_clusters(
     union = out.with_name(f"{out.name}-union")
     shutil.rmtree(union, ignore_errors=True)
     write_union(data, sources, union)
-    command = [
-        sys.executable, "-m", "open_clip_zerovl.cli", "cluster", str(checkpoint), "--data", f"emoji={union}",
-        "--out", str(out), "--features", settings.features, "--clusters", str(settings.count), "--reshard", "--preview", "0",
-        "--seed", str(seed), "--device", "cpu",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    shutil.rmtree(union, ignore_errors=True)
+    try:
+        _zerovl(
+            "cluster", str(checkpoint), "--data", f"emoji={union}", "--out", str(out), "--features", settings.features,
+            "--clusters", str(settings.count), "--reshard", "--preview", "0", "--seed", str(seed), "--device", "cpu",
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(union, ignore_errors=True)
+
+
+def _zerovl(command: str, *arguments: str) -> None:
+    """One command of the tool in a process of its own, with one thread. UserError with its last line if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "open_clip_zerovl.cli", command, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()
-        raise UserError(f"zerovl cluster ended with status {done.returncode}: {words[-1] if words else 'no message'}")
+        raise UserError(f"zerovl {command} ended with status {done.returncode}: {words[-1] if words else 'no message'}")
 
 
 def shared_information(out: Path) -> float:
@@ -198,3 +212,51 @@ def shared_information(out: Path) -> float:
                 clusters.append(folder.name)
                 sources.append(json.loads(sample.files["json"])["source"])
     return float(normalized_mutual_info_score(sources, clusters))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Repeated captions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_groups(data: Path, sources: Sequence[str], out: Path) -> None:
+    """Writes all sources again, one half of each with the name of the picture's group as caption, unless they exist.
+
+    Every second pair in the order of the keys keeps its own caption. A group is one of about ten ("Food & Drink"), so that a
+    batch holds the same caption several times.
+    """
+    if (out / "groups.json").is_file():
+        return
+    counts = {}
+    for source in sources:
+        pairs = _pairs(data, source)
+        grouped = set(sorted(pair.key for pair in pairs)[::2])
+        written = [_with_group(pair) if pair.key in grouped else pair for pair in pairs]
+        write_source(out / source, written, shard_size=256)
+        counts[source] = {"pairs": len(pairs), "captions": len({_caption(pair) for pair in written})}
+    write_atomically(out / "groups.json", json.dumps(counts) + "\n")
+
+
+def _with_group(pair: Sample) -> Sample:
+    group = json.loads(pair.files["json"])["group"]
+    return Sample(pair.key, {**pair.files, "txt": group.encode()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Teachers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_embeddings(checkpoint: Path, train_data: str, out: Path, *, seed: int) -> None:
+    """Runs `zerovl teacher` with one teacher; replaces an earlier result.
+
+    Pictures are not augmented, as in the student's run: one view is all there are.
+
+    Raises:
+        UserError: the command fails.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    _zerovl(
+        "teacher", str(checkpoint), "--train-data", train_data, "--out", str(out), "--views", "1", "--image-size", "32",
+        "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--seed", str(seed), "--device", "cpu",
+    )  # fmt: skip

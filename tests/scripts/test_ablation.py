@@ -99,6 +99,7 @@ def test_open_clips_parser_takes_every_condition(name, tmp_path):
     flags = condition.run_flags(QUICK)
     named = {*emoji_runs.flag_names(flags), "--init-from", "--save-frequency"}
     named |= {"--train-data"} if condition.kind != "plain" else set()
+    named |= {"--teacher"} if condition.teacher else set()
     ours, theirs = (
         [group for group in emoji_runs._groups(f) if group[0] not in named] for f in (training.flags, plain)
     )
@@ -229,9 +230,13 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     run.choose(quick.data, tmp_path / "pilots", 2, None)
     chosen = read_choices(tmp_path / "choices.json")
     assert chosen == {
-        "epochs": "16", "icon-epochs": "16", "lr-16": "1e-3", "lr-64": "1e-3", "lr-256": "1e-3", "clusters": "image-4",
-        "mixup-epochs": "20",
+        **protocol.FIXED, "lr-16": "1e-3", "lr-256": "1e-3", "clusters": "image-4", "mixup-epochs": "20",
     }  # fmt: skip
+    # 40 epochs gained nothing over 20, so that nobody waits for 80.
+    assert {folder.name for folder in (tmp_path / "pilots").glob("mixup-epochs=*")} == {
+        "mixup-epochs=20",
+        "mixup-epochs=40",
+    }
     records = [json.loads(file.read_text()) for file in (tmp_path / "pilots" / "lr-16=5e-4").glob("*.json")]
     assert {record["seed"] for record in records} == set(PILOT_SEEDS)
     assert {record["split"] for record in records} == {"val"}
@@ -246,7 +251,7 @@ def test_choices_of_another_protocol_and_none_are_a_sentence(tmp_path):
     with pytest.raises(UserError, match="choices.json does not exist: choose the settings first"):
         read_choices(tmp_path / "choices.json")
     (tmp_path / "choices.json").write_text(json.dumps({"epochs": {"chosen": "8"}}))
-    with pytest.raises(UserError, match=r"of another protocol \(clusters, "):
+    with pytest.raises(UserError, match=r"of another protocol \(clusters, epochs, "):
         read_choices(tmp_path / "choices.json")
 
 
@@ -457,11 +462,26 @@ def tiny_emoji(out: Path, *, pairs: int, held_out: int = 12, sources=emoji_runs.
     return out
 
 
-@pytest.mark.slow  # seven trainings in processes of their own, a k-means and another start of `zerovl`: about a minute
+def test_every_second_caption_becomes_its_groups_name(tmp_path):
+    data = tiny_emoji(tmp_path / "data", pairs=10, sources=("noto", "fluent"))
+    ablation_sources.write_groups(data, ("noto", "fluent"), tmp_path / "groups")
+    for source in ("noto", "fluent"):
+        before, after = ([*read_samples(folder / source / "train-00000.tar")] for folder in (data, tmp_path / "groups"))
+        assert [pair.key for pair in after] == [pair.key for pair in before]
+        assert [pair.files["png"] for pair in after] == [pair.files["png"] for pair in before]
+        captions = {pair.key: pair.files["txt"].decode() for pair in after}
+        assert [captions[key] == "g" for key in sorted(captions)] == [True, False] * 5
+        assert all(captions[pair.key] in ("g", pair.files["txt"].decode()) for pair in before)
+    assert json.loads((tmp_path / "groups" / "groups.json").read_text())["noto"]["captions"] == 6
+    with pytest.raises(UserError, match="holds no shards"):
+        ablation_sources.write_groups(data, ("mdi",), tmp_path / "others")
+
+
+@pytest.mark.slow  # ten trainings in processes of their own, a k-means and another start of `zerovl`: about a minute
 def test_real_runs_are_trained_measured_and_reported(tmp_path):
     real = ablation_in(tmp_path, {**QUICK, "epochs": "1"})
     tiny_emoji(real.data["emoji"], pairs=130)
-    names = ["contexts-debiased", "gather", "clusters", "auxiliary"]
+    names = ["contexts-debiased", "gather", "clusters", "auxiliary", "student-half", "repeated-positives"]
     assert run.run_all(real, real.plan([0], names), 2) == {}
     records = ablation_report.read_records(real.out)
     for name in names:
