@@ -34,6 +34,7 @@ class Condition:
         init_from: the condition whose last checkpoint of the same seed it starts from.
         clusters_of: the condition whose features of the same seed make the clusters.
         teacher: the condition whose last checkpoint of the same seed it is distilled from.
+        sort_text: whether --sort-text is given: the same gradient in four fifths of the time.
         every_epoch: whether each epoch's checkpoint is scored.
     """
 
@@ -49,6 +50,7 @@ class Condition:
     init_from: str | None = None
     clusters_of: str | None = None
     teacher: str | None = None
+    sort_text: bool = True
     every_epoch: bool = False
 
     @property
@@ -70,7 +72,8 @@ class Condition:
 
     def run_flags(self, choices: Choices) -> list[str]:
         """Its flags, with the choices in their places."""
-        return [choices[flag[1:-1]] if flag.startswith("{") else flag for flag in self.flags]
+        flags = [choices[flag[1:-1]] if flag.startswith("{") else flag for flag in self.flags]
+        return ["--sort-text", *flags] if self.sort_text else flags
 
 
 def _batch(micro_batch: int, steps: int, *more: str) -> tuple[str, ...]:
@@ -169,7 +172,7 @@ CONDITIONS: dict[str, Condition] = {
         "repeated captions share the target", flags=("--positives", "caption"), kind="groups"
     ),
     "mixup-both": Condition(
-        "mixup of both modalities", flags=(*_MIXUP, "--mixup-of", "both"), epochs="mixup-epochs"
+        "mixup of both modalities", flags=(*_MIXUP, "--mixup-of", "both"), epochs="mixup-epochs", sort_text=False
     ),
     "mixup-embeddings": Condition(
         "mixup of word embeddings", flags=(*_MIXUP, "--mixup-text", "embeddings"), epochs="mixup-epochs"
