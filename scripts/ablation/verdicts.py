@@ -13,6 +13,7 @@ from scripts.ablation.protocol import CONFIDENCE
 Claim = Literal["higher", "lower", "same", "different"]
 
 REPRODUCED, CONTRADICTED, NO_DIFFERENCE, UNDECIDED = "reproduced", "contradicted", "no difference", "undecided"
+BETTER, WORSE = "better", "worse"  # the first two of what the paper does not claim
 TOO_FEW, NOT_RUN = "too few seeds", "not run"
 LEAST_SEEDS = 5
 
