@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
-from scripts.ablation.conditions import Comparison, PaperTable
+from scripts.ablation.comparisons import Comparison, PaperTable
 from scripts.ablation.verdicts import Verdict
 
 _DPI = 110

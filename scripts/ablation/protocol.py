@@ -7,7 +7,7 @@
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
    to `choices.json`, which is committed before the runs. The test split is scored once. `FIXED` settings are those of the demo,
    which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
-4. Every row of `conditions.py` is reported, whatever comes out.
+4. Every row of `comparisons.py` is reported, whatever comes out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from typing import Any
 from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from scripts.ablation.conditions import CONDITIONS, TABLES, TAKEAWAYS, Comparison, PaperTable
+from scripts.ablation.comparisons import TABLES, TAKEAWAYS, Comparison, PaperTable
+from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import differences_figure
 from scripts.ablation.protocol import CHOICES_FILE, MARGIN_RSUM
 from scripts.ablation.verdicts import (

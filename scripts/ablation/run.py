@@ -26,7 +26,8 @@ import torch
 from open_clip_zerovl.datasets.drawn import prepare_drawn
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
-from scripts.ablation.conditions import CONDITIONS, TABLES
+from scripts.ablation.comparisons import TABLES
+from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.measuring import Measurements
 from scripts.ablation.processes import Processes

@@ -16,7 +16,8 @@ from scripts import demo
 from scripts.ablation import protocol, run
 from scripts.ablation import report as ablation_report
 from scripts.ablation import sources as ablation_sources
-from scripts.ablation.conditions import CONDITIONS, TABLES
+from scripts.ablation.comparisons import TABLES
+from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.measuring import thinned
 from scripts.ablation.processes import Ended, Processes

@@ -1,0 +1,333 @@
+"""Which tables of the paper are repeated: two conditions each, the paper's numbers for both, and the paper's claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scripts.ablation.conditions import CONDITIONS, START_EPOCHS
+from scripts.ablation.protocol import MARGIN_RATIO, MARGIN_RSUM
+from scripts.ablation.verdicts import Claim
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the paper that compares two of its runs, and the two conditions here that repeat them.
+
+    Attributes:
+        run, against: conditions.
+        claim: whether the paper's number of `run` is higher or lower than that of `against`, the same, or different.
+        what: the sentence's subject.
+        measure: "score"; or "reach": the logarithm of the cost at which `run` reaches the final score of `against`, over the
+            cost of `against` (Table 8).
+        paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars, or has
+            no such row.
+        headline: a few words, where the page's first lines have it.
+    """
+
+    run: str
+    against: str
+    claim: Claim
+    what: str
+    measure: Literal["score", "reach"] = "score"
+    paper: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    headline: str = ""
+
+    @property
+    def margin(self) -> float:
+        return MARGIN_RSUM if self.measure == "score" else MARGIN_RATIO
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or section of the paper, or a question that it does not ask, and its comparisons.
+
+    Attributes:
+        of_paper: whether the paper makes these claims; a verdict on others does not speak of reproducing.
+    """
+
+    name: str
+    title: str
+    setting: str
+    comparisons: tuple[Comparison, ...]
+    of_paper: bool = True
+
+    @property
+    def conditions(self) -> list[str]:
+        """The compared conditions, in the order of CONDITIONS."""
+        named = {name for one in self.comparisons for name in (one.run, one.against)}
+        return [name for name in CONDITIONS if name in named]
+
+
+TABLES: tuple[PaperTable, ...] = (
+    PaperTable(
+        "Table 3",
+        "Debiased sampling",
+        "Three sources, effective batch 64. The paper: 14 M pairs of four sources, batch 1,024, gather without gradient. On "
+        "the emoji the sources draw the same concepts; on the icons they share few, and one is six times as large as another.",
+        (
+            Comparison(
+                "debiased",
+                "random",
+                "higher",
+                "Debiased sampling",
+                paper=((392.3, 510.1), (371.6, 483.3)),
+                headline="on the emoji",
+            ),
+            Comparison(
+                "icons-debiased",
+                "icons-random",
+                "higher",
+                "Debiased sampling",
+                paper=((392.3, 510.1), (371.6, 483.3)),
+                headline="on the icons",
+            ),
+        ),
+    ),
+    PaperTable(
+        "When it helps",
+        "Debiased sampling, by length of training and batch",
+        "Not in the paper. The emoji; a quarter as long, and as long as validation rises with crops and masked words; at batch "
+        "256, of which a source has 5 or 6 in an epoch, at the learning rate that was chosen for debiased sampling.",
+        (
+            Comparison(
+                "debiased-short",
+                "random-short",
+                "higher",
+                "Debiased sampling, short",
+                headline="trained a quarter as long",
+            ),
+            Comparison(
+                "augmented", "random-augmented", "higher", "Debiased sampling, long", headline="trained long, augmented"
+            ),
+            Comparison("batch-256", "random-256", "higher", "Debiased sampling, batch 256", headline="at batch 256"),
+            Comparison("share-0.5", "debiased", "higher", "Every second step random"),
+            Comparison("share-0.5", "random", "higher", "Every second step debiased"),
+            Comparison("icons-share-0.5", "icons-debiased", "higher", "Every second step random"),
+            Comparison("icons-share-0.5", "icons-random", "higher", "Every second step debiased"),
+        ),
+        of_paper=False,
+    ),
+    PaperTable(
+        "Negatives of other sources",
+        "`--cross-source-weight` beside debiased sampling",
+        "Not in the paper. Batches are random; negatives of another source count with weight W.",
+        (
+            Comparison("weight-0", "debiased", "higher", "W = 0", headline="weight 0 over debiased sampling, emoji"),
+            Comparison("weight-0.05", "debiased", "higher", "W = 0.05"),
+            Comparison("weight-0.3", "debiased", "higher", "W = 0.3"),
+            Comparison("icons-weight-0", "icons-debiased", "higher", "W = 0", headline="the same, icons"),
+            Comparison("icons-weight-0.05", "icons-debiased", "higher", "W = 0.05"),
+            Comparison("icons-weight-0.3", "icons-debiased", "higher", "W = 0.3"),
+            Comparison(
+                "weight-0.05",
+                "random",
+                "higher",
+                "W = 0.05",
+                headline="`--cross-source-weight 0.05` over random, emoji",
+            ),
+            Comparison("icons-weight-0.05", "icons-random", "higher", "W = 0.05", headline="the same, icons"),
+        ),
+        of_paper=False,
+    ),
+    PaperTable(
+        "Table 3, mixup",
+        "Coin-flip mixup",
+        "Both arms have crops of 0.6 to 1 and masked words, and as many epochs as validation takes to stop rising: mixup is a "
+        "regulariser, which shows where a run is long.",
+        (
+            Comparison(
+                "mixup",
+                "augmented",
+                "higher",
+                "Coin-flip mixup",
+                paper=((402.8, 519.2), (392.3, 510.1)),
+                headline="coin-flip mixup",
+            ),
+            Comparison("mixup", "mixup-both", "higher", "A coin rather than both modalities (3.2)"),
+            Comparison("mixup", "mixup-embeddings", "higher", "Text features rather than word embeddings (3.2)"),
+        ),
+    ),
+    PaperTable(
+        "Table 4",
+        "Gradient-reserved gather",
+        "Two processes of 32 pairs each (torchrun, gloo), no DGA, no mixup. The paper: 8 GPUs of 128.",
+        (
+            Comparison(
+                "gather",
+                "detached-gather",
+                "higher",
+                "Keeping the gradient of gathered features",
+                paper=((415.0, 524.1), (402.8, 519.2)),
+                headline="gradient through the gather",
+            ),
+        ),
+    ),
+    PaperTable(
+        "Batch size",
+        "Figure 1, Table 5: larger batches",
+        "The learning rate of each batch size is chosen on validation; warm-up is a share of the run. Equal epochs, and equal "
+        "steps (batch 16 has a quarter of the epochs of batch 64, batch 256 four times as many).",
+        (
+            Comparison("batch-64", "batch-16", "higher", "Batch 64 (equal epochs)"),
+            Comparison(
+                "batch-256",
+                "batch-64",
+                "higher",
+                "Batch 256 (equal epochs)",
+                paper=((424.4, 531.8), (415.0, 524.1)),
+                headline="batch 256 over 64, equal epochs",
+            ),
+            Comparison("batch-64", "steps-16", "higher", "Batch 64 (equal steps)"),
+            Comparison("steps-256", "batch-64", "higher", "Batch 256 (equal steps)", headline="the same, equal steps"),
+        ),
+    ),
+    PaperTable(
+        "Table 5",
+        "DGA against a true large batch",
+        "The gradient is the same, but dropout masks are drawn per micro-batch, so that two runs differ like two seeds.",
+        (
+            Comparison("debiased", "batch-64", "same", "DGA 2 x 32", paper=((424.1, 532.2), (424.4, 531.8))),
+            Comparison("dga-256", "batch-256", "same", "DGA 8 x 32", paper=((425.2, 535.9), (425.0, 536.2))),
+        ),
+    ),
+    PaperTable(
+        "Table 6",
+        "DGA with and without replayed randomness",
+        "Batch 64 as 8 x 8, all forwarded twice; the text tower has dropout 0.1. The paper: 16 DGA steps.",
+        (
+            Comparison(
+                "replay",
+                "no-replay",
+                "higher",
+                "Replaying the masks",
+                paper=((425.2, 535.9), (413.4, 527.1)),
+                headline="replayed masks",
+            ),
+        ),
+    ),
+    PaperTable(
+        "Table 7",
+        "TokenDrop",
+        "`zerovl-emoji-vit`, whose 16 patch tokens become 12, with debiased sampling and mixup. The paper: ViT-B/16, 196 "
+        "tokens become 147. Its time is compared in docs/performance.md, at a size where computation dominates.",
+        (
+            Comparison(
+                "token-drop", "vit", "same", "TokenDrop", paper=((424.8, 535.5), (425.2, 535.9)), headline="TokenDrop"
+            ),
+        ),
+    ),
+    PaperTable(
+        "Table 8",
+        "Auxiliary encoder",
+        "The image tower of `zerovl-emoji-vit`, trained against the frozen text tower of another run, and with a text tower "
+        "that is trained too. Cost: the epochs until the final score of the whole run is reached, times CPU seconds an epoch. "
+        "The paper: ViT-B/32 with the BERT of the ViT-B/16 run.",
+        (
+            Comparison(
+                "auxiliary",
+                "vit",
+                "same",
+                "A frozen text tower",
+                paper=((381.2, 493.9), (379.5, 494.1)),
+                headline="a frozen text tower",
+            ),
+            Comparison("auxiliary", "vit", "lower", "The cost of the same score", "reach", ((110.0,), (240.0,))),
+        ),
+    ),
+    PaperTable(
+        "A.4",
+        "Sequential sampling",
+        "All four sources are trained on, each batch from one, one source after the other in each epoch, half as long as the "
+        "other rows; scored within and across them. The paper shows bars without numbers.",
+        (
+            *(
+                Comparison("four-debiased", f"last-{source}", "higher", f"Debiased sampling, {source} last,")
+                for source in ("noto", "twemoji", "openmoji", "fluent")
+            ),
+            Comparison("last-fluent", "four-random", "higher", "Sequential sampling, fluent last,"),
+            Comparison("last-noto", "four-random", "higher", "Sequential sampling, noto last,"),
+            Comparison("last-noto", "last-fluent", "different", "The order of the sources"),
+        ),
+    ),
+    PaperTable(
+        "A.5",
+        "Context bias",
+        "Twemoji only, in two halves: the longer captions have a red frame around the picture, the shorter ones none. Scored "
+        "on held-out pictures without frame. The paper: CC3M.",
+        (
+            Comparison(
+                "contexts-debiased",
+                "contexts-random",
+                "higher",
+                "Debiased sampling over the two contexts",
+                paper=((239.5, 367.5), (211.8, 328.0)),
+                headline="two contexts in one source (A.5)",
+            ),
+        ),
+    ),
+    PaperTable(
+        "A.6",
+        "Clusters as sources",
+        f"All arms start from a model of {START_EPOCHS} epochs of random sampling, whose features also make the clusters; "
+        "three sources as one, and one source alone. A cluster is drawn for each step in proportion to its size. The paper: "
+        "100 clusters.",
+        (
+            Comparison(
+                "clusters",
+                "go-on-random",
+                "higher",
+                "Clusters",
+                paper=((384.4, 511.1), (370.8, 502.5)),
+                headline="clusters as sources (A.6)",
+            ),
+            Comparison("go-on-sources", "go-on-random", "higher", "The true sources"),
+            Comparison(
+                "one-clusters",
+                "one-random",
+                "higher",
+                "Clusters of one source",
+                paper=((384.4, 511.1), (370.8, 502.5)),
+                headline="clusters of one source (A.6)",
+            ),
+        ),
+    ),
+    PaperTable(
+        "Teachers",
+        "`--teacher`: a small student beside the long run's model",
+        "Not in the paper. The student is `zerovl-emoji-vit`; the teacher is the ConvNeXt of *with mixup*, trained longer on "
+        "the same three sources. Temperature 0.01, one view, no augmentation.",
+        (
+            Comparison(
+                "student-half", "student", "higher", "Distillation with weight 0.5", headline="a teacher (weight 0.5)"
+            ),
+            Comparison("student-all", "student", "higher", "Distillation alone", headline="a teacher (weight 1)"),
+        ),
+        of_paper=False,
+    ),
+    PaperTable(
+        "Repeated captions",
+        "`--positives caption`",
+        "Not in the paper. Every second pair has the name of its group as caption, one of about ten; scored with pairs' own "
+        "captions, in the unseen source.",
+        (
+            Comparison(
+                "repeated-positives",
+                "repeated",
+                "higher",
+                "Sharing the target among equal captions",
+                headline="shared targets for repeated captions",
+            ),
+        ),
+        of_paper=False,
+    ),
+)
+
+#: The page's first lines: a title, and the tables whose headlines it has.
+TAKEAWAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Debiased sampling over random", ("Table 3", "When it helps")),
+    ("Other ways to the same end", ("Negatives of other sources", "A.5", "A.6")),
+    ("Large batches", ("Table 4", "Batch size", "Table 6")),
+    ("Cheaper towers", ("Table 7", "Table 8")),
+    ("More from the same pairs", ("Table 3, mixup", "Teachers", "Repeated captions")),
+)
