@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from open_clip_zerovl.figures.markdown import markdown_table
 
 GOAL = 3300  # samples a second: the paper's 14.23 M pairs x 20 epochs in 24 hours
 Parts = Mapping[str, Mapping[str, Any]]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def page(parts: Parts) -> str:
@@ -111,7 +108,7 @@ def steps(parts: Parts) -> str:
     goal += "" if best is None else f"one GPU needs {GOAL:,}."
     return (
         f"## Steps\n\nMicro-batches of {micro_batch}, {gflops:.3g} GFLOP a sample without any replay; gradient only, without "
-        f"optimizer and data loading. First step: {', '.join(first)}.{goal}\n\n{table(header, rows)}"
+        f"optimizer and data loading. First step: {', '.join(first)}.{goal}\n\n{markdown_table(header, rows)}"
     )
 
 
@@ -125,7 +122,7 @@ def loss(parts: Parts) -> str:
         return ""
     return (
         "## Loss\n\nForward and backward on unit features of width 512; memory counts features and their gradients.\n\n"
-        + table(["pairs", "loss", "seconds", "peak GiB"], rows)
+        + markdown_table(["pairs", "loss", "seconds", "peak GiB"], rows)
     )
 
 
@@ -149,7 +146,7 @@ def retrieval(parts: Parts, name: str, sentence: str) -> str:
         return ""
     pools = list(next(iter(found.values()))["rsum"])
     rows = [[run, *(f"{values['rsum'][pool]:.1f}" for pool in pools)] for run, values in found.items()]
-    return f"## {name.capitalize()}\n\n{sentence}\n\n{table(['run', *pools], rows)}"
+    return f"## {name.capitalize()}\n\n{sentence}\n\n{markdown_table(['run', *pools], rows)}"
 
 
 def open_parts(parts: Parts) -> str:

@@ -1,6 +1,6 @@
 """How wrong the gradient is without replayed masks, measured over a training (the paper's Table 6).
 
-    python -m scripts.ablation.replay --run ablation/runs/vit-seed0 [--draws 64] [--dropout 0.1,0.3,0.5] [--out FILE.json]
+    python -m scripts.ablation.replay --run FOLDER [--draws 64] [--dropout 0.1,0.3,0.5] [--out docs/results/replay.json]
 
 A run's checkpoints are taken one by one. For one batch of 64 pairs as 8 x 8, the gradient is drawn many times, with replayed
 masks and with other masks in the second pass. The bias is the length of the difference of the two means, over the length of the
@@ -27,11 +27,12 @@ from open_clip_zerovl.datasets.drawn import DrawnSample, load_drawn_split
 from open_clip_zerovl.datasets.emoji import EMOJI
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.figures.markdown import markdown_table
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.losses import ContrastiveLoss
-from scripts.ablation.report import markdown_table
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
+REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,21 @@ def table(found: Sequence[Bias]) -> str:
         for one in found
     ]
     return markdown_table(("epoch", "dropout", "bias", "chance alone", "cosine"), rows)
+
+
+def replay_section(file: Path) -> str:
+    """The section of docs/results.md on what `--out FILE` wrote; nothing where there is no such file."""
+    if not file.is_file():
+        return ""
+    found = [Bias(**one) for one in json.loads(file.read_text(encoding="utf-8"))]
+    return f"""\
+## Table 6, measured: how wrong the gradient is without replay
+
+One batch of 64 pairs as {MICRO_BATCHES} x {MICRO_BATCH}, drawn many times with and without replayed masks, at checkpoints of
+a run (`python -m scripts.ablation.replay`). *bias*: the length of the difference of the two mean gradients over the length of
+the mean with replay, chance taken off (0: within chance); *chance alone*: the length that chance gives.
+
+{table(found)}"""
 
 
 def _epoch(file: Path) -> int:

@@ -3,7 +3,8 @@
     python -m scripts.ablation.report [--runs ablation] [--page docs/results.md] [--quick]
 
 The folder of the page's name holds the figures and `runs.json`, all records in one file, which makes the same page again:
-`--runs docs/results/runs.json`. Every verdict follows from the numbers by the rule in `verdicts.judge`.
+`--runs docs/results/runs.json`. What `replay.py` has written to `replay.json` there is on the page too. Every verdict follows
+from the numbers by the rule in `verdicts.judge`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 
 from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.figures.markdown import markdown_table
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.comparisons import TABLES, TAKEAWAYS, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import differences_figure
 from scripts.ablation.protocol import CHOICES_FILE, MARGIN_RSUM
+from scripts.ablation.replay import REPLAY_FILE, replay_section
 from scripts.ablation.verdicts import (
     BETTER,
     CONTRADICTED,
@@ -101,13 +104,6 @@ def _judged(records: Records, comparison: Comparison) -> Verdict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Words
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; columns of numbers are aligned to the right."""
-    numbers = [all(row[i][:1] in "-+0123456789" for row in rows) for i in range(len(header))]
-    rule = ["--:" if right else "---" for right in numbers]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
 def mean_and_range(values: Sequence[float | None], digits: int = 1) -> str:
@@ -290,8 +286,9 @@ def write_page(records: Records, page: Path) -> str:
     write_atomically(folder / "runs.json", "[\n" + ",\n".join(lines) + "\n]\n")
     overview = summary(records)
     sections = (section(records, table, folder) for table in TABLES)
-    parts = [introduction(records), takeaways(records), HOW, overview, *sections, choices_table()]
-    write_atomically(page, "\n\n".join(parts) + "\n")
+    measured = replay_section(folder / REPLAY_FILE)
+    parts = [introduction(records), takeaways(records), HOW, overview, *sections, measured, choices_table()]
+    write_atomically(page, "\n\n".join(part for part in parts if part) + "\n")
     return overview
 
 

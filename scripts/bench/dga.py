@@ -61,6 +61,7 @@ from accumulation import (
 from open_clip.loss import ClipLoss
 from torch import nn
 
+from open_clip_zerovl.figures.markdown import markdown_table
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.memory import PeakBytes, available_bytes
 
@@ -321,11 +322,6 @@ def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.devi
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def steps_markdown(results: dict[str, Any]) -> str:
     """The rows as a table, below a line with the settings."""
     gpu = any("flops_utilisation" in row for row in results["rows"])
@@ -359,7 +355,7 @@ def steps_markdown(results: dict[str, Any]) -> str:
     if results["error_steps"]:
         precision, steps, batch = (results[f"error_{part}"] for part in ("precision", "steps", "batch"))
         about += f"; errors in {precision} at K={steps}, micro-batch {batch}"
-    return f"{about}.\n\n{table(header, rows)}"
+    return f"{about}.\n\n{markdown_table(header, rows)}"
 
 
 def loss_markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -368,7 +364,7 @@ def loss_markdown(rows: Sequence[dict[str, Any]]) -> str:
         [str(row["pairs"]), str(row["width"]), row["loss"], f"{row['peak_mib']:.0f}", f"{row['seconds']:.2f}"]
         for row in rows
     ]
-    return table(header, cells)
+    return markdown_table(header, cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
