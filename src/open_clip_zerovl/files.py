@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import io
@@ -212,6 +213,17 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Non
             scratch.write(b"x")
     except OSError as error:
         raise _refused(path, error) from error
+
+
+def path_nearby(path: str | os.PathLike[str]) -> Path | None:
+    """What a path that does not exist may have meant: the entry of its folder with the most similar name; None for none."""
+    path = Path(path)
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return path.with_name(near[0]) if near else None
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:

@@ -122,6 +122,8 @@ class Gathering:
         self.pool.shutdown(wait=True, cancel_futures=True)
         for batch in self.batches.values():
             batch.spool.close()
+        if not self.bar.disable:
+            self._count(refresh=True)
         self.bar.close()
 
     def show(self, *, rows: int, pairs: int = 0, failures: Mapping[str, int] | None = None) -> None:
@@ -131,8 +133,11 @@ class Gathering:
         self.bar.update(rows)
         if not self.bar.disable and time.monotonic() - self.shown > 1:
             self.shown = time.monotonic()
-            lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
-            self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=False)
+            self._count(refresh=False)
+
+    def _count(self, *, refresh: bool) -> None:
+        lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
+        self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh)
 
     def _fetch(self, batch: Batch, number: int, row: Any) -> None:
         """In a thread: put one result for a row into the queue, its picture or an error."""

@@ -31,6 +31,7 @@ img { max-width: 100%; height: auto; }
 img.thumb { width: 64px; height: 64px; object-fit: contain; background: #f4f4f4; border-radius: 6px; }
 img.right { outline: 4px solid var(--right); outline-offset: 1px; }
 .scroll { overflow-x: auto; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; margin: 0.6rem 0; }
 th, td { padding: 0.35rem 0.9rem 0.35rem 0; text-align: right; border-bottom: 1px solid var(--grid); }
 td { white-space: nowrap; }

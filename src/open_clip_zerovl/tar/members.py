@@ -27,8 +27,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from webdataset.tariterators import base_plus_ext
-
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.headers import walk_tar
 from open_clip_zerovl.tar.remote import Patience, open_url, words_of
@@ -112,6 +110,8 @@ def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
     dot = name.find(".", begin)
     if dot > begin and "\n" not in name:
         return name[:dot], name[dot + 1 :]
+    from webdataset.tariterators import base_plus_ext  # which imports torch
+
     return base_plus_ext(name)
 
 

@@ -9,6 +9,7 @@ The result is every byte of the shard, each once.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import select
@@ -20,14 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
-from webdataset.gopen import Pipe, gopen, gopen_schemes
-
 from open_clip_zerovl.errors import UserError
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
 HTTP = ("http", "https")
-# pipe:, and schemes that webdataset opens by a command (sftp: ...)
-_COMMANDS = frozenset(gopen_schemes) - {*HTTP, "gs"}
 _BLOCK_BYTES = 4 << 20  # of one request to a store
 _PROGRESS_BYTES = 1 << 16  # after so many new bytes retries are counted from 0 again
 _SLOWEST_BYTES_PER_SECOND = 1024
@@ -147,7 +144,15 @@ def check_openable(url: str) -> None:
 
 def is_command(url: str) -> bool:
     """Whether the bytes of a remote shard are the output of a command."""
-    return url.split(":", 1)[0] in _COMMANDS
+    return url.split(":", 1)[0] in _commands()
+
+
+@functools.cache
+def _commands() -> frozenset[str]:
+    """pipe:, and schemes that webdataset opens by a command (sftp: ...)."""
+    from webdataset.gopen import gopen_schemes  # which imports torch
+
+    return frozenset(gopen_schemes) - {*HTTP, "gs"}
 
 
 @contextmanager
@@ -511,6 +516,8 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _from_command(url: str, patience: Patience) -> _Transfer:
+    from webdataset.gopen import Pipe, gopen
+
     stream = gopen(url)
     assert isinstance(stream, Pipe)
     # Not Pipe.read: after the last byte it may raise for the command's exit status, depending on a race.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -374,12 +375,59 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     as_jsonl(tmp_path / "my pets", make_pairs(8))
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3", "--threads", "2"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == (
+    assert said[-2:] == [
+        "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'",
         "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
-        "--captions one-per-epoch --batch-size 1"
-    )
+        "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
+    ]
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
     again = capsys.readouterr().out.splitlines()
     assert again[0] == "my out is complete: nothing was done. What it holds:" and again[1:] == said
     assert main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"]) == 2
     assert "did you mean" not in capsys.readouterr().err  # nothing is near
+
+
+def test_a_path_that_does_not_exist_is_told_before_torch_is_loaded(tmp_path, capsys, monkeypatch):
+    """In a moment, then, and with the name that was meant."""
+    as_folder(tmp_path / "photos", make_pairs(2))
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "pack", "phtos", "--out", "out"]) == 2
+    assert "phtos does not exist; did you mean photos?" in capsys.readouterr().err
+    program = "import open_clip_zerovl.datasets.pack.run, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_misspelt_heading_is_offered(tmp_path):
+    given = table(tmp_path / "in", "file,titel,site\n0.png,x,a\n")
+    with pytest.raises(
+        UserError, match="its columns are 'file', 'titel', 'site': name .*did you mean --caption-column 'titel'"
+    ):
+        pack([str(given)], tmp_path / "out", work=WORK)
+
+
+def test_a_tables_columns_are_not_wanted_of_a_folder_with_texts(tmp_path):
+    """A folder beside a table whose caption column is named: only the table has columns."""
+    given = table(tmp_path / "in", "image,titel\n0.png,x\n1.png,y\n")
+    photos = as_folder(tmp_path / "photos", make_pairs(4))
+    found = pack(
+        [str(photos), str(given)], tmp_path / "out", PackSettings(columns=Columns(captions=("titel",))), work=WORK
+    )
+    assert found["inputs"][0]["columns"] == "captions in .txt, one a line" and found["rows"] == 6
+
+
+def test_captions_in_another_encoding_are_told_with_what_to_do(tmp_path):
+    given = table(tmp_path / "in", "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
+    found = pack([str(given)], tmp_path / "out", work=WORK)
+    said = "\n".join(lines(found, tmp_path / "out"))
+    assert "1 caption not UTF-8: pairs.csv line 2; save the table as UTF-8 (iconv -f CP1252" in said
+    assert (
+        "1 row, which is in refused.csv" in said and "1 shard " in said and "repeated   no caption, no picture" in said
+    )
+
+
+def test_the_progress_bar_counts_every_row(tmp_path, capsys):
+    """Rows without a picture to read, and rows of one picture, too: it ends full."""
+    given = table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n")
+    pack([str(given)], tmp_path / "out", work=Work(threads=2))
+    bar = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()[-1]
+    assert " 4pair [" in bar and "2 came; empty caption 1]" in bar

@@ -11,6 +11,7 @@ from open_clip_zerovl.datasets.gather import Work
 from open_clip_zerovl.datasets.pack.report import commands
 from open_clip_zerovl.datasets.pack.rows import Columns
 from open_clip_zerovl.datasets.pack.run import PackSettings, pack
+from open_clip_zerovl.finetune.data import find_data
 from support.pairs import as_csv, make_pairs
 from support.programs import COMMON, launch
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
@@ -21,7 +22,8 @@ def test_the_printed_command_trains_and_evaluates(tmp_path):
     given = as_csv(tmp_path / "in", make_pairs(40))
     settings = PackSettings(test_share=0.2, columns=Columns(source="kind"))
     found = pack([str(given)], tmp_path / "out", settings, work=Work(threads=2, progress=False))
-    (command,) = commands(found, tmp_path / "out")
+    tuning, command = commands(found, tmp_path / "out")
+    assert tuning.startswith("zerovl finetune --from ") and find_data(shlex.split(tuning)[5]).held_out
     program, arguments = shlex.split(command)[:2], shlex.split(command)[2:]
     assert program == ["zerovl", "train"] and arguments[:2] == ["--model", "ViT-B-32"]
     assert "--debiased-sampling" in arguments and arguments[-2:] == ["--batch-size", "4"]

@@ -92,6 +92,10 @@ class Collecting:
             number, new = self.store.number_of(row.content if row.content is not None else row.place, input)
             if new:
                 self._submit(number, _Wanted(input, row.place, row.content))
+            else:
+                self.gathering.show(rows=1)
+        else:
+            self.gathering.show(rows=1, failures={reason: 1})
         self.store.add_row(input, row.file, row.line, source, number, captions, reason)
 
     def _submit(self, number: int, wanted: _Wanted) -> None:

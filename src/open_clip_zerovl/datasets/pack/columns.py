@@ -56,7 +56,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     if picture is None:
         raise UserError(
             f"no column of {where} is called as one with pictures is (image, filepath, url ...); its columns are "
-            f"{listed(names)}: name the one with --picture-column"
+            f"{listed(names)}: name the one with --picture-column{_nearest(names, PICTURE_NAMES)}"
         )
     if wanted.captions is not None:
         captions = tuple(find(where, names, name, "--caption-column") for name in wanted.captions)
@@ -65,7 +65,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     if not captions:
         raise UserError(
             f"no column of {where} is called as one with captions is (caption, title, text ...); its columns are "
-            f"{listed(names)}: name the one with --caption-column"
+            f"{listed(names)}: name the one with --caption-column{_nearest(names, CAPTION_NAMES)}"
         )
     source = find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
     guessed = [
@@ -90,6 +90,15 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     near = difflib.get_close_matches(_plain(name), plain, n=1)
     meant = f"; did you mean {flag} {plain[near[0]]!r}?" if near else ""
     raise UserError(f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}")
+
+
+def _nearest(names: Sequence[str], usual: Sequence[str]) -> str:
+    """The column whose name is nearly a usual one; "" where none is."""
+    flag = "--picture-column" if usual is PICTURE_NAMES else "--caption-column"
+    for name in names:
+        if difflib.get_close_matches(_plain(name), usual, n=1, cutoff=0.75):
+            return f"; did you mean {flag} {name!r}?"
+    return ""
 
 
 def guess_picture(names: Sequence[str]) -> str | None:

@@ -79,7 +79,8 @@ class FolderReader(Reader):
     def _keys(self) -> tuple[tuple[str, ...], str]:
         """The keys of captions in the JSON files; none where captions are texts. And what is said of it."""
         tables = sorted(name for name in self.texts if name.endswith(".json"))
-        if len(tables) < len(self.texts) and self.wanted.captions is None:
+        # Columns are named for other inputs, a table's perhaps, where there is no JSON that could have them.
+        if not tables or (len(tables) < len(self.texts) and self.wanted.captions is None):
             return (), "captions in .txt, one a line"
         names: dict[str, None] = {}
         for table in tables[:_LOOKED_AT]:

@@ -37,6 +37,7 @@ def report_page(
                 (one["input"], one["form"], "; ".join([one["columns"], *one["notes"]]), f"{one['rows']:,}")
                 for one in report["inputs"]
             ],
+            "words",
         ),
         table(
             ("source", "split", "pictures", "captions", "shards", "MB"),
@@ -51,7 +52,7 @@ def report_page(
             ],
         ),
         heading("Train on it"),
-        *(f'<div class="scroll"><pre>{escape(command)}</pre></div>' for command in commands),
+        *(f"<pre>{escape(command)}</pre>" for command in commands),
         heading("Refused"),
         _refused(report),
         heading("Lengths and sizes"),
@@ -73,7 +74,7 @@ def _refused(report: dict[str, Any]) -> str:
         (reason, f"{entry['rows']:,}", "; ".join(example["at"] for example in entry["examples"]))
         for reason, entry in report["refused"].items()
     ]
-    return paragraph("refused.csv lists every row.") + table(("reason", "rows", "first"), rows)
+    return paragraph("refused.csv lists every row.") + table(("reason", "rows", "first"), rows, "words")
 
 
 def _spreads(report: dict[str, Any]) -> str:
@@ -106,7 +107,7 @@ def _repeated(report: dict[str, Any], store: Store, contents: Callable[[Stored],
         for one in most:
             sample = store.sample(one["source"], one["key"])
             if sample is not None:
-                note = f"{one['rows']:,} rows, {one['files']:,} files"
+                note = f"{one['rows']:,} rows, {one['files']:,} file{'s' * (one['files'] > 1)}"
                 figures.append(_figure(sample, note, contents))
         said.append(f'<div class="strip">{"".join(figures)}</div>')
     return said

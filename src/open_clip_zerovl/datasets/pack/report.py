@@ -21,6 +21,7 @@ from open_clip_zerovl.files import atomic_file
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
 TOKENIZED = 2_000  # captions of which tokens are counted
+_ADVICE = {"caption not UTF-8": "; save the table as UTF-8 (iconv -f CP1252 -t UTF-8 OLD.csv > NEW.csv)"}
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included
 
 
@@ -145,7 +146,8 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     for one in report["written"][:6]:
         name = f"{one['source']} {one['split']}"
         said.append(
-            f"  {name:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions {one['shards']:>5} shards "
+            f"  {name:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions {one['shards']:>5} "
+            f"{'shard ' if one['shards'] == 1 else 'shards'} "
             f"{one['bytes'] / 1e6:>9,.1f} MB  {one['folder']}"
         )
     if len(report["written"]) > 6:
@@ -170,12 +172,14 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     total = sum(entry["rows"] for entry in report["refused"].values())
     if not total:
         return ["refused    nothing"]
-    said = [f"refused    {total:,} rows, all of them in refused.csv:"]
-    for reason, entry in list(report["refused"].items())[:4]:
+    rows = "1 row, which is" if total == 1 else f"{total:,} rows, all of them"
+    said = [f"refused    {rows} in refused.csv:"]
+    shown_reasons = 5 if len(report["refused"]) == 5 else 4
+    for reason, entry in list(report["refused"].items())[:shown_reasons]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
-        said.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}")
-    rest = list(report["refused"].values())[4:]
+        said.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{_ADVICE.get(reason, '')}")
+    rest = list(report["refused"].values())[shown_reasons:]
     if rest:
         said.append(f"  {sum(entry['rows'] for entry in rest):>7,} for {len(rest)} other reasons")
     return said
@@ -186,7 +190,7 @@ def _length_line(report: dict[str, Any]) -> str:
     line = f"captions   median {words['median']} words (95 % up to {words['p95']}, longest {words['max']})"
     if tokens:
         line += (
-            f"; {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}; {tokens['cut'] / tokens['captions']:.1%} are "
+            f"; {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}; {_share(tokens['cut'], tokens['captions'])} "
             f"longer than the {CONTEXT} that are read)"
         )
     most = report["captions_per_picture"]
@@ -195,18 +199,29 @@ def _length_line(report: dict[str, Any]) -> str:
 
 def _repeated_line(report: dict[str, Any]) -> str:
     captions, pictures = report["repeated_captions"], report["repeated_pictures"]
+    if not captions["captions"] and not pictures["rows"]:
+        return "repeated   no caption, no picture"
     shown = ""
     if captions["most"]:
         text = captions["most"][0]["caption"]
         shown = f" ({text if len(text) <= 40 else text[:40] + '...'!r} at {captions['most'][0]['pictures']:,})"
     return (
-        f"repeated   {captions['captions']:,} texts are captions of several pictures{shown}; {pictures['rows']:,} rows repeat "
-        "a picture"
+        f"repeated   {_counted(captions['captions'], 'text is a caption', 'texts are captions')} of several pictures{shown}; "
+        f"{_counted(pictures['rows'], 'row repeats', 'rows repeat')} a picture"
     )
 
 
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"
+
+
+def _share(part: int, whole: int) -> str:
+    """How many captions are longer: "none is", "1.2 % are"."""
+    return "none is" if not part else f"{100 * part / whole:.1f} % are" if part / whole >= 0.001 else "some are"
+
+
 def commands(report: dict[str, Any], out: Path) -> list[str]:
-    """What to type next: the training, with the strings of --train-data and --retrieval-data."""
+    """What to type next: a released model fine-tuned, or a training from nothing, each with its strings of this data."""
     folders = {split: [one for one in report["written"] if one["split"] == split] for split in ("train", "test")}
     train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
     flags = ["--train-data", shlex.quote(train)]
@@ -218,8 +233,12 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     if report["captions_per_picture"] > 1:
         flags += ["--captions", "one-per-epoch"]
     smallest = min((one["pictures"] for one in folders["train"]), default=0)
-    flags += ["--batch-size", str(batch_size(smallest))]
-    return [f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
+    flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
+    tuned = shlex.quote(str(out.with_name(f"{out.absolute().name}-tuned")))
+    return [
+        f"zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data {shlex.quote(str(out))} --out {tuned}",
+        f"zerovl train --model ViT-B-32 {' '.join(flags)}",
+    ]
 
 
 def batch_size(pictures: int) -> int:

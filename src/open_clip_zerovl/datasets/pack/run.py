@@ -330,6 +330,6 @@ def _show(found: dict[str, Any], out: Path) -> None:
             f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
         )
     print(f"samples    {out / 'report.html'}")
-    print("next:")
+    print("next, a released model fine-tuned, or one from nothing:")
     for command in reports.commands(found, out):
         print(command)
