@@ -13,6 +13,7 @@ from timm.optim import list_optimizers
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.text_towers import is_registered_here
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
@@ -45,7 +46,7 @@ def create_model(
             loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
             logging.info(f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}")
     transform_train, mixup = apply_methods(model, transform_train, config, seed=args.seed)
-    if config.active and not open_clip_locks_layers(model):
+    if (config.active or is_registered_here(model)) and not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform_train, transform_eval, mixup
 

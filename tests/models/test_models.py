@@ -60,7 +60,7 @@ def test_importing_the_package_registers_its_configs_and_again_is_harmless():
     assert open_clip_zerovl.__doc__
     before = open_clip.list_models()
     others = {"zerovl-ViT-B-16-288-BERT-base", "zerovl-emoji", "zerovl-emoji-vit"}
-    others |= {name.replace("-BERT", "-XLM-RoBERTa") for name in PAPER}
+    others |= {name.replace("-BERT", f"-{kind}") for name in PAPER for kind in ("XLM-RoBERTa", "ModernBERT")}
     assert set(models.register_model_configs()) == {*PAPER, *others} <= set(before)
     assert open_clip.list_models() == before
 

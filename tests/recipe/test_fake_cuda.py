@@ -20,7 +20,7 @@ from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.text_lengths import text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.fake_cuda import GIB, Waits, fake_cuda, to_fake_cuda
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert, write_modernbert
 
 K, B = 3, 4
 # What may wait, by a part of its line: (the most times a step, why).
@@ -45,6 +45,9 @@ def names(tmp_path_factory):
         "timm and BERT": register(folder, "fake-timm-bert", TIMM_VISION, text),
         "native and BERT": register(folder, "fake-native-bert", vision, text),
         "native and CLIP": register(folder, "fake-native-clip", vision, clip),
+        "native and ModernBERT": register(
+            folder, "fake-modernbert", vision, bert_text(write_modernbert(folder / "modern"))
+        ),
         "with a bias": register(folder, "fake-bias", vision, text, init_logit_bias=-10.0),
     }
 
@@ -53,6 +56,12 @@ RECIPES = {
     "DGA": {},
     "timm": {"model": "timm and BERT"},
     "CLIP's text tower": {"model": "native and CLIP"},
+    "ModernBERT": {"model": "native and ModernBERT"},
+    "ModernBERT, texts sorted, pure bf16": {
+        "model": "native and ModernBERT",
+        "sort_text": True,
+        "precision": "pure_bf16",
+    },
     "all replayed": {"retain": 0},
     "all kept": {"retain": K},
     "retain auto": {"retain": "auto", "steps": 3},

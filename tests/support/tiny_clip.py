@@ -11,7 +11,20 @@ import numpy as np
 import open_clip
 import torch
 from PIL import Image
-from transformers import BertConfig, BertTokenizer, XLMRobertaConfig, XLMRobertaTokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import (
+    BertConfig,
+    BertTokenizer,
+    ModernBertConfig,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+    XLMRobertaTokenizer,
+)
 
 WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
 WORDS += ["a", "the", "with", "and"]
@@ -53,6 +66,41 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
         intermediate_size=2 * width,
         max_position_embeddings=80,  # 78 places after the offset of 2
         type_vocab_size=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32, dropout: float = 0.1) -> Path:
+    """A folder as `from_pretrained` reads it: ModernBERT's config, layers of both kinds, a byte-level BPE, no weights."""
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=2000, special_tokens=special, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([f" {word} {word}" for word in words], trainer)
+    first, last = (("[CLS]", bpe.token_to_id("[CLS]")), ("[SEP]", bpe.token_to_id("[SEP]")))
+    bpe.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[first, last])
+    names = {f"{token[1:-1].lower()}_token": token for token in special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=8192, **names)
+    tokenizer.save_pretrained(folder)
+    ModernBertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=48,
+        num_hidden_layers=4,  # all tokens, window, window, all tokens
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        local_attention=8,  # 4 tokens to either side
+        initializer_range=0.2,
+        attention_dropout=dropout,
+        embedding_dropout=dropout,
+        mlp_dropout=dropout,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        cls_token_id=tokenizer.cls_token_id,
+        sep_token_id=tokenizer.sep_token_id,
     ).save_pretrained(folder)
     return folder
 

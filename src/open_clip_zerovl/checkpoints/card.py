@@ -17,6 +17,7 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.text_towers import IMPORT_LINE
 
 CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
@@ -189,6 +190,18 @@ def folder_card(
             licence=licence,
         )
     return "\n\n".join([*_head(title, _origin(top), library, licence), f"{_MODEL}\n{rest}"])
+
+
+def with_import(card: str) -> str:
+    """`model_card`'s text for a model that open_clip 3.3 builds only after this package's import: with that line."""
+    sentence, lines = _LOADING["open_clip"]
+    card = card.replace(
+        lines, lines.replace("import open_clip\n", f"import open_clip\n{IMPORT_LINE}  # its text tower\n")
+    )
+    return card.replace(
+        sentence,
+        sentence.replace("stock ", "").replace("):", "); the import of `open_clip_zerovl` registers its text tower:"),
+    )
 
 
 def _origin(top: str) -> str:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from open_clip.factory import get_model_config
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import model_card
 from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
@@ -44,6 +44,7 @@ from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
+from open_clip_zerovl.models.text_towers import TowerModel
 
 log = logging.getLogger(__name__)
 
@@ -360,7 +361,7 @@ def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: st
     trunk.load_state_dict({**encoder.image, "pos_embed": positions})
     try:
         config = AutoConfig.from_pretrained(text_source)
-        bert = AutoModel.from_config(config, add_pooling_layer=False).eval()
+        bert = TowerModel.from_config(config, add_pooling_layer=False).eval()
         bert.load_state_dict(encoder.text)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"the text tower '{text_source}' cannot be rebuilt to verify: {first_line(error)}") from error

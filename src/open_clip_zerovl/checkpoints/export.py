@@ -1,5 +1,7 @@
 """Export: a training checkpoint as a `local-dir:` folder that open_clip opens without this package.
 
+A model with ModernBERT is the exception: open_clip 3.3 needs this package's import to build it (`loading_note`).
+
     open_clip_config.json         model_cfg (complete) and preprocess_cfg
     open_clip_model.safetensors   the weights, under open_clip's own names
     config.json                   of the Hugging Face text tower, where the model has one
@@ -13,6 +15,7 @@ absolute path there: after moving the folder, export again or edit that line (`r
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -28,19 +31,21 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card
+from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card, with_import
 from open_clip_zerovl.checkpoints.loading import assemble, load_model
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
+from open_clip_zerovl.models.text_towers import import_note, is_registered_here
 
 __all__ = [
     "ModelSpec",
     "check_destination",
     "export_local_dir",
     "load_model",
+    "loading_note",
     "read_model_spec",
     "read_params",
     "read_state_dict",
@@ -139,12 +144,19 @@ def write_local_dir(
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         # safetensors makes files that only their owner may read.
         shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-        for name, content in {CARD_FILE: card, **(beside or {})}.items():
+        text = with_import(card) if is_registered_here(built) else card
+        for name, content in {CARD_FILE: text, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
-    if note := relocation_note(final):
+    for note in filter(None, (loading_note(final), relocation_note(final))):
         log.info(note)
     return final
+
+
+def loading_note(folder: str | os.PathLike[str]) -> str | None:
+    """A sentence that says which import open_clip needs before it loads an exported folder; None where it needs none."""
+    file = Path(folder) / "config.json"  # the text tower's
+    return import_note(json.loads(file.read_text(encoding="utf-8")).get("model_type")) if file.is_file() else None
 
 
 def relocation_note(folder: str | os.PathLike[str]) -> str | None:

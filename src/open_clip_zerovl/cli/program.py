@@ -294,7 +294,7 @@ def _add_convert(commands) -> None:
 
 def _run_convert(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
-    from open_clip_zerovl.checkpoints.export import relocation_note
+    from open_clip_zerovl.checkpoints.export import loading_note, relocation_note
 
     folder = convert_checkpoint(
         arguments.checkpoint,
@@ -308,6 +308,5 @@ def _run_convert(arguments: argparse.Namespace) -> None:
     )
     verified = ", verified" if arguments.verify else ""
     print(f"Converted{verified}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').")
-    note = relocation_note(folder)
-    if note:
+    for note in filter(None, (loading_note(folder), relocation_note(folder))):
         print(note)

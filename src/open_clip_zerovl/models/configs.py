@@ -36,7 +36,7 @@ def logit_scale_of(temperature: float) -> float:
 
 
 def register_model_configs() -> list[str]:
-    """Register this package's models with open_clip; calling it again changes nothing.
+    """Register this package's models, and the text towers that they need, with open_clip; calling it again changes nothing.
 
     Returns:
         The registered names, sorted.
@@ -49,6 +49,9 @@ def register_model_configs() -> list[str]:
     import open_clip
     from open_clip.factory import get_model_config
 
+    from open_clip_zerovl.models.text_towers import register_text_towers
+
+    register_text_towers()
     configs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONFIG_FOLDER.glob("*.json"))}
     if not configs:
         raise UserError(f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again")

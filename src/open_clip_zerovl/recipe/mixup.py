@@ -256,7 +256,8 @@ class _TextMixing:
         assert transformer is not None
         return [
             transformer.get_input_embeddings().register_forward_hook(self.mix_embeddings),
-            transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True),
+            # First, since another hook may give the mask another form (`host_waits`).
+            transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True, prepend=True),
         ]
 
     def mix_embeddings(self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor) -> Tensor | None:

@@ -93,13 +93,15 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
     open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
-    instead. open_clip 4 finds the layers of any tower, and counts the projection as the first of n.
+    instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them others. open_clip 4 finds the
+    layers of any tower, and counts the projection as the first of n.
     """
     text = getattr(model, "text", None)
     config = getattr(text, "config", None)
-    if config is None or hasattr(text, "layer_groups"):  # open_clip's own text transformer; open_clip 4
+    if text is None or config is None or hasattr(text, "layer_groups"):  # open_clip's own text transformer; open_clip 4
         return True
-    return "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
+    named = all("LayerNorm" in name for name, module in text.named_modules() if isinstance(module, nn.LayerNorm))
+    return named and "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
 
 
 def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
@@ -135,7 +137,8 @@ def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_no
                 f"can be unlocked, not {unlocked_layers}."
             )
         locked = stages[:-unlocked_layers]
-    for module in locked:
-        for name, parameter in module.named_parameters():
-            if freeze_layer_norm or "LayerNorm" not in name.split("."):
-                parameter.requires_grad_(False)
+    for part in locked:
+        for module in part.modules():
+            if freeze_layer_norm or not isinstance(module, nn.LayerNorm):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)

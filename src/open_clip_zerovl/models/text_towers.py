@@ -1,0 +1,125 @@
+"""ModernBERT as a Hugging Face text tower, which open_clip 3.3 does not build by itself.
+
+open_clip finds a tower's attributes in `open_clip.hf_configs.arch_dict`, by the `model_type` of its config, and builds it with
+`open_clip.hf_model.AutoModel`. Its release 3.3 has no entry for ModernBERT, and asks every tower for `add_pooling_layer`, which
+ModernBERT's class does not take. `register_text_towers` adds the entry and puts `TowerModel` in AutoModel's place there. Other
+towers are built by the same calls as before. open_clip 4 has an entry; the rest of `TowerModel` holds there, too.
+
+An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl`, which registers the tower (`import_note`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from open_clip_zerovl.errors import UserError
+
+#: `model_type` -> the entry of `arch_dict`, as open_clip 4 has it, so that a config means the same on both lines.
+TEXT_TOWERS: dict[str, dict[str, Any]] = {
+    "modernbert": {
+        "config_names": {
+            "context_length": "max_position_embeddings",
+            "vocab_size": "vocab_size",
+            "width": "hidden_size",
+            "heads": "num_attention_heads",
+            "layers": "num_hidden_layers",
+            "layer_attr": "layers",
+            "token_embeddings_attr": "embeddings",
+        },
+        "pooler": "mean_pooler",
+    }
+}
+IMPORT_LINE = "import open_clip_zerovl"
+
+
+def register_text_towers() -> None:
+    """Make open_clip build the towers of TEXT_TOWERS; calling it again changes nothing.
+
+    Where open_clip has other names than expected nothing is changed, and `check_model` refuses the towers as before.
+    """
+    from open_clip import hf_configs, hf_model
+
+    if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel):
+        return
+    hf_model.AutoModel = TowerModel
+    for kind, entry in TEXT_TOWERS.items():
+        hf_configs.arch_dict.setdefault(kind, entry)
+
+
+def is_registered_here(model: nn.Module) -> bool:
+    """Whether an open_clip model has a text tower of TEXT_TOWERS, so that open_clip 3.3 needs this package to build it."""
+    config = getattr(getattr(model, "text", None), "config", None)
+    return getattr(config, "model_type", None) in TEXT_TOWERS
+
+
+def import_note(model_type: str | None) -> str | None:
+    """The sentence that says which import an export needs, by its text tower's `model_type`; None where it needs none."""
+    if model_type not in TEXT_TOWERS:
+        return None
+    return (
+        f"open_clip 3.3 does not build this text tower ({model_type}) by itself: write '{IMPORT_LINE}' before the model is "
+        "loaded."
+    )
+
+
+class TowerModel(AutoModel):
+    """transformers' AutoModel as open_clip calls it; towers of TEXT_TOWERS get what training them exactly needs.
+
+    - No `add_pooling_layer`: they have no pooler.
+    - torch's own attention: with another package for it, ModernBERT takes the padding out of a batch, for which the host waits
+      for the GPU, and its kernels know no float32.
+    - `reference_compile` off: transformers before 5.1 compiles ModernBERT's parts on a GPU in the first forward pass.
+    - float32, in which open_clip builds its other towers, whatever a config says; `--precision` comes after.
+    - Rotary frequencies stay in float32 where the model is cast. They are not in the checkpoint, so that a model trained with
+      rounded ones would be evaluated with others.
+    """
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> nn.Module:
+        """See AutoModel. UserError for a pooler that the tower has not."""
+        if config.model_type not in TEXT_TOWERS:
+            return super().from_config(config, **options)
+        return _prepared(super().from_config(config, **_without_pooler(config, options)))
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *arguments: Any, **options: Any) -> nn.Module:
+        """See AutoModel. UserError for a pooler that the tower has not."""
+        config = options.get("config") or AutoConfig.from_pretrained(source)
+        if config.model_type not in TEXT_TOWERS:
+            return super().from_pretrained(source, *arguments, **options)
+        return _prepared(super().from_pretrained(source, *arguments, **_without_pooler(config, options)))
+
+
+def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("add_pooling_layer"):
+        raise UserError(
+            f"a text tower of type {config.model_type} has no pooler for hf_pooler_type 'cls_pooler': take "
+            "'cls_last_hidden_state_pooler', the first token's state itself, or 'mean_pooler'"
+        )
+    kept = {name: value for name, value in options.items() if name != "add_pooling_layer"}
+    return {**kept, "attn_implementation": "sdpa"}
+
+
+def _prepared(tower: nn.Module) -> nn.Module:
+    tower.config.reference_compile = False
+    for module in tower.modules():
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            # On the instance, where nn.Module's casts of every parent find it. A partial is copied and pickled with its module.
+            module._apply = partial(_apply_but_keep_types, module)
+    return tower.float()
+
+
+def _apply_but_keep_types(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, after which the module's own buffers have the types that they had."""
+    before = dict(module.named_buffers(recurse=False))
+    type(module)._apply(module, change, recurse)
+    for name, buffer in before.items():
+        changed = module._buffers[name]
+        if changed is not None and changed.dtype != buffer.dtype:
+            module._buffers[name] = buffer.to(changed.device)
+    return module

@@ -1,0 +1,358 @@
+"""ModernBERT as the text tower: open_clip 3.3 builds it by our registration, and the recipe is as exact on it as on BERT."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+
+import open_clip
+import pytest
+import torch
+from open_clip import hf_model
+from open_clip.factory import get_model_config
+from transformers import AutoModel, ModernBertConfig, ModernBertForMaskedLM
+
+from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.data.tokens import fast_tokenizer
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers
+from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.recipe.host_waits import without_host_waits
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+from open_clip_zerovl.recipe.towers import freeze, lock_text_layers, open_clip_locks_layers
+from support.dga_reference import TOLERANCE, error, gradients, one_graph
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_modernbert,
+    write_retrieval_set,
+    write_run,
+)
+
+NAMES = [f"zerovl-ViT-{size}-ModernBERT-base" for size in ("S-16", "B-32", "B-16")]
+TEXTS = ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"]
+PAD = 3
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    return write_modernbert(tmp_path_factory.mktemp("text") / "modernbert")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, tower) -> str:
+    """A registered small model: dropout 0.1 everywhere in the text tower, token drop in the image tower."""
+    text = {**bert_text(tower), "context_length": 24}
+    vision = {**NATIVE_VISION, "patch_dropout": 0.25}
+    return register(tmp_path_factory.mktemp("configs"), "small-modernbert", vision, text, init_logit_scale=3.9)
+
+
+def texts_of(name: str) -> torch.Tensor:
+    return open_clip.get_tokenizer(name)(TEXTS)
+
+
+def micro_batches_of(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens, generator = texts_of(name), torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(3, 3, 32, 32, generator=generator, dtype=torch.float64),
+            tokens[torch.randperm(3, generator=generator)],
+        )
+        for _ in range(3)
+    ]
+
+
+# --- registration and building ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configs_name_their_towers(name, tower):
+    config = get_model_config(name)
+    text = config["text_cfg"]
+    assert text["hf_model_name"] == text["hf_tokenizer_name"] == "answerdotai/ModernBERT-base"
+    assert text["context_length"] == 77 and text["hf_pooler_type"] == "cls_last_hidden_state_pooler"
+    assert config["vision_cfg"] == get_model_config(name.replace("ModernBERT", "BERT"))["vision_cfg"]
+    check_model(name, text_model=tower)
+
+
+def test_other_towers_are_built_by_the_same_calls(monkeypatch):
+    seen = []
+    for name in ("from_config", "from_pretrained"):
+        monkeypatch.setattr(AutoModel, name, classmethod(lambda cls, *a, _name=name, **k: seen.append((_name, a, k))))
+    bert = hf_model.AutoConfig.for_model("bert")
+    TowerModel.from_config(bert, add_pooling_layer=True)
+    TowerModel.from_pretrained("folder", config=bert, add_pooling_layer=False)
+    assert seen == [
+        ("from_config", (bert,), {"add_pooling_layer": True}),
+        ("from_pretrained", ("folder",), {"config": bert, "add_pooling_layer": False}),
+    ]
+
+
+def test_registering_again_changes_nothing_and_an_open_clip_with_other_names_is_left_alone(monkeypatch):
+    register_text_towers()
+    assert hf_model.AutoModel is TowerModel
+    other = object()
+    monkeypatch.setattr(hf_model, "AutoModel", other)
+    monkeypatch.delitem(hf_model.arch_dict, "modernbert")
+    register_text_towers()
+    assert hf_model.AutoModel is other and "modernbert" not in hf_model.arch_dict
+
+
+def test_a_config_builds_with_a_folder_and_reads_77_tokens(tower):
+    name = with_text_model(NAMES[0], tower)
+    model, _, _ = create_model_and_transforms(name)
+    model.eval()
+    assert model.text.config.model_type in TEXT_TOWERS
+    transformer = model.text.transformer
+    assert transformer.config._attn_implementation == "sdpa" and not transformer.config.reference_compile
+    tokens = texts_of(name)
+    assert tokens.shape == (3, 77) and (tokens[:, 0] == 1).all() and (tokens == PAD).any()
+    with torch.no_grad():
+        features = model.encode_text(tokens)
+        mask = (tokens != PAD).long()
+        hidden = transformer(input_ids=tokens, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
+        # Padding changes nothing; without its mask it would.
+        length = int(mask.sum(dim=1).max())
+        torch.testing.assert_close(model.encode_text(tokens[:, :length]), features, rtol=0, atol=1e-5)
+        unmasked = transformer(input_ids=tokens, attention_mask=torch.ones_like(mask)).last_hidden_state
+    assert (unmasked[:, 0] - hidden[:, 0]).abs().max() > 1e-3
+
+
+def test_a_folders_weights_are_loaded_whatever_head_they_were_stored_with(tower, tmp_path):
+    """Hubs hold ModernBERT with its head for masked words, and some in half precision."""
+    folder = tmp_path / "with-weights"
+    torch.manual_seed(3)
+    whole = ModernBertForMaskedLM(ModernBertConfig.from_pretrained(tower)).half()
+    whole.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((tower / file).read_bytes())
+    text = {**bert_text(folder), "hf_model_pretrained": True}
+    model, _, _ = create_model_and_transforms(register(tmp_path, "weights-modernbert", NATIVE_VISION, text))
+    found = model.text.transformer.state_dict()
+    assert len(found) > 10
+    for key, tensor in whole.model.state_dict().items():
+        assert found[key].dtype == torch.float32 and torch.equal(found[key], tensor.float()), key
+    other = random_model(register(tmp_path, "no-weights-modernbert", NATIVE_VISION, {**bert_text(folder)}))
+    assert load_pretrained_tower(other, "text", folder).loaded == len(found)
+    assert all(torch.equal(value, found[key]) for key, value in other.text.transformer.state_dict().items())
+
+
+@pytest.mark.line("3.3", reason="open_clip 4 does not ask ModernBERT for a pooler")
+def test_a_pooler_that_it_has_not_is_refused(tower, tmp_path):
+    text = {**bert_text(tower), "hf_pooler_type": "cls_pooler"}
+    name = register(tmp_path, "pooled-modernbert", NATIVE_VISION, text)
+    with pytest.raises(
+        UserError, match="modernbert has no pooler for hf_pooler_type 'cls_pooler': take 'cls_last_hidden"
+    ):
+        create_model_and_transforms(name)
+
+
+def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
+    """They are in no checkpoint: rounded to bfloat16 in training, they would be others in evaluation."""
+    model = random_model(small)
+    exact = {name: value.clone() for name, value in model.text.transformer.named_buffers()}
+    assert exact and not any(name.endswith("inv_freq") for name in model.text.transformer.state_dict())
+    changed = copy.deepcopy(model).to(torch.bfloat16)
+    again = pickle.loads(pickle.dumps(model.text)).to(torch.bfloat16)
+    for part in (changed.text.transformer, again.transformer):
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.bfloat16}
+        assert all(torch.equal(value, exact[name]) for name, value in part.named_buffers())
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    plain = AutoModel.from_config(model.text.config).to(torch.bfloat16)  # the control: transformers' own
+    assert not all(torch.equal(value.float(), exact[name]) for name, value in plain.named_buffers())
+
+
+# --- the recipe ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [(), ("text",)])
+def test_accumulation_is_exact_with_dropout_and_token_drop(small, frozen):
+    model = random_model(small).double().train()
+    model.output_dict = True
+    freeze(model, frozen)
+    without_host_waits(model)
+    parts = micro_batches_of(small)
+    torch.manual_seed(7)
+    _, reference = one_graph(model, ContrastiveLoss(), parts)
+    torch.manual_seed(7)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
+    assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
+    if not frozen:  # the control: other masks in the second pass
+        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, replay_rng=False, check="never")
+        torch.manual_seed(7)
+        dga.backward(parts)
+        assert error(gradients(model), reference) > 0.01
+
+
+def test_accumulation_is_exact_with_gradient_checkpointing(small):
+    model = random_model(small).double().train()
+    model.output_dict = True
+    parts = micro_batches_of(small)
+    torch.manual_seed(7)
+    _, reference = one_graph(model, ContrastiveLoss(), parts)
+    model.text.set_grad_checkpointing()
+    assert model.text.transformer.is_gradient_checkpointing
+    torch.manual_seed(7)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
+    assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("prepared_first", [False, True])
+def test_mixed_word_embeddings_are_exact(small, prepared_first):
+    """DGA's gradient is that of the same mixture, written down without hooks."""
+    model, mix, weight = random_model(small).double().eval(), Mix(mixes_images=False, weight=0.35), 0.35
+    model.output_dict = True
+    parts = micro_batches_of(small)
+
+    class Written(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, images, tokens):
+            words = model.text.transformer.get_input_embeddings()(tokens)
+            mask = (tokens != PAD).long()
+            hidden = model.text.transformer(
+                inputs_embeds=weight * words + (1 - weight) * words.flip(0), attention_mask=mask | mask.flip(0)
+            )
+            text = model.text.proj(hidden.last_hidden_state[:, 0])
+            unit = torch.nn.functional.normalize
+            return {
+                "image_features": unit(model.encode_image(images), dim=-1),
+                "text_features": unit(text, dim=-1),
+                "logit_scale": model.logit_scale.exp(),
+            }
+
+    loss_inputs = mix.loss_inputs([3, 3, 3])
+    _, reference = one_graph(Written(), ContrastiveLoss(), parts, **loss_inputs)
+    mixup = CoinFlipMixup(texts="embeddings")
+    if prepared_first:
+        without_host_waits(model)
+    mixup.attach(model)
+    without_host_waits(model)
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1)
+    with mixup.applied(mix):
+        dga.backward(parts, prepare=mix.prepare, **loss_inputs)
+    found = gradients(model)
+    assert error(found, {name.removeprefix("model."): value for name, value in reference.items()}) <= 1e-10
+
+
+def test_the_prepared_masks_give_the_same_features(small):
+    stock = random_model(small)
+    ours = copy.deepcopy(stock)
+    without_host_waits(ours)
+    without_host_waits(ours)  # once is enough
+    tokens = texts_of(small)
+    assert (tokens != PAD).sum(dim=1).max() > 9  # beyond the window, 4 tokens to either side
+    with torch.no_grad():
+        assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))
+
+
+def test_sorted_texts_are_cut_at_their_own_padding(small):
+    model = random_model(small)
+    assert text_padding(model) == PAD
+    tokens = texts_of(small)
+    lengths = (tokens != PAD).sum(dim=1).sort().values.tolist()
+    cut, order = sort_texts([tokens[:2], tokens[2:]], PAD)
+    assert [part.shape[1] for part in cut] == lengths[1:]
+    with torch.no_grad():
+        features = torch.cat([model.encode_text(part) for part in cut])
+        torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
+
+
+def test_words_are_masked_and_replaced_by_the_towers_own(small):
+    tokenizer = open_clip.get_tokenizer(small)
+    assert fast_tokenizer(tokenizer) is not tokenizer  # its compiled part gives the same tokens
+    augment = WordAugment(tokenizer, 1.0)
+    assert augment.mask == "[MASK]" and "cat" in augment.vocabulary
+    inner = tokenizer.tokenizer
+    seen = torch.cat([tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)])
+    assert (seen == inner.mask_token_id).sum() > 20 and not (seen == inner.unk_token_id).any()
+
+
+def test_layers_are_locked_and_their_norms_found_by_what_they_are(small):
+    model = random_model(small)
+    assert not open_clip_locks_layers(model) or hasattr(model.text, "layer_groups")
+    lock_text_layers(model, unlocked_layers=1)
+    transformer = model.text.transformer
+    trained = {name for name, value in transformer.named_parameters() if value.requires_grad}
+    assert trained and all(name.startswith(("layers.3.", "final_norm.")) for name in trained)
+    other = random_model(small)
+    lock_text_layers(other, freeze_layer_norm=False)
+    trained = {name for name, value in other.text.transformer.named_parameters() if value.requires_grad}
+    assert "layers.2.mlp_norm.weight" in trained and all("norm" in name for name in trained)
+
+
+# --- exports and commands --------------------------------------------------------------------------------------------
+
+LOADS = """
+import sys, torch, open_clip
+name = "local-dir:" + sys.argv[1]
+try:
+    open_clip.create_model_and_transforms(name)
+    print("stock open_clip loads it")
+except TypeError as error:
+    print(error)
+assert "open_clip_zerovl" not in sys.modules
+import open_clip_zerovl
+model, _, _ = open_clip.create_model_and_transforms(name)
+tokens = open_clip.get_tokenizer(name)(sys.argv[3:])
+with torch.no_grad():
+    torch.save(model.eval().encode_text(tokens), sys.argv[2])
+"""
+
+
+def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, capsys):
+    model = random_model(small)
+    checkpoint = write_run(tmp_path / "run", model, {"model": small})
+    folder, features = tmp_path / "out", tmp_path / "features.pt"
+    assert main(["export", str(checkpoint), str(folder)]) in (0, None)
+    said = capsys.readouterr().out
+    assert "write 'import open_clip_zerovl' before the model is loaded" in said and "after moving" in said
+    card = (folder / "README.md").read_text()
+    assert "import open_clip\nimport open_clip_zerovl  # its text tower\n" in card and "stock" not in card
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+
+    command = [sys.executable, "-c", LOADS, str(folder), str(features), *TEXTS]
+    finished = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=tmp_path, timeout=240)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    by_itself = hasattr(hf_model.HFTextEncoder, "layer_groups")  # open_clip 4
+    assert (
+        "stock open_clip loads it" if by_itself else "unexpected keyword argument 'add_pooling_layer'"
+    ) in finished.stdout
+    assert torch.equal(torch.load(features), model.encode_text(texts_of(small)).detach())
+
+    with pytest.raises(UserError, match="takes a text tower with a pooler .*, and not 'modernbert'"):
+        export_transformers(checkpoint, tmp_path / "tf")
+
+
+def test_an_export_of_another_tower_says_nothing_of_an_import(tmp_path, capsys):
+    name = register(tmp_path, "plain-bert", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert")))
+    checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
+    main(["export", str(checkpoint), str(tmp_path / "out")])
+    assert "import" not in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "open_clip_zerovl" not in card and "It loads in stock" in card
+
+
+def test_a_retrieval_set_is_scored(small, tmp_path, capsys):
+    checkpoint = write_run(tmp_path / "run", random_model(small), {"model": small})
+    write_retrieval_set(tmp_path / "set", [1, 2, 1])
+    arguments = ["retrieval", str(checkpoint), "--data", f"x={tmp_path / 'set'}", "--device", "cpu"]
+    assert main(arguments) in (0, None)
+    assert "R@1" in capsys.readouterr().out
