@@ -2,13 +2,16 @@
 
 Each case runs two optimizer steps in W ranks under DistributedDataParallel. The reference forwards every rank's
 micro-batches one after another in one process, each rank's under that rank's random state, and takes one loss over all.
-The processes of one world size run all cases, since starting them costs more than the cases.
+The processes of one world size run all cases, since starting them costs more than the cases. Under torchrun this file is
+the program: `test_ranks.py FOLDER CASE ...`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,6 +103,17 @@ class FirstTextAlone(DenseLoss):
 
     def forward(self, image_features, text_features, *scalars, texts_per_image, **inputs):
         return super().forward(image_features, text_features[: len(image_features)], *scalars, **inputs)
+
+
+class OtherTextsTeachers(DenseLoss):
+    """Each of an image's two texts with the teachers' embeddings of the other one."""
+
+    def forward(self, *features_and_scale, teacher_features=(), texts_per_image=1, **inputs):
+        if texts_per_image > 1:
+            teacher_features = [(images, texts.roll(len(texts) // 2, 0)) for images, texts in teacher_features]
+        return super().forward(
+            *features_and_scale, teacher_features=teacher_features, texts_per_image=texts_per_image, **inputs
+        )
 
 
 def ours(chunk_size: int = 3, **options: Any) -> dict[str, Any]:
@@ -229,6 +243,14 @@ CONTROLS = {
         Case(texts=2, **ours() | {"reference_loss": FirstTextAlone}),
         0.01,
     ),
+    "two texts an image, all options, new masks in the replay": (
+        Case(texts=2, dga={"replay_rng": False}, **ours(**ALL_OPTIONS)),
+        0.1,
+    ),
+    "two texts an image, each with the other's teachers": (
+        Case(texts=2, **ours(**ALL_OPTIONS) | {"reference_loss": partial(OtherTextsTeachers, **ALL_OPTIONS)}),
+        0.01,
+    ),
     "ClipLoss in an ordinary DDP loop: 1/W": (Case(ClipLoss, sizes=lambda rank: [4], use_dga=False), 0.4),
 }
 
@@ -312,9 +334,19 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
 def worker(rank: int, world_size: int, port: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    run_cases(folder, names, whole=names != list(SLOW_CASES))
+
+
+def run_cases(folder: str, names: list[str], *, whole: bool) -> None:
+    """What this process of a group finds, into `RANK.pt`.
+
+    Args:
+        whole: also what is not a case.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     cases = CASES | SLOW_CASES | {name: case for name, (case, _) in CONTROLS.items()}
     found: dict[str, Any] = {name: run_case(cases[name], rank, world_size) for name in names}
-    if names != list(SLOW_CASES):
+    if whole:
         found["losses"] = global_loss(rank, world_size)
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
@@ -564,3 +596,34 @@ def test_compiled_ddp(tmp_path):
         for rank in range(2):
             for step in range(STEPS):
                 assert error(found[rank][name][step], wanted[step]) <= EXACT
+
+
+@pytest.mark.slow  # four processes on a core or two, each with its own imports
+@pytest.mark.timeout(900)
+def test_several_texts_and_teachers_on_four_ranks_of_torchrun(tmp_path):
+    """K = 1 and 4, ragged, dropout, two teachers, shared captions and pictures, negatives of other sources a tenth."""
+    names = [name for name, case in CASES.items() if case.texts > 1]
+    controls = [name for name in CONTROLS if name.startswith("two texts")]
+    assert len(names) >= 8 and len(controls) == 3
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--", __file__]
+    paths = [*sys.path, os.path.dirname(os.path.dirname(__file__))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(
+        [*command, str(tmp_path), *names, *controls], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    for name in names:
+        for step, wanted in enumerate(reference(CASES[name], 4)):
+            for of_rank in found:
+                assert error(of_rank[name][step], wanted) <= EXACT, f"{name}, step {step}"
+                assert all(torch.equal(grad, found[0][name][step][key]) for key, grad in of_rank[name][step].items())
+    for name in controls:
+        case, at_least = CONTROLS[name]
+        assert error(found[0][name][0], reference(case, 4)[0]) >= at_least, name
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    run_cases(sys.argv[1], sys.argv[2:], whole=False)

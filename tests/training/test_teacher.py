@@ -117,22 +117,34 @@ def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
 
 
 def reinforced(folder, name, captions, *extra):
-    """Arguments of a run on shards that carry their teachers."""
-    write_tar(folder / "dr" / "00000.tar", [m for number in range(24) for m in members_of(number, "whole")])
+    """Arguments of a run on shards that carry their teachers: 24 samples of 8 pictures, each with its own captions."""
+    members = dict(member for number in range(24) for member in members_of(number, "whole"))
+    members |= {f"{number:04d}.jpg": members[f"{number % 8:04d}.jpg"] for number in range(24)}
+    write_tar(folder / "dr" / "00000.tar", list(members.items()))
     words = arguments_of(folder, f"dr={folder}/dr", name, "--workers", "1", *extra)
     words[words.index("--teacher") + 1] = "shards:4,3"
     words.remove("--debiased-sampling")
     return [*words, "--captions", captions, "--sampling", "random"]
 
 
-def test_both_captions_of_a_picture_in_one_step(place):
-    """As DataCompDR's makers train, over two ranks: the sum of two dense losses, each with its caption's embeddings."""
+@pytest.mark.parametrize(
+    ("ranks", "dga_steps", "batch"),
+    [
+        (2, 2, 3),
+        pytest.param(4, 1, 6, marks=pytest.mark.slow),  # four processes on a core or two
+        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_both_captions_of_a_picture_in_one_step(place, ranks, dga_steps, batch):
+    """As DataCompDR's makers train, under torchrun: the sum of two dense losses, each with its caption's embeddings, where
+    samples with one caption or picture share the target."""
     folder, _ = place
+    name = f"both{ranks}x{dga_steps}"
     words = reinforced(
-        folder, "both", "txt+syn.json:syn_text", "--loss-chunk", "3", "--distill-weight", "0.7",
-        "--distill-temperature", "0.5", "--batch-size", "3",
+        folder, name, "txt+syn.json:syn_text", "--loss-chunk", "3", "--distill-weight", "0.7",
+        "--distill-temperature", "0.5", "--positives", "both", "--dga-steps", str(dga_steps), "--batch-size", str(batch),
     )  # fmt: skip
-    done = launch("ours", folder / "tiny.json", words, ranks=2, gradient=folder / "both", cwd=folder)
+    done = launch("ours", folder / "tiny.json", words, ranks=ranks, gradient=folder / name, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is that of chance" not in done.stderr
     open_clip.add_model_config(str(folder / "tiny.json"))
@@ -141,9 +153,11 @@ def test_both_captions_of_a_picture_in_one_step(place):
         for number in range(24)
         for place in range(3)
     }
-    for entries in zip(*(torch.load(f"{folder}/both.{rank}", weights_only=True) for rank in range(2)), strict=True):
+    steps = list(zip(*(torch.load(f"{folder}/{name}.{rank}", weights_only=True) for rank in range(ranks)), strict=True))
+    assert steps
+    for entries in steps:
         inputs = [entry["loss_inputs"] for entry in entries]
-        assert [one["texts_per_image"] for one in inputs] == [2, 2]
+        assert [one["texts_per_image"] for one in inputs] == [2] * ranks
         teachers = [
             (
                 torch.cat([one["teacher_features"][number][0] for one in inputs]).float(),
@@ -156,11 +170,16 @@ def test_both_captions_of_a_picture_in_one_step(place):
         assert {place for _, place in captions} == {0} and {place for _, place in synthetic} == {1, 2}
         model = open_clip.create_model("tiny", output_dict=True, force_custom_text=True).train()
         model.load_state_dict(entries[0]["weights"])
-        inputs = {"teacher_features": teachers, "texts_per_image": 2}
-        dense = DenseLoss(distill_weight=0.7, distill_temperature=0.5)
+        ids = {name: torch.cat([one["ids"][name] for one in inputs]) for name in ("source", "image")}
+        ids["caption"] = set_by_set([one["ids"]["caption"] for one in inputs], 2)
+        inputs = {"teacher_features": teachers, "texts_per_image": 2, "ids": ids}
+        dense = DenseLoss(distill_weight=0.7, distill_temperature=0.5, positives="both")
         value, found = gradient_errors(model, entries, dense, **inputs)
         assert max(found) <= 5e-5
         assert all(float(entry["loss"]) == pytest.approx(value, rel=1e-5) for entry in entries)
+        assert len(ids["image"].unique()) < len(ids["image"])
+        alone = DenseLoss(distill_weight=0.7, distill_temperature=0.5)  # control: no shared targets
+        assert min(gradient_errors(model, entries, alone, **inputs)[1]) >= 0.01
         inputs["teacher_features"] = [(images, texts.roll(len(texts) // 2, 0)) for images, texts in teachers]
         _, found = gradient_errors(model, entries, dense, **inputs)  # control: each caption with the other's embeddings
         assert min(found) >= 0.01
