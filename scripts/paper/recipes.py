@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.data.names import captions_in_a_step
 from open_clip_zerovl.plan.gpus import (
     CPU_MICRO_BATCH,
     GIB,
@@ -41,6 +42,7 @@ from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RETRIEVAL_SETS = ("coco", "f30k")
+TEACHERS_FOLDER = "teacher"  # under DATA
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings
     For models whose graphs were not counted it is the paper's, in proportion to the memory.
     """
     flags = {**BASE, **recipe.flags, **settings}
-    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze")))
+    texts = captions_in_a_step(flags.get("captions"))
+    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze"), texts))
     if known is None:
         return micro_batch_for(hardware.memory_gib)
     sample_mib, fixed_gib = known
@@ -121,9 +124,11 @@ def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
-    """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
+    """--train-data of the recipe's sources, --teacher of its teachers, --retrieval-data of the sets that exist."""
     sources = {source.split("/")[0]: data / source for source in recipe.sources}
     flags: Settings = {"train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())}
+    if recipe.teachers:
+        flags["teacher"] = str(data / TEACHERS_FOLDER)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
         # The paper's transform (A.9) and count of captions, so that the log's numbers stand beside the paper's.
@@ -133,20 +138,38 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
 
 def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     """A sentence that names what the recipe needs and what is missing; None if nothing is."""
-    for need in recipe.needs:
-        if not settings.get(need):
-            return f"give --set {need}=... ({recipe.paper})"
-    if recipe.program == "training" and "train-data" in settings:
-        return None
+    if (need := needed(recipe, settings)) is not None:
+        return need
+    said = [] if recipe.program == "training" and "train-data" in settings else missing_data(recipe, data, settings)
+    said += missing_teachers(recipe, data, settings)
+    return "; ".join(said) if said else None
+
+
+def needed(recipe: Recipe, settings: Settings) -> str | None:
+    """A sentence that asks for a flag without which the recipe cannot run; None if all are given."""
+    return next((f"give --set {need}=... ({recipe.paper})" for need in recipe.needs if not settings.get(need)), None)
+
+
+def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
+    """Of the recipe's folders under DATA, those that are not there or empty, in words."""
     folders = [data / source for source in recipe.sources]
     folders += [data / recipe.finetuned_on / "test"] if recipe.finetuned_on and "retrieval-data" not in settings else []
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     empty = [str(folder) for folder in folders if folder.is_dir() and not holds_data(folder)]
     said = [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
     said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
-    if not said:
-        return None
-    return f"{'; '.join(said)}; docs/data.md says how to make it (--data or DATA= names the folder of the data)"
+    return [*said, "docs/data.md says how to make it (--data or DATA= names the folder of the data)"] if said else []
+
+
+def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
+    """Whether the embeddings of the recipe's teachers have still to be made, in words."""
+    teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
+    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "teacher.json").is_file():
+        return []
+    return [
+        f"{teacher} holds no teachers' embeddings; --plan (make plan-...) prints the `zerovl teacher` command that makes them, "
+        "its disk and its time"
+    ]
 
 
 def holds_data(folder: Path) -> bool:
@@ -209,7 +232,12 @@ def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str |
     """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
     batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
     batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
-    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
+    words = as_arguments({**batch, **flags})
+    if recipe.teachers and flags.get("teacher"):
+        models = () if "teacher-model" in settings else recipe.teachers
+        words += [word for name in models for word in ("--teacher-model", name)]
+        words += [] if "teacher-views" in settings else ["--teacher-views", str(recipe.teacher_views)]
+    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *words]
 
 
 def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
@@ -354,6 +382,8 @@ def main() -> int:
                 f"recipes.py: {name}: {missing}. This machine has no GPU to measure either: plan for one with "
                 "ASSUME=v100:8 (--assume), or on the machine with the data and the GPUs"
             )
+        if need := needed(recipe, settings):
+            print(f"recipes.py: the plan goes without it, but the run needs it: {need}", file=sys.stderr)
         return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}

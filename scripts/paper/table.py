@@ -68,6 +68,7 @@ class Recipe:
         samples: of the whole run, if the paper counts steps and not epochs.
         dga: whether K may exceed 1; False needs GPUs that hold the batch.
         needs: flags that have no default and must be given with --set.
+        teachers: names of frozen models whose embeddings DATA/teacher holds (`zerovl teacher`, with `teacher_views` views).
         finetuned_on: the retrieval set under DATA on which the run is scored before and after.
         paper_row: the paper's recalls on that set in percent, and its RSUM.
         program: "training", or "linear-probe" for `zerovl linear-probe`, whose two sources are its training and test set; one
@@ -85,6 +86,8 @@ class Recipe:
     samples: int | None = None
     dga: bool = True
     needs: tuple[str, ...] = ()
+    teachers: tuple[str, ...] = ()
+    teacher_views: int = 4
     finetuned_on: str | None = None
     paper_row: Mapping[str, float] = field(default_factory=dict)
     program: str = "training"
@@ -264,7 +267,7 @@ RECIPES: dict[str, Recipe] = {
             "distill-weight": "1.0",
             "distill-temperature": "0.01",
         },
-        needs=("teacher",),
+        teachers=("ViT-L-14/openai", "ViT-L-14/datacomp_xl_s13b_b90k"),
     ),
     "datacompdr-12m": Recipe(
         "none of the paper's: MobileCLIP (CVPR 2024), ViT-B/16 on DataCompDR-12M, 30,000 steps",
@@ -327,6 +330,7 @@ def described(name: str) -> str:
         "hardware": recipe.hardware,
         "time": recipe.time,
         "data": " ".join(f"DATA/{source}" for source in recipe.sources),
+        **({"teachers": f"{', '.join(recipe.teachers)}: their embeddings in DATA/teacher"} if recipe.teachers else {}),
         "batch": f"{length}{recipe.effective_batch:,}" + ("" if recipe.dga else ", without DGA"),
         "flags": ", ".join([*given, *removed]),
         "command": f"make {target} DATA=DIR{needed}",

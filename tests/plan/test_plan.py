@@ -233,7 +233,7 @@ def test_micro_batch_for_a_gpus_memory(memory_gib, size):
     ],
 )
 def test_micro_batch_steps_and_graphs_are_chosen_together(ranks, memory_gib, expected):
-    sample_mib, fixed_gib = GRAPHS["zerovl-ViT-B-16-BERT-base", "0.25", None]
+    sample_mib, fixed_gib = GRAPHS["zerovl-ViT-B-16-BERT-base", "0.25", None, 1]
     room = graphs_room(memory_gib)
     batch = fastest_batch(16384, ranks, room, sample_mib * MIB, fixed_gib * GIB)
     assert (batch.micro_batch, batch.dga_steps, batch.retained) == expected
@@ -255,11 +255,12 @@ def test_the_batch_wanted_comes_before_speed(wanted, ranks, expected):
 
 @pytest.mark.slow  # builds the paper's towers
 def test_the_launchers_bytes_are_those_counted():
-    for (name, token_drop, frozen), (sample_mib, fixed_gib) in GRAPHS.items():
+    for (name, token_drop, frozen, texts), (sample_mib, fixed_gib) in GRAPHS.items():
         if "B-16-288" in name:
             continue  # half a minute more for the same code
         drop = None if token_drop is None else float(token_drop)
-        settings = settings_of(name, token_drop=drop, freeze=() if frozen is None else (frozen,))
+        captions = "txt+syn" if texts == 2 else None
+        settings = settings_of(name, token_drop=drop, freeze=() if frozen is None else (frozen,), captions=captions)
         costs = count_costs(build(settings, CPU, "amp_bf16"))
         assert costs.sample_bytes / MIB == pytest.approx(sample_mib, rel=0.02)
         assert (costs.state_bytes + costs.fixed_bytes) / GIB == pytest.approx(fixed_gib, rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -25,7 +26,7 @@ from support.dense_loss import teacher_features
 from support.hash_teacher import HashEncoder
 from support.reinforced import members_of
 from support.tars import write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +77,37 @@ def test_a_folder_of_embeddings_is_looked_at(model, tmp_path):
     absent = make_plan(settings_of(model, **given))
     assert [one.what for one in absent.missing] == [f"teachers: {tmp_path}/teacher holds no embeddings"]
     assert absent.missing[0].advice.startswith(
-        f"zerovl teacher MODEL --train-data ... --out {tmp_path}/teacher --views 4"
+        f"zerovl teacher MODEL --train-data {data} --out {tmp_path}/teacher --views 4 --image-size 32"
     )
     assert absent.teachers.stored_bytes is None and any("--teacher-model" in note for note in absent.notes)
+
+
+def test_the_command_for_teachers_to_be_made_makes_what_the_run_reads(model, tmp_path, monkeypatch):
+    """The plan's own words, with a checkpoint in place of a name; without the run's augmentation (control) it is refused."""
+    monkeypatch.chdir(tmp_path)
+    write_source(tmp_path / "my data", 0, 16, 16)
+    checkpoint = write_run(tmp_path / "run", random_model(model), {"model": model})
+    given = {
+        "train_data": "a=my data", "teacher": "teacher", "teacher_model": ("ViT-B-32",),
+        "teacher_views": 2, "aug_cfg": {"scale": (0.6, 1.0)}, "auto_augment": "imagenet", "logs": str(tmp_path / "logs"),
+        "on_bad_sample": "fail",
+    }  # fmt: skip
+    settings = settings_of(model, **given)
+    lines = report(make_plan(settings)).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    first = lines.index("- teachers: teacher holds no embeddings  ->") + 1
+    shown = shlex.split("\n".join(lines[first:]).replace("\\\n", " "))
+    assert shown[:3] == ["zerovl", "teacher", "ViT-B-32"] and shown[-2:] == ["--aug-cfg", "scale=(0.6,1.0)"]
+    words = ["teacher", str(checkpoint), *shown[3:], "--device", "cpu"]
+    without = [word for word in words if word not in ("--auto-augment", "imagenet")]
+    for line, refused in ((without, True), (words, False)):
+        shutil.rmtree("teacher", ignore_errors=True)
+        assert main(line) == 0
+        if refused:
+            with pytest.raises(UserError, match="saw other pictures than this run shows: nothing and not AutoAugment"):
+                make_plan(settings)
+    plan = make_plan(settings)
+    assert plan.missing == [] and plan.teachers.made and plan.loader_rate > 0 and plan.teacher_hours is None
 
 
 def test_disk_and_time_of_teachers_to_be_made(model, capsys):
@@ -103,12 +132,16 @@ def test_disk_and_time_of_teachers_to_be_made(model, capsys):
     assert plan["teachers"]["flops"] == pytest.approx(2 * 10**6 * (4 * of_view + of_caption))
     per_second = plan["sample_flops"] * 64 * 4 * 8 / plan["step_seconds"]
     assert plan["teacher_hours"] == pytest.approx(plan["teachers"]["flops"] / per_second / 3600)
+    assert plan["hours_with_teachers"] == pytest.approx(plan["teacher_hours"] + plan["hours"])
     settings = {"train_data": None, "train_num_samples": 10**6, "assume": "a100-80:8", "precision": "amp_bf16"}
     taught = make_plan(
         settings_of(model, **settings, teacher="/nowhere/teacher", teacher_model=("ViT-B-32", "ViT-B-32"))
     )
     text = report(taught)
-    assert "4 views: 9.5 GiB, still to be made" in text and "in 8 calls, one a GPU (--part I/8)" in text
+    assert "4 views: 9.5 GiB, still to be made" in text
+    words = " ".join(text.split())
+    assert "1,000,000 samples by ViT-B-32, ViT-B-32 in 8 calls, one a GPU (--part I/8); ESTIMATE" in words
+    assert "with zerovl teacher: ESTIMATE" in words
     # Twice the texts: the difference to one caption is the text tower's own part, forward and backward.
     two = make_plan(settings_of(model, **settings, captions="txt+syn"))
     assert taught.sample_flops < two.sample_flops < 2 * taught.sample_flops

@@ -20,6 +20,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.cli.program import main as zerovl_main
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.processes import children_of
 from scripts.paper import finetune_report
@@ -33,6 +34,7 @@ from scripts.paper.recipes import (
     crowded,
     missing_for,
     parse_settings,
+    plan_line,
     probe_line,
     training_flags,
 )
@@ -45,6 +47,7 @@ from support import ROOT
 from support.reinforced import members_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
+    CLIP_TEXT,
     NATIVE_VISION,
     WORDS,
     bert_text,
@@ -114,6 +117,9 @@ def test_the_table_covers_the_papers_tables_and_each_recipe_says_what_it_is():
         ("gather", Hardware(8, 79.6), (128, 1)),  # a micro-batch of 256 fits, but 128 already fill the batch
         ("batch-8192", Hardware(64, 31.7), (128, 1)),
         ("train-14m", Hardware(0, 0, processes=2), (16, 512)),
+        ("distill-14m", Hardware(1, 31.7), (128, 128)),
+        ("datacompdr-12m", Hardware(1, 79.6), (256, 32)),
+        ("datacompdr-12m", Hardware(8, 79.6), (128, 8)),  # 5 graphs kept: 1.125, where 256 x 4 with 2 gives 1.167
     ],
 )
 def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected):
@@ -299,6 +305,67 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
     assert given(line, "--device") == "cpu" and given(line, "--batch-size") == "4" and "--assume" not in line
 
 
+def test_stored_teachers_are_asked_for_and_planned_with_the_run(tmp_path):
+    """Their embeddings lie in DATA/teacher, where nothing else is said."""
+    recipe = RECIPES["distill-14m"]
+    flags = training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})
+    assert flags["teacher"] == f"{tmp_path}/teacher"
+
+    def line(*words: str) -> list[str]:
+        values = parse_settings(words)
+        flags = training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), values)
+        return plan_line(recipe, flags, values, "v100:8")
+
+    def asked(line: list[str], flag: str) -> list[str]:
+        return [line[at + 1] for at, word in enumerate(line) if word == flag]
+
+    models = ["ViT-L-14/openai", "ViT-L-14/datacomp_xl_s13b_b90k"]
+    assert [asked(line(), f"--teacher{what}") for what in ("", "-model", "-views")] == [
+        [f"{tmp_path}/teacher"], models, ["4"],
+    ]  # fmt: skip
+    others = line("teacher=/t", "teacher-model=ViT-H-14", "teacher-views=9")
+    assert [asked(others, f"--teacher{what}") for what in ("", "-model", "-views")] == [["/t"], ["ViT-H-14"], ["9"]]
+    assert not [word for word in line("teacher=") if word.startswith("--teacher")]
+    for source in recipe.sources:
+        (tmp_path / source).mkdir()
+        (tmp_path / source / "00000.tar").touch()
+    missing = missing_for(recipe, tmp_path, {})
+    assert missing.startswith(f"{tmp_path}/teacher holds no teachers' embeddings; --plan (make plan-...) prints the")
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "teacher.json").touch()
+    assert missing_for(recipe, tmp_path, {}) is None
+    assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
+    assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_both_recipes_with_teachers_are_planned_with_them(tmp_path, monkeypatch, capsys, gpus):
+    """A small student; the teachers are the recipe's, 14.23 M pairs are Table 2's."""
+    model = register(tmp_path / "configs", "recipes-plan", NATIVE_VISION, CLIP_TEXT)
+    started = []
+    monkeypatch.setattr(paper_recipes, "run_line", lambda name, line, **_: started.append(line) or 0)
+    plans = {}
+    for name in ("distill-14m", "datacompdr-12m"):
+        words = [name, "--plan", "--assume", f"a100-80:{gpus}", "--data", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["recipes.py", *words, *settings(f"model={model}", "pretrained-image=")])
+        assert paper_recipes.main() == 0
+        assert zerovl_main([*started[-1][3:], "--json"]) == 0
+        plans[name] = json.loads(capsys.readouterr().out)
+    made, in_shards = plans.values()
+    assert made["teachers"]["stored_bytes"] == 2 * 2 * 768 * 14_230_000 * (4 + 1)
+    assert made["teachers"]["models"] == list(RECIPES["distill-14m"].teachers)
+    assert 0 < made["teacher_hours"] < made["hours_with_teachers"] == made["teacher_hours"] + made["hours"]
+    assert (made["batching"]["ranks"], made["batching"]["effective_batch"], made["epoch_steps"]) == (gpus, 16384, 867)
+    assert in_shards["teachers"]["widths"] == [768, 768] and in_shards["teacher_hours"] is None
+    assert (in_shards["batching"]["ranks"], in_shards["batching"]["effective_batch"]) == (gpus, 8192)
+    assert in_shards["steps"] == 30_000 and in_shards["hours_with_teachers"] == in_shards["hours"] > 0
+
+
+def test_a_plan_says_what_the_run_will_ask_for(tmp_path):
+    done = recipes("finetune-coco", "--plan", "--assume", "v100:8", "--dry-run", "--data", tmp_path)
+    assert done.returncode == 0 and "the run needs it: give --set init-from=" in done.stderr
+
+
 def test_the_make_targets_call_the_launcher():
     def command(*words: str) -> str:
         done = subprocess.run(
@@ -415,12 +482,11 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             steps = max(3, len(recipe.sources))  # debiased sampling takes one from each source at least
             values = ["effective-batch=4", f"batch-size={2 if recipe.dga else 4}", "epochs=1"]
             values += [f"train-num-samples={4 * steps}"]
-            if name == "distill-14m":
+            if recipe.teachers:
                 sources = "::".join(f"{source}={data / source}" for source in recipe.sources)
                 seen = ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--auto-augment", "imagenet"]
-                zerovl("teacher", base, "--train-data", sources, "--out", workplace / "teacher", *seen)
-            given_for = {"init-from": base, "teacher": workplace / "teacher"}
-            values += [f"{need}={given_for[need]}" for need in recipe.needs]
+                zerovl("teacher", base, "--train-data", sources, "--out", data / "teacher", *seen)
+            values += [f"{need}={base}" for need in recipe.needs]
             values += ["teacher=shards:4,3"] * (name == "datacompdr-12m")
             shown = recipes(name, "--dry-run", "--no-slurm", "--gpus", "0", "--data", data, *small(workplace, *values))
             assert shown.returncode == 0 and "missing" not in shown.stderr, shown.stderr

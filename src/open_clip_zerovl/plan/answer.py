@@ -98,6 +98,11 @@ class Plan:
         """Of training steps, without evaluation and checkpoints."""
         return self.steps * self.step_seconds / 3600
 
+    @property
+    def hours_with_teachers(self) -> float:
+        """Of `zerovl teacher`, where it has still to run, and of training steps."""
+        return self.hours + (self.teacher_hours or 0.0)
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
         plain = dataclasses.asdict(self)
@@ -112,6 +117,7 @@ class Plan:
         given = [(name, value) for name, value in plain["settings"].items() if name not in unplanned]
         plain["settings"] = {k: v for k, v in given if v is not None and v is not False and v not in ((), {})}
         plain["steps"], plain["samples_per_second"], plain["hours"] = self.steps, self.samples_per_second, self.hours
+        plain["hours_with_teachers"] = self.hours_with_teachers
         plain["gpu_hours"] = self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None
         plain["utilisation_assumed"] = UTILISATION if self.estimate else None
         return plain

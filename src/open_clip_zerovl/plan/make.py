@@ -26,7 +26,7 @@ from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graph
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
-from open_clip_zerovl.plan.teachers import check_teachers
+from open_clip_zerovl.plan.teachers import check_teachers, missing_teachers
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
@@ -70,6 +70,9 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     planned = build(settings, device, precision)
     readable = teachers is not None and (gpu is not None or teachers.made or not data.opened)
     planned.teacher_widths = teachers.widths if teachers is not None and readable else ()
+    if teachers is not None and not teachers.made:
+        absent = missing_teachers(settings, teachers.place, planned.model.visual.image_size)
+        (data.missing if gpu is None else data.elsewhere).append(absent)
     for what, advice in weights_to_fetch(settings, planned).items():
         if constants.HF_HUB_OFFLINE and gpu is None:
             data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable
 
@@ -50,8 +51,21 @@ def _listed(missing: Iterable[Missing]) -> list[str]:
     lines = []
     for one in missing:
         text = f"- {one.what}  ->  {one.advice}"
+        if len(text) > WIDTH and one.advice.startswith("zerovl "):
+            lines += [f"- {one.what}  ->", *_command(one.advice)]
+            continue
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     return lines
+
+
+def _command(command: str) -> list[str]:
+    """A command in lines that a shell takes together."""
+    lines = [""]
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines[-1] and len(f"  {lines[-1]} {word} \\") > WIDTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return [f"  {line}{end}" for line, end in zip(lines, [*[" \\"] * (len(lines) - 1), ""], strict=True)]
 
 
 def _title(plan: Plan) -> str:
@@ -211,13 +225,15 @@ def _teachers(plan: Plan) -> list[str]:
         text += f": {_size(teachers.stored_bytes)}"
     if not teachers.made:
         text += ", still to be made"
+    elif teachers.place == "the shards":
+        text += ": none are to be made"
     lines = [text]
-    if plan.teacher_hours is not None:
+    if plan.teacher_hours is not None and teachers.samples is not None:
         ranks = plan.hardware.ranks
-        word = "ESTIMATE " if plan.estimate else ""
-        text = f"zerovl teacher: {word}{_hours(plan.teacher_hours)}"
+        text = f"zerovl teacher, before training: {teachers.samples:,} samples by {', '.join(teachers.models)}"
         text += f" in {ranks} calls, one a GPU (--part I/{ranks})" if ranks > 1 else ""
-        lines.append(f"{text}, its FLOPs at the rate of a step's")
+        text += f"; {'ESTIMATE ' if plan.estimate else ''}{_time(plan, plan.teacher_hours)}, its FLOPs at the rate of a step's"
+        lines.append(text)
     if teachers.sample_bytes:
         whole = "" if teachers.place != "the shards" else " (and unpacks all that its sample has)"
         lines.append(f"a sample reads {teachers.sample_bytes / 1024:.1f} KiB of embeddings{whole}")
@@ -258,10 +274,11 @@ def _run(plan: Plan) -> list[str]:
     text = f"{plan.epoch_steps:,} steps an epoch x {plan.settings.epochs} = {plan.steps:,} steps; {word}"
     rate = plan.samples_per_second
     text += f"{rate:,.0f} samples/s" if rate >= 1000 else f"{rate:.4g} samples/s"
-    text += f", {_hours(plan.hours)}"
-    if plan.hardware.kind != "cpu":
-        text += f", {plan.hours * plan.hardware.ranks:,.3g} GPU hours"
-    return [text + "; evaluation and checkpoints come on top"]
+    text += f", {_time(plan, plan.hours)}"
+    lines = [text + "; evaluation and checkpoints come on top"]
+    if plan.teacher_hours is not None:
+        lines.append(f"with zerovl teacher: {word}{_time(plan, plan.hours_with_teachers)}")
+    return lines
 
 
 def _disk(plan: Plan) -> list[str]:
@@ -278,6 +295,11 @@ def _size(size: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def _time(plan: Plan, hours: float) -> str:
+    text = _hours(hours)
+    return text if plan.hardware.kind == "cpu" else f"{text}, {hours * plan.hardware.ranks:,.3g} GPU hours"
 
 
 def _hours(hours: float) -> str:

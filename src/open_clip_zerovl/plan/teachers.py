@@ -6,6 +6,8 @@ counted from open_clip's names of the teachers (`--teacher-model`).
 
 from __future__ import annotations
 
+import functools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +20,17 @@ from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.plan.data import DataCheck, Missing
+from open_clip_zerovl.plan.model import quiet
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.recipe.declare import flags_of
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.teacher.manifest import read_manifest
 from open_clip_zerovl.teacher.shards import PREFIX, parse_widths
 from open_clip_zerovl.teacher.store import TeacherStore
 
 BYTES_EACH = 2  # of a number of an embedding: float16 or bfloat16
+# Flags of training that `zerovl teacher` has, too: what changes a picture's views, or which captions are embedded.
+AS_IN_TRAINING = ("aug_cfg", "auto_augment", "image_interpolation", "pixel_path", "captions", "on_bad_sample")
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class TeacherPlan:
     Attributes:
         place: folder of the embeddings, or "the shards".
         widths: D of each teacher; () where they are not known.
+        models: names of teachers whose embeddings are still to be made.
+        samples: that they will see; None where that is not known.
         views: V; None where the shards say.
         stored_bytes: of all embeddings; None in shards, or where nothing is known.
         made: whether the embeddings exist.
@@ -42,6 +51,8 @@ class TeacherPlan:
 
     place: str
     widths: tuple[int, ...]
+    models: tuple[str, ...] = ()
+    samples: int | None = None
     views: int | None = None
     stored_bytes: int | None = None
     made: bool = True
@@ -50,7 +61,7 @@ class TeacherPlan:
 
 
 def check_teachers(settings: PlanSettings, data: DataCheck) -> TeacherPlan | None:
-    """The run's teachers; what is missing of them goes into `data`. None without `--teacher`.
+    """The run's teachers; what is broken of embeddings that exist goes into `data`. None without `--teacher`.
 
     Raises:
         UserError: widths that are none, or a name that open_clip does not know.
@@ -71,24 +82,40 @@ def check_teachers(settings: PlanSettings, data: DataCheck) -> TeacherPlan | Non
             what, _, advice = str(error).partition("; ")
             data.missing.append(Missing(what, advice))
         stored = manifest.bytes_of_embeddings
-        return TeacherPlan(teacher, widths, manifest.views, stored, sample_bytes=_read(settings, widths))
+        return TeacherPlan(
+            teacher, widths, views=manifest.views, stored_bytes=stored, sample_bytes=_read(settings, widths)
+        )
     return _still_to_make(settings, data, folder)
 
 
+def missing_teachers(settings: PlanSettings, place: str, image_size: int | tuple[int, int]) -> Missing:
+    """Embeddings that are still to be made, with the whole `zerovl teacher` command that makes them for this run.
+
+    Args:
+        place: their folder.
+        image_size: of the student, in pixels.
+    """
+    words = ["zerovl", "teacher", *(settings.teacher_model or ("MODEL",))]
+    words += ["--train-data", settings.train_data or "NAME=SHARDS", "--out", place]
+    words += ["--views", str(settings.teacher_views)]
+    words += ["--image-size", str(image_size if isinstance(image_size, int) else max(image_size))]
+    for each in flags_of(AllFlags):
+        value = getattr(settings, each.name)
+        if each.name not in AS_IN_TRAINING or value in (each.default, {}):
+            continue
+        several = value.items() if isinstance(value, dict) else ()
+        words += [each.option, *([f"{key}={one}".replace(", ", ",") for key, one in several] or [value])]
+    return Missing(f"teachers: {place} holds no embeddings", shlex.join(words))
+
+
 def _still_to_make(settings: PlanSettings, data: DataCheck, folder: Path) -> TeacherPlan:
-    costs = [forward_costs(name) for name in settings.teacher_model]
-    names = " ".join(settings.teacher_model) or "MODEL"
-    missing = Missing(
-        f"teachers: {folder} holds no embeddings",
-        f"zerovl teacher {names} --train-data ... --out {folder} --views {settings.teacher_views}, with this run's "
-        "augmentation",
-    )
-    (data.elsewhere if settings.assume is not None else data.missing).append(missing)
+    with quiet():  # of weights that nobody needs
+        costs = [forward_costs(name) for name in settings.teacher_model]
     if not costs:
         data.notes.append(
             "The teachers' disk, time and memory are not counted: name them, --teacher-model ViT-L-14 for each."
         )
-        return TeacherPlan(str(folder), (), settings.teacher_views, made=False)
+        return TeacherPlan(str(folder), (), views=settings.teacher_views, made=False)
     pairs, views = data.pairs or settings.train_num_samples or 0, settings.teacher_views
     captions = pairs * max(1, len(field_names(settings.captions)))
     if field_names(settings.captions) or settings.captions is not None:
@@ -97,8 +124,10 @@ def _still_to_make(settings: PlanSettings, data: DataCheck, folder: Path) -> Tea
     return TeacherPlan(
         str(folder),
         widths,
-        views,
-        BYTES_EACH * sum(widths) * (pairs * views + captions),
+        models=settings.teacher_model,
+        samples=pairs,
+        views=views,
+        stored_bytes=BYTES_EACH * sum(widths) * (pairs * views + captions),
         made=False,
         flops=sum(pairs * views * of_view + captions * of_caption for _, of_view, of_caption in costs),
         sample_bytes=_read(settings, widths),
@@ -120,6 +149,11 @@ def forward_costs(name: str) -> tuple[int, float, float]:
     if get_model_config(architecture) is None:
         check_model(architecture)
         raise UserError(f"--teacher-model {name} names no model of open_clip; a plan needs one, such as ViT-L-14")
+    return _counted(architecture)
+
+
+@functools.cache  # two teachers are often of one architecture
+def _counted(architecture: str) -> tuple[int, float, float]:
     with torch.device("meta"):
         model = open_clip.create_model(
             architecture, device="meta", pretrained_text=False, pretrained_image=False
