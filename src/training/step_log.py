@@ -96,7 +96,9 @@ class BySource:
         twins = report.twins.float() if report.twins is not None else torch.zeros_like(losses)
         if self._sums is None:
             self._sums = torch.zeros(3, len(self.names), device=losses.device)
-        self._sums.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), twins]))
+        # Added up step by step: fp32 rounds a single loss that is added to the sum of a million (by 0.3 % on average).
+        of_step = torch.zeros_like(self._sums)
+        self._sums += of_step.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), twins]))
 
     def take(self) -> tuple[dict[str, float], str]:
         """The metrics by name (`loss/SOURCE`, `twins/SOURCE`: a share), and the words for the log line; sums start again."""

@@ -336,6 +336,19 @@ def test_after_a_failure_all_is_as_before(fails_at, one_rank):
     assert model.passes == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_ddp_of_one_rank_keeps_all_graphs(options, one_rank):
+    model, micro_batches = bert_clip(), batches([3, 2, 2])
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    step = DecoupledGradientAccumulation(wrapped, ContrastiveLoss(), retain=3)
+    for _ in range(3):
+        model.zero_grad()
+        torch.manual_seed(SEED)
+        step.backward(micro_batches)
+        assert error(gradients(model), wanted) <= EXACT
+
+
 def test_retain_auto_waits_for_an_optimizer_step():
     """A GradScaler leaves the first steps out: AdamW has no state yet, and the free memory is too large by it."""
     model, micro_batches = bert_clip(torch.float32), batches([3, 2, 2], torch.float32)

@@ -133,6 +133,10 @@ def one_micro_batch(rank: int) -> list[int]:
     return [5 + rank]
 
 
+def clip_loss_in_a_partial(**ranks: int) -> Any:
+    return partial(ClipLoss(**ranks))
+
+
 CASES = {
     "ours": Case(ContrastiveLoss),
     "ours, chunks of 3, ragged within and between ranks": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged),
@@ -161,6 +165,7 @@ CASES = {
     "ours, an ordinary DDP loop": Case(ContrastiveLoss, sizes=lambda rank: [4], use_dga=False),
     "ours, an ordinary DDP loop, ragged": Case(ContrastiveLoss, sizes=lambda rank: [4 + rank], use_dga=False),
     "ClipLoss, 1/W corrected": Case(ClipLoss),
+    "ClipLoss in a partial, 1/W corrected": Case(clip_loss_in_a_partial, ClipLoss),
     "ClipLoss, gather_with_grad": Case(partial(ClipLoss, gather_with_grad=True)),
     "ClipLoss, gather_with_grad, local_loss": Case(partial(ClipLoss, gather_with_grad=True, local_loss=True)),
     **{
@@ -377,6 +382,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
         ),
         "world_size": lambda: DecoupledGradientAccumulation(model, ClipLoss()),
+        "world_size in a partial": lambda: DecoupledGradientAccumulation(model, partial(ContrastiveLoss())),
         "static_graph": lambda: DecoupledGradientAccumulation(
             DistributedDataParallel(bert_clip(), static_graph=True), ContrastiveLoss(rank=rank, world_size=world_size)
         ),
@@ -557,7 +563,8 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
     for of_rank in found:
         seen = of_rank["refusals"]
         assert "gather_with_grad=True or use ContrastiveLoss" in seen["local_loss"]
-        assert f"made for world_size=1, but the model's gradients are averaged over {world_size}" in seen["world_size"]
+        for name in ("world_size", "world_size in a partial"):
+            assert f"made for world_size=1, but the model's gradients are averaged over {world_size}" in seen[name]
         assert f"made for world_size={world_size}" in seen["no DDP"]
         assert "static_graph" in seen["static_graph"]
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]

@@ -19,6 +19,17 @@ def test_losses_by_source_are_means_since_they_were_last_taken():
     assert by_source.take() == ({}, "")
 
 
+def test_the_mean_of_a_million_pairs_is_not_rounded():
+    """A hundred steps of 16,384 pairs, as between two logged lines; added pair by pair it is off by 0.3 %."""
+    by_source, total = BySource(["sbu", "vg"]), 0.0
+    for seed in range(100):
+        losses = 2.7 + 0.3 * torch.rand(16_384, generator=torch.Generator().manual_seed(seed))
+        by_source.see(Report(losses, torch.zeros(16_384, dtype=torch.long)))
+        total += losses.double().sum().item()
+    metrics, _ = by_source.take()
+    assert metrics["loss/sbu"] == pytest.approx(total / (100 * 16_384), rel=1e-5)
+
+
 def test_one_source_is_not_told_apart():
     by_source = BySource(["sbu"])
     by_source.see(Report(torch.tensor([1.0]), torch.tensor([0])))

@@ -52,7 +52,8 @@ class Objective:
         self._device, self._scaler = device, scaler
         self._group = ddp.process_group if ddp is not None else None
         self._world_size = dist.get_world_size(self._group) if ddp is not None else 1
-        self._feature_factor = feature_factor(self._loss, self._world_size)
+        self._module = _module_of(self._loss)
+        self._feature_factor = feature_factor(self._module, self._world_size)
 
     @property
     def scaled(self) -> bool:
@@ -71,12 +72,12 @@ class Objective:
         Raises:
             UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
         """
-        if self._world_size > 1 and isinstance(self._loss, ClipLoss | SigLipLoss):
+        if self._world_size > 1 and isinstance(self._module, ClipLoss | SigLipLoss):
             # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
             sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
             if min(sizes) != max(sizes):
                 raise UserError(
-                    f"{type(self._loss).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
+                    f"{type(self._module).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
                     "drop the remainder or use ContrastiveLoss, which takes any sizes."
                 )
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
@@ -121,11 +122,7 @@ class Objective:
                     parameter.grad.add_(gradient)
 
     def _parameters(self) -> list[nn.Parameter]:
-        held: Any = self._loss
-        while isinstance(held, functools.partial):
-            held = held.func
-        held = getattr(held, "__self__", held)  # a method of a module
-        return list(held.parameters()) if isinstance(held, nn.Module) else []
+        return list(self._module.parameters()) if isinstance(self._module, nn.Module) else []
 
     def _losses(self, leaves: dict[str, Tensor], loss_inputs: dict[str, Any]) -> dict[str, Tensor]:
         arguments = {**leaves, **loss_inputs, "output_dict": True}
@@ -203,6 +200,14 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
             log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
             return world_size
     return 1
+
+
+def _module_of(loss: Callable[..., Any]) -> Any:
+    """The module of a `functools.partial` of it, or of a method of it; another callable as it is."""
+    held: Any = loss
+    while isinstance(held, functools.partial):
+        held = held.func
+    return getattr(held, "__self__", held)
 
 
 def _name(loss: Callable[..., Any]) -> str:

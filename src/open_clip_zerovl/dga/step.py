@@ -366,7 +366,7 @@ class DecoupledGradientAccumulation:
             rng_before.append(RngState.capture(self._device))
             self._towers.first_pass(k)
             if k in plan.retained:
-                with self._unsynced(k != plan.synchronises), self._retention.measured(size):
+                with self._unsynced(plan, k), self._retention.measured(size):
                     outputs = graphs[k] = self._with_graph(plan, k, inputs)
             else:
                 with torch.no_grad():
@@ -392,7 +392,7 @@ class DecoupledGradientAccumulation:
         cached = {name: first.features[name].split(plan.rows(name)) for name in FEATURES}
         with buffers_kept(self._inner):
             for k in plan.backward_order:
-                with self._unsynced(k != plan.synchronises):
+                with self._unsynced(plan, k):
                     if k in plan.retained:
                         outputs = first.graphs.pop(k)
                     else:
@@ -434,8 +434,12 @@ class DecoupledGradientAccumulation:
                 self._ddp.reducer._reset_state()  # the reducer may still expect the backward pass that synchronises
             raise
 
-    def _unsynced(self, apply: bool) -> AbstractContextManager[Any]:
-        return self._ddp.no_sync() if apply and self._ddp is not None else nullcontext()
+    def _unsynced(self, plan: StepPlan, k: int) -> AbstractContextManager[Any]:
+        # DDP of one rank may keep all graphs. Its reducer expects a forward and its backward pass to be adjacent, which they
+        # are not then, and it has nothing to average: it never synchronises.
+        all_kept = plan.graphs == len(plan.sizes) > 1
+        apart = k != plan.synchronises or all_kept
+        return self._ddp.no_sync() if apart and self._ddp is not None else nullcontext()
 
     def _tolerance(self) -> float:
         return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
