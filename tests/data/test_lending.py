@@ -15,6 +15,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.errors import UserError
 from support.tars import ids_of, write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
@@ -83,6 +84,26 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     for file in files:
         file.close()
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 8
+
+
+def test_embeddings_in_bfloat16_travel_too():
+    """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
+    book = Lending(1)
+    number, block = book.block(0, LIKE)
+    sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
+    _, _, (found, other) = book.receive(Lent.of(0, number, block, (torch.tensor([1]), (sent, torch.tensor([0.5])))))
+    assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
+
+
+def test_full_shared_memory_gets_a_sentence(monkeypatch):
+    """The words are torch's, of a /dev/shm of 4 MiB."""
+
+    def full(_):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(UserError, match=r"shared memory \(/dev/shm\) has no room .*--shm-size=8g.* lower --workers"):
+        Lending(1).block(0, LIKE)
 
 
 def test_a_fork_that_drops_its_copy_frees_nothing():

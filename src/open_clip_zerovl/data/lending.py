@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from open_clip_zerovl.errors import UserError, first_line
+
 # Message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts.
 _WORD = struct.Struct("<IB")
 _MOST_BLOCKS = 256  # of a worker; further batches are sent as a DataLoader sends them
@@ -54,16 +56,32 @@ class Lent:
     def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> Lent:
         """The micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
         segment of shared memory and a descriptor."""
-        sent = _each(torch.Tensor, torch.Tensor.numpy, tuple(others))
+        sent = _each(torch.Tensor, _as_array, tuple(others))
         return cls(worker, os.getpid(), block, images, sent)
 
     def received(self) -> tuple[Any, ...]:
         """`others`, arrays as tensors again."""
-        return _each(np.ndarray, torch.from_numpy, self.others)
+        return _each(_Bfloat16, _Bfloat16.tensor, _each(np.ndarray, torch.from_numpy, self.others))
 
     def pin_memory(self) -> Lent:
         """A copy with `pinned`; torch's DataLoader calls this on items that are not tensors."""
         return replace(self, pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())))
+
+
+@dataclass(frozen=True)
+class _Bfloat16:
+    """A bfloat16 tensor on its way: its bits, since numpy has no such type."""
+
+    bits: np.ndarray
+
+    def tensor(self) -> torch.Tensor:
+        return torch.from_numpy(self.bits).view(torch.bfloat16)
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray | _Bfloat16:
+    if tensor.dtype == torch.bfloat16:
+        return _Bfloat16(tensor.view(torch.int16).numpy())
+    return tensor.numpy()
 
 
 def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
@@ -103,6 +121,9 @@ class Lending:
 
         Args:
             like: has the wanted shape, type and strides; may be a meta tensor.
+
+        Raises:
+            UserError: the machine's shared memory is full.
         """
         self._collect(worker)
         blocks = self._blocks
@@ -114,7 +135,17 @@ class Lending:
         if len(blocks.made) == _MOST_BLOCKS:
             return None
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        blocks.made.append(made.share_memory_())
+        try:
+            made.share_memory_()
+        except RuntimeError as error:
+            if "No space left" not in str(error):
+                raise
+            raise UserError(
+                f"the shared memory (/dev/shm) has no room for another batch of {made.nbytes / 2**20:.1f} MiB, of which each "
+                f"loader worker keeps several ({first_line(error)}); start a container with a larger one (--shm-size=8g), or "
+                "lower --workers or --batch-size"
+            ) from error
+        blocks.made.append(made)
         return len(blocks.made) - 1, blocks.made[-1]
 
     def _collect(self, worker: int) -> None:
