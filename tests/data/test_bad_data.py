@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -24,6 +25,7 @@ from open_clip import SimpleTokenizer
 from PIL import Image
 from torchvision import transforms
 
+from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
@@ -31,6 +33,7 @@ from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.tar.index import open_index
 from support import ROOT
 from support.tars import noise_jpeg, png, write_source, write_tar
 
@@ -285,6 +288,24 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
         assert "was counted with 8 samples and holds more" in caplog.text
     else:
         assert set(seen) == set(range(2 * SIZE))
+
+
+@pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
+def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
+    sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
+    read, bad = reading._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+
+    def failing(descriptor, extent):
+        if extent is not None and list(extent) == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, extent)
+
+    monkeypatch.setattr(reading, "_content", failing)
+    loader = loader_of(sources, workers=workers)
+    seen = torch.cat([ids for _, ids, _ in loader]).tolist()
+    assert len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}
+    with pytest.raises(UserError, match=r"shard .*0.tar of source 's' cannot be read .sample 5: Input/output error"):
+        list(loader_of(sources, on_bad_sample="fail", workers=workers))
 
 
 @pytest.mark.parametrize(

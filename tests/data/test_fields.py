@@ -205,3 +205,33 @@ def test_other_words_and_tables_are_refused(tmp_path):
     (tmp_path / "pairs.csv").write_text("filepath\ttitle\na.png\ta\n")
     with pytest.raises(UserError, match="is a table, whose samples have no fields"):
         parse_sources(f"a={tmp_path}/pairs.csv", captions=CAPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"syn": ["whole", "cut \\ud83d"]}', "caption not UTF-8"),
+        (b'{"syn": ' + b"[" * 100_000, "bad json"),
+    ],
+)
+def test_json_that_no_caption_can_be_made_of_is_a_bad_sample(tmp_path, content, reason):
+    """Half of a character, where somebody has cut a caption behind a number of units, and brackets without end."""
+    members = []
+    for number in range(8):
+        syn = content if number == 3 else json.dumps({"syn": [f"syn {number}"] * 2}).encode()
+        members += [(f"{number}.png", png((number, 0, 0))), (f"{number}.json", syn)]
+    write_tar(tmp_path / "00000.tar", members)
+    mixture = Mixture(
+        parse_sources(f"a={tmp_path}", captions="syn=1"),
+        Batching(4),
+        Preprocessing(transforms.PILToTensor(), tokens_of, with_origin=True),
+        sampling=Sampling("random"),
+    )
+    loader = MixtureLoader(mixture, workers=0, max_bad_share=1.0)
+    lost = set()
+    for epoch in range(4):  # until the half caption is drawn
+        loader.set_epoch(epoch)
+        for _, texts, _ in loader:
+            assert all(text_of(row) == "whole" or text_of(row).startswith("syn ") for row in texts)
+        lost |= set(loader.lost.get("a", {}))
+    assert lost == {reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
+from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
@@ -232,6 +234,20 @@ def test_a_pipe_or_a_device_as_picture_does_not_hang(tmp_path):
     assert set(shown) == {"two", "three"} and captions_of_epochs.lost == {"t": {"no image": 2}}
 
 
+def test_too_many_open_files_are_no_fault_of_a_picture(tmp_path, monkeypatch):
+    """They would lose any samples, others in each run."""
+    write_pictures(tmp_path, 2)
+    (tmp_path / "t.csv").write_text("filepath,title\npictures/0.png,zero\npictures/1.png,one\n")
+    sources = parse_sources(f"t={tmp_path}/t.csv")
+
+    def refused(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(reading, "regular_file", refused)
+    with pytest.raises(UserError, match="as many files open as it may"):
+        captions_of_epochs(sources, 1)
+
+
 def test_an_edit_while_training_ends_in_a_sentence(tmp_path):
     """Rows were taken from where they had been."""
     write_pictures(tmp_path, 3)
@@ -256,3 +272,10 @@ def test_a_long_table_is_shuffled_in_blocks(tmp_path):
     assert set(source.sizes[:-1]) == {BLOCK_SAMPLES} and sum(source.sizes) == 1000
     (shown,) = captions_of_epochs((source,), 1, batch=10)
     assert sorted(shown) == sorted(f"row {i}" for i in range(1000)) and shown != sorted(shown)
+
+
+def test_a_separator_of_two_characters_is_refused(tmp_path):
+    r"""A shell passes '\\t' on as it stands."""
+    (tmp_path / "a.tsv").write_text("filepath\ttitle\na.png\tone\n")
+    with pytest.raises(UserError, match=r"--csv-separator '.*t' has 2 characters.*a tab as \$'"):
+        open_table(str(tmp_path / "a.tsv"), CsvFormat(separator="\\t"))

@@ -121,7 +121,9 @@ def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | 
         return [content]
     try:
         value: Any = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, thousands deep
         return Fault("bad json", f"has a member {member} that is no JSON ({error})")
     value = value.get(field.rpartition(":")[2]) if isinstance(value, dict) else None
-    return [text.encode() for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    # JSON may hold half of a character, "\ud83d": its bytes are no UTF-8, and the caption is refused if it is to be shown.
+    return [text.encode("utf-8", "surrogatepass") for text in texts]

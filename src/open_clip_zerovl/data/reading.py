@@ -43,7 +43,7 @@ from open_clip_zerovl.tar.members import (
     stream_samples,
     unreadable,
 )
-from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable, local_path
+from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable, local_path, words_of
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30
@@ -164,7 +164,7 @@ class Reading:
         """
         self.opens(shard)
         try:
-            with closing(self._open(shard, start, position)) as samples:
+            with closing(_from_disk(self._open(shard, start, position), start)) as samples:
                 yield from samples
         except StalledShard as error:
             raise UserError(
@@ -460,14 +460,30 @@ def _caption(text: bytes) -> str | Fault:
 
 
 def picture_file(path: str) -> bytes | None:
-    """The bytes of a picture's file; None where it cannot be read, or is no regular file."""
+    """The bytes of a picture's file; None where it cannot be read, or is no regular file. UserError as `members.unreadable`."""
     try:
         with regular_file(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_PICTURE_BYTES:
                 return None
             return file.read(_LARGEST_PICTURE_BYTES)
-    except (OSError, ValueError):  # ValueError: a NUL in the path
+    except OSError as error:
+        unreadable(error)  # too many open files are no fault of the picture
         return None
+    except ValueError:  # a NUL in the path
+        return None
+
+
+def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generator[RawSample, None, None]:
+    """The samples from number `start` on; ShardError where the disk fails while the bytes of one are read."""
+    count = start
+    with closing(samples):
+        try:
+            for sample in samples:
+                yield sample
+                count += 1
+        except OSError as error:
+            unreadable(error)  # too many open files are no fault of the disk
+            raise ShardError("truncated shard", f"sample {count}: {words_of(error)}", count) from error
 
 
 def _require(count: int, size: int) -> None:

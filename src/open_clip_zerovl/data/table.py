@@ -154,9 +154,15 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
         strict: refuse a table with odd rows; otherwise a warning names them, and those that cannot be read are replaced.
 
     Raises:
-        UserError: no such file, no header that names an image and a caption, no rows, or odd rows (`strict`, or all of them).
+        UserError: no such file, no header that names an image and a caption, a separator of several characters, no rows, or
+            odd rows (`strict`, or all of them).
     """
     style = style or CsvFormat()
+    if style.separator and len(style.separator) != 1:
+        raise UserError(
+            f"--csv-separator {style.separator!r} has {len(style.separator)} characters, and columns are separated by one; "
+            "give ',' or ';', or a tab as $'\\t'"
+        )
     odd: dict[str, list[int]] = {}  # what is odd -> lines
     unreadable = 0
     try:
