@@ -106,6 +106,11 @@ def test_one_kind_of_caption_alone(folder, captions, words):
             assert torch.equal(embeddings[1][row], unit(embeddings_of(number)["text_emb"][place], 0))
 
 
+def views_of(augmentation: bytes) -> bytes:
+    """A paug.json of four times this view."""
+    return b'{"param_aug": [' + b", ".join([augmentation] * 4) + b"]}"
+
+
 @pytest.mark.parametrize(
     ("member", "content", "detail"),
     [
@@ -113,6 +118,10 @@ def test_one_kind_of_caption_alone(folder, captions, words):
         ("npz", b"PK", "no teachers' embeddings that can be read"),
         ("paug.json", b'{"param_aug": [[[0, 0, 9, 9], null]]}', "are not of 1 augmentations and width 7"),
         ("paug.json", b"{}", "'param_aug'"),
+        ("paug.json", views_of(b"[[0, 0, Infinity, 9], null]"), "infinity"),
+        ("paug.json", views_of(b"[[0, 0, 9, 9], [[10, NaN]]]"), "a magnitude of its augmentation is no number"),
+        ("txt", None, "the first embedding is of no caption"),
+        ("syn.json", b'{"syn_text": [null, "syn 3 a"]}', "syn_text is not a list of 2 captions"),
     ],
 )
 def test_samples_without_what_is_needed_are_bad_samples(tmp_path, member, content, detail):
@@ -124,6 +133,13 @@ def test_samples_without_what_is_needed_are_bad_samples(tmp_path, member, conten
         batches(tmp_path)
     positions = [int(p) for *_, origin, _ in batches(tmp_path, on_bad_sample="replace") for p in origin[:, 1]]
     assert len(positions) == 8 and 3 not in positions
+
+
+def test_a_sample_without_a_single_view_is_a_bad_sample():
+    packed = io.BytesIO()
+    np.savez(packed, image_emb=np.zeros((0, sum(WIDTHS))), text_emb=np.zeros((3, sum(WIDTHS))))
+    members = {"paug.json": b'{"param_aug": []}', "npz": packed.getvalue()}
+    assert InShards(WIDTHS, None).stored_view(members, 5).reason == "no teacher"
 
 
 def test_pictures_of_another_size_get_a_sentence(tmp_path):

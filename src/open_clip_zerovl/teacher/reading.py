@@ -134,7 +134,9 @@ class Units(IterableDataset):
         image: Any = None
         if fault is None:
             try:
-                image = self.decode(sample.image, self.crop) if sample.image else None
+                # No picture is a fault of the sample; an empty file is one that the decoder finds.
+                missing = sample.fault is not None and not sample.image
+                image = None if missing else self.decode(sample.image, self.crop)
             except BadImage as error:
                 fault = error.fault
             if image is None and fault is None:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import pickle
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,7 @@ from open_clip_zerovl.data.images import ToBytes
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import UNREADABLE
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"
@@ -50,18 +50,7 @@ OPERATIONS = (
 )  # fmt: skip
 
 # What reading a rotten member raises in json, numpy, zip, gzip and torch.
-_UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    OSError,
-    EOFError,
-    RuntimeError,
-    AttributeError,
-    zipfile.BadZipFile,
-    zlib.error,
-    pickle.UnpicklingError,
-)
+_UNREADABLE = (*UNREADABLE, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -104,6 +93,7 @@ class InShards:
         self.widths = tuple(widths)
         self.digest = f"{PREFIX}{','.join(map(str, widths))}"
         self._first_text = 1 if names == (SYNTHETIC,) else 0
+        self._names = names
 
     def check(self, transform: Callable[[Any], Tensor]) -> None:
         """UserError where the run's training transform has random steps besides its crop."""
@@ -112,11 +102,31 @@ class InShards:
     def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> StoredView | Fault:
         """See `data.reading.ShardTeachers`."""
         try:
-            return _view_of(members, draw, sum(self.widths))
+            view = _view_of(members, draw, sum(self.widths))
+            self._require_captions(members, len(view.texts) - 1)
+            return view
         except _UNREADABLE as error:
             return Fault(
                 "no teacher", f"has no teachers' embeddings that can be read ({error or type(error).__name__})"
             )
+
+    def _require_captions(self, members: Mapping[str, bytes | None], synthetic: int) -> None:
+        """ValueError where a caption's number would not be its embedding's: captions are numbered as far as there are any.
+
+        Args:
+            synthetic: how many synthetic captions have embeddings.
+        """
+        if "txt" in self._names and members.get("txt") is None:
+            raise ValueError("without txt, the first embedding is of no caption")
+        if SYNTHETIC in self._names and members.get("syn.json") is not None:
+            texts = json.loads(_member(members, "syn.json"))["syn_text"]
+            texts = [texts] if isinstance(texts, str) else texts
+            if (
+                not isinstance(texts, list)
+                or len(texts) > synthetic
+                or not all(isinstance(text, str) for text in texts)
+            ):
+                raise ValueError(f"syn_text is not a list of {synthetic} captions")
 
     def show(
         self, sample: RawSample, image: Image.Image, transform: Callable[[Any], Tensor], draw: int
@@ -202,6 +212,8 @@ def _view_of(members: Mapping[str, bytes | None], draw: int, width: int) -> Stor
     if not (np.isfinite(images[view].astype(np.float32)).all() and np.isfinite(texts.astype(np.float32)).all()):
         raise ValueError("its embeddings are no numbers")
     named = tuple((OPERATIONS[int(number)], float(magnitude)) for number, magnitude in operations or ())
+    if not all(math.isfinite(magnitude) for _, magnitude in named):
+        raise ValueError("a magnitude of its augmentation is no number")
     return StoredView((top, left, height, wide), named, np.array(images[view]), np.array(texts))
 
 
