@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import multiprocessing
 import os
 import time
@@ -212,3 +213,12 @@ def test_a_command_is_cached_too(server, tmp_path):
     with tiny.borrowed(url, patient()) as path:
         assert path is None
     assert used(tmp_path / "tiny") <= tiny.limit_bytes
+
+
+def test_a_compressed_shard_without_its_end_is_not_kept(tmp_path):
+    """Of a gzip file that ends within its first header tarfile says neither yes nor no: it raises EOFError."""
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "00000.tar").write_bytes(gzip.compress(os.urandom(4000))[:15])
+    with shard_server(served) as server, pytest.raises(Unreachable, match="no tar, 3 times"):
+        read(ShardCache(str(tmp_path / "cache"), GIB), server, 0)

@@ -184,3 +184,14 @@ def test_a_command_is_run_again_and_what_is_known_dropped(tmp_path):
     assert waits[0].reasons == {"command ended with status 7": 2}
     with pytest.raises(Unreachable, match=r"^command ended with status 3 after 3 retries"):
         read_all("pipe:exit 3", patient())
+
+
+def test_a_reader_that_rests_does_not_use_up_the_patience(server):
+    """Few samples are asked for of a small source: its stream rests for minutes, and may break meanwhile."""
+    server.faults["0.tar"] = ["reset:300000"]
+    with open_url(server.url("0.tar"), patient(most_seconds=0.3)) as stream:
+        parts = [stream.read(70_001)]
+        time.sleep(0.5)
+        while part := stream.read(70_001):
+            parts.append(part)
+    assert b"".join(parts) == CONTENT and len(server.requests["0.tar"]) == 2

@@ -310,9 +310,11 @@ def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
     """What is wrong with a fetched shard; None for nothing."""
     if announced is not None and announced not in (md5.hex(), base64.b64encode(md5).decode()):
         return "another checksum than announced"
-    if not tarfile.is_tarfile(path):
-        return "no tar"
-    return None
+    try:
+        whole = tarfile.is_tarfile(path)
+    except Exception:  # of bytes that only begin like a tar, or a compressed one, it raises errors of any type
+        whole = False
+    return None if whole else "no tar"
 
 
 def _lock(path: str, kind: int, flags: int = os.O_RDONLY) -> int | None:

@@ -221,6 +221,7 @@ class RemoteStream:
         self._kept = 0  # position at the last progress
         self._since = time.monotonic()  # time of the last progress
         self._began, self._began_at = 0.0, 0  # time and position at which the transfer began
+        self._left = self._since  # time at which the reader was last served
 
     def __enter__(self) -> RemoteStream:
         return self
@@ -248,6 +249,15 @@ class RemoteStream:
 
     def read(self, size: int) -> bytes:
         """The next `size` bytes, fewer at the end."""
+        # A source of which few samples are asked for is left alone for minutes: that is no silence of its server.
+        idle = time.monotonic() - self._left
+        self._since, self._began = self._since + idle, self._began + idle
+        try:
+            return self._read(size)
+        finally:
+            self._left = time.monotonic()
+
+    def _read(self, size: int) -> bytes:
         parts: list[bytes] = []
         missing = size
         while missing > 0:
@@ -298,6 +308,7 @@ class RemoteStream:
         self.identity, self.md5 = transfer.identity or self.identity, transfer.md5 or self.md5
         self.total = transfer.total if transfer.total is not None else self.total
         self._began, self._began_at = time.monotonic(), self.position
+        self._left = self._began
         return transfer
 
     def _came(self, count: int) -> None:
