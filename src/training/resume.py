@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -76,8 +77,12 @@ class Position:
         same = (self.micro_batch, self.dga_steps, self.world_size) == (now.micro_batch, now.dga_steps, now.world_size)
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
-    def start_step(self, now: Position) -> int:
+    def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
         """The step at which a run with the batching of `now` goes on. The log says what is approximate.
+
+        Args:
+            steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
+                position: the run then goes on with the next epoch.
 
         Raises:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
@@ -108,8 +113,8 @@ class Position:
         if self._batch == now._batch and (
             self.dealt == now.dealt or (not self.micro_batch and self.workers == now.workers)
         ):
-            return self.step
-        step = self.step * self.effective_batch // now.effective_batch
+            return min(self.step, steps)
+        step = min(self.step * self.effective_batch // now.effective_batch, steps)
         words = (
             f"Resuming step {self.step} of epoch {self.epoch} ({self._batching()}) as step {step} ({now._batching()}). "
         )

@@ -116,7 +116,7 @@ class Trainer:
         self.preemption.training = True
         model.train()
         steps = loader.num_batches
-        start = self.resumed.start_step(here) if self.resumed is not None and self.resumed.epoch == epoch else 0
+        start = self.resumed.start_step(here, steps) if self.resumed is not None and self.resumed.epoch == epoch else 0
         if start:
             assert self.resumed is not None
             here = self.resumed.read_on(here)

@@ -125,6 +125,9 @@ def test_another_world_size_goes_on_at_the_same_sample_count(caplog):
         assert taken.start_step(Position(1, 0, 32, 1, 4)) == 20
         assert taken.start_step(Position(1, 0, 64, 4, 4)) == 10
     assert "approximate" in caplog.text
+    # Larger batches of several sources leave more over, and their epoch may be shorter than what was done of it.
+    assert taken.start_step(Position(1, 0, 128, 2, 4), steps=4) == 4
+    assert taken.start_step(replace(taken, step=0), steps=9) == 9
 
 
 def test_going_on_in_the_middle_of_an_epoch_on_other_sources_is_said(caplog):
