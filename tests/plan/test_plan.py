@@ -8,16 +8,21 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.models.text_towers import TowerModel
 from open_clip_zerovl.plan import estimate as plan_estimate
 from open_clip_zerovl.plan import measure as plan_measure
+from open_clip_zerovl.plan import model as plan_model
 from open_clip_zerovl.plan.data import check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
 from open_clip_zerovl.plan.gpus import (
@@ -35,6 +40,7 @@ from open_clip_zerovl.plan.measure import extrapolate, kinds_of_steps, largest_t
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+from open_clip_zerovl.plan.stand_ins import write_stand_in
 from support import ROOT
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert, write_retrieval_set
@@ -542,6 +548,26 @@ def test_a_hubs_text_tower_gets_a_stand_in_of_its_shape_or_a_sentence(tmp_path, 
         build(settings_of(name), CPU, "fp32")
     planned = build(settings_of(name, text_model=str(tmp_path / "bert")), CPU, "fp32")
     assert planned.stand_in is None
+
+
+def test_a_tower_in_the_cache_needs_no_stand_in_whatever_form_its_tokenizer_has(monkeypatch, model):
+    """XLM-RoBERTa and ModernBERT have no vocab.txt."""
+    files = {"config.json"}
+    monkeypatch.setattr(plan_model, "try_to_load_from_cache", lambda tower, file: file if file in files else None)
+    assert not plan_model._is_whole_in_cache("x/tower")
+    files.add("tokenizer.json")
+    assert plan_model._is_whole_in_cache("x/tower")
+
+
+def test_a_stand_in_has_the_shape_of_modernbert_base(tmp_path):
+    folder = write_stand_in("answerdotai/ModernBERT-base", tmp_path / "base")
+    name = with_text_model("zerovl-ViT-S-16-ModernBERT-base", folder)
+    with torch.device("meta"):
+        tower = TowerModel.from_config(AutoConfig.from_pretrained(folder), add_pooling_layer=False)
+    assert sum(parameter.numel() for parameter in tower.parameters()) == 149_014_272  # as its makers count: 149 M
+    tokens = open_clip.get_tokenizer(name)(["a photo of a dog", "[MASK]"])
+    assert tokens.shape == (2, 77) and tokens.max() == 50_284
+    assert tokens[1].tolist() == [50_281, 50_284, 50_282, *[50_283] * 74]
 
 
 def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):

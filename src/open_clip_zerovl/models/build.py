@@ -27,7 +27,7 @@ from open_clip_zerovl.models.configs import TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 
 log = logging.getLogger(__name__)
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 
 def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
@@ -160,8 +160,8 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     if config.get("model_type") not in arch_dict:
         known = ", ".join(sorted(arch_dict))
         raise UserError(f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}")
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise UserError(f"{folder} holds no tokenizer ({' or '.join(_TOKENIZER_FILES[:2])})")
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise UserError(f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})")
     tokens, embeddings = _vocabulary_size(folder), config.get("vocab_size")
     if tokens and embeddings and tokens > embeddings:
         raise UserError(

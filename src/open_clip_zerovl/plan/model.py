@@ -1,14 +1,12 @@
 """The model, transform and tokenizer of a planned run, built as in training but with random weights.
 
-Time, memory and FLOPs do not depend on the weights, so a plan fetches nothing. If `bert-base-uncased` is neither a folder nor
-in the Hugging Face cache, a random BERT-base, which has the same shape, replaces it.
+Time, memory and FLOPs do not depend on the weights, so a plan fetches nothing. If BERT-base or ModernBERT-base is neither a
+folder nor in the Hugging Face cache, a random tower of the same shape replaces it (`stand_ins`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import string
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,20 +22,23 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from open_clip.factory import get_model_config, parse_model_name
 from torch import Tensor, nn
-from transformers import BertConfig
 
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.build import (
+    TOKENIZER_FILES,
+    check_model,
+    create_model_and_transforms,
+    with_text_model,
+)
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.plan.stand_ins import STAND_INS, write_stand_in
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import autocast_of, prepare
 from open_clip_zerovl.recipe.towers import lock_text_layers
-
-BERT_BASE = ("bert-base-uncased", "google-bert/bert-base-uncased")
 
 
 @dataclass
@@ -48,7 +49,7 @@ class PlannedModel:
         transform: PIL image -> (C, H, W), uint8 if normalisation is done on the device.
         normalize: the normalisation on the device, or None.
         tokenizer: captions -> (B, L).
-        stand_in: the hub's name of the text tower that a random BERT-base replaces, or None.
+        stand_in: the hub's name of the text tower that a random one of its shape replaces, or None.
         texts_per_image: captions of a picture that a step shows.
         teacher_widths: of the stored teachers, whose embeddings a micro-batch holds.
     """
@@ -119,7 +120,7 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     """Build the model that a run with these settings trains.
 
     Raises:
-        UserError: an unknown model, an absent text tower other than BERT-base, flags that the towers cannot follow.
+        UserError: an unknown model, an absent text tower other than those of STAND_INS, flags that the towers cannot follow.
     """
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         name, stand_in = _model_name(settings, Path(scratch))
@@ -191,16 +192,16 @@ def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]
         return with_text_model(settings.model, settings.text_model), None
     config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
     tower = (config or {}).get("text_cfg", {}).get("hf_model_name")
-    if not tower or Path(tower).is_dir() or _is_cached(tower, "config.json", "vocab.txt"):
+    if not tower or Path(tower).is_dir() or _is_whole_in_cache(tower):
         check_model(settings.model)
         return settings.model, None
-    if tower not in BERT_BASE:
+    if tower not in STAND_INS:
         check_model(settings.model)  # raises a better sentence if the name is a folder's
         raise UserError(
             f"the text tower {tower} of {settings.model} is not in the Hugging Face cache and nothing is fetched for a plan; "
             "give its folder with --text-model"
         )
-    return with_text_model(settings.model, _write_bert_base(scratch / "bert-base")), tower
+    return with_text_model(settings.model, write_stand_in(tower, scratch / Path(tower).name)), tower
 
 
 def weights_to_fetch(settings: PlanSettings, planned: PlannedModel) -> dict[str, str]:
@@ -217,20 +218,13 @@ def weights_to_fetch(settings: PlanSettings, planned: PlannedModel) -> dict[str,
     return found
 
 
+def _is_whole_in_cache(tower: str) -> bool:
+    """Whether a tower's config and tokenizer, in any of its forms, are in the Hugging Face cache."""
+    return _is_cached(tower, "config.json") and any(_is_cached(tower, file) for file in TOKENIZER_FILES)
+
+
 def _is_cached(repository: str, *files: str) -> bool:
     try:
         return all(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
     except ValueError:  # a path, which is no repository's name
         return False
-
-
-def _write_bert_base(folder: Path) -> Path:
-    """Writes a BERT-base with a vocabulary of letter combinations, as large as the real one."""
-    config = BertConfig()
-    config.save_pretrained(folder)
-    letters = string.ascii_lowercase
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    combinations = ("".join(parts) for length in (2, 3, 4) for parts in itertools.product(letters, repeat=length))
-    words += itertools.islice(combinations, config.vocab_size - len(words))
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    return folder
