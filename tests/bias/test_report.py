@@ -165,6 +165,13 @@ def test_samples_are_spread_over_shards_and_bad_ones_counted(tmp_path: Path):
     assert [sample.caption for sample in samples] == ["caption 0 1", "caption 0 5", "caption 2 2"]
 
 
+def test_of_several_captions_the_first_is_taken(tmp_path: Path):
+    members = [("0.png", png((0, 0, 0))), ("0.txt", b"\n a cat \nanother cat\nand a third"), ("1.png", png((9, 0, 0)))]
+    write_tar(tmp_path / "a" / "0.tar", [*members, ("1.txt", b"a dog\n"), ("2.png", png((0, 9, 0))), ("2.txt", b" \n")])
+    samples, skipped = read_source_samples(parse_sources(f"a={tmp_path / 'a'}"), 6)
+    assert [sample.caption for sample in samples] == ["a cat", "a dog"] and skipped == {"a": 1}
+
+
 def test_names_of_models():
     named = name_models(["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"])
     assert list(named) == ["random", "run-1", "export", "y"] and named["random"] == "a/b.pt"

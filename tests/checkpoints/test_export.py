@@ -325,6 +325,7 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
 
     refused("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k")
     refused("ViT-B/32/none", "no weights 'none' of ViT-B-32")
+    refused("ViT-B-32/openai", "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai")
     refused("ViT-B-99/openai", "neither a folder with open_clip_config.json, nor a checkpoint file")
     refused("no-such-thing", "neither a folder")
     refused(f"local-dir:{tmp_path / 'none'}", "does not exist")
@@ -376,6 +377,16 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     results.unlink()
     card = (export_local_dir(checkpoint, tmp_path / "third") / "README.md").read_text()
     assert "No metrics were recorded" in card
+
+
+def test_a_weight_too_large_for_half_precision_is_refused(tmp_path, home):
+    model = random_model("native-clip")
+    model.ln_final.weight.data[0] = 1e6
+    checkpoint = write_run(tmp_path / "run", model, {"model": "native-clip"})
+    with pytest.raises(UserError, match=r"'ln_final.weight' has values up to 1e\+06, too large for torch.float16"):
+        export_local_dir(checkpoint, tmp_path / "half", precision="fp16")
+    assert not (tmp_path / "half").exists()
+    export_local_dir(checkpoint, tmp_path / "brain", precision="bf16")
 
 
 def test_the_command_exports_in_half_precision(tmp_path, home, capsys):

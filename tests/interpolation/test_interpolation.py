@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import open_clip
 import pytest
@@ -87,6 +88,15 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
         assert found["visual.proj"].abs().max() == 0  # halfway between a tensor and its opposite
         assert found["logit_scale"].item() == pytest.approx((start["logit_scale"] + after["logit_scale"]).item() / 2)
     assert f"local-dir:{out}" in capsys.readouterr().out
+
+
+def test_ones_own_model_is_named_by_its_file(made, tmp_path):
+    for end in "ab":  # runs that do not say which model they trained
+        shutil.copytree(made / end, tmp_path / end)
+        (tmp_path / end / "params.txt").unlink()
+    config = ["--model-config", made / "interpolated-tiny.json"]
+    assert run(*ends(tmp_path), "--out", tmp_path / "out", "--alpha", "1", *config) == 0
+    assert torch.equal(load_model(tmp_path / "out")[0].logit_scale, load_model(ends(made)[1])[0].logit_scale)
 
 
 def points(*rows: tuple[float, float, float]) -> list[Point]:

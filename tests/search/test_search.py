@@ -16,6 +16,7 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.probe.features import tower_fingerprint
 from open_clip_zerovl.search import index
 from open_clip_zerovl.search.collection import open_collection
 from open_clip_zerovl.search.index import embed_collection, model_digest
@@ -133,6 +134,15 @@ def test_the_digest_is_of_image_tower_and_transform(home):
     assert model_digest(other, other_transform) == digest
     other_transform.transforms[0].size = 64
     assert model_digest(other, other_transform) != digest
+
+
+def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their_own(home):
+    register(home / "configs", "search-quick", NATIVE_VISION, bert_text(home / "bert"), quick_gelu=True)
+    plain, transform, _ = load_model(checkpoint(home))
+    quick, _, _ = load_model(checkpoint(home), model_name="search-quick")
+    assert all(torch.equal(tensor, plain.visual.state_dict()[key]) for key, tensor in quick.visual.state_dict().items())
+    assert model_digest(quick, transform) != model_digest(plain, transform)
+    assert tower_fingerprint(quick.visual) != tower_fingerprint(plain.visual)
 
 
 def test_a_stopped_call_goes_on_and_a_damaged_part_is_made_again(home, photos, tmp_path, monkeypatch):

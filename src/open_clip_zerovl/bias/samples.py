@@ -46,7 +46,7 @@ def read_source_samples(
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
     The other shards follow where these 8 hold fewer than `limit` pairs. A sample without a caption, or without a picture that
-    can be decoded, is passed over and counted.
+    can be decoded, is passed over and counted. Of several captions (lines of the text) the first is taken.
 
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
@@ -94,7 +94,9 @@ def _pair(
     source: str, sample: Sample, concept_field: str | None, held_out_field: str | None, where: str
 ) -> SourceSample | None:
     image = image_of(sample.files)
-    caption = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
+    text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace")
+    # Lines are captions: all of them as one text would be five times as long as what any model is asked for, and cut off.
+    caption = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if image is None or not caption:
         return None
     concept, held_out = None, True

@@ -127,7 +127,7 @@ def write_local_dir(
     built, tokenizer = assemble(Path(origin), spec, weights)
     if precision is not None:
         dtype = PRECISIONS[precision]
-        weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
+        weights = {k: stored_as(k, v, dtype) for k, v in weights.items()}
 
     with new_folder(final) as folder:
         # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
@@ -198,6 +198,16 @@ def check_precision(precision: str | None) -> None:
     """UserError for a precision of stored weights that is none of PRECISIONS; None keeps what they have."""
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+
+
+def stored_as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype of the stored file. UserError for a finite one that is too large for it."""
+    if not tensor.is_floating_point():
+        return tensor
+    stored = tensor.to(dtype)
+    if bool(tensor.isfinite().all()) and not bool(stored.isfinite().all()):
+        raise UserError(f"'{name}' has values up to {tensor.abs().max():.3g}, too large for {dtype}: leave --fp16 out")
+    return stored
 
 
 def check_destination(

@@ -16,7 +16,8 @@ from typing import Any
 
 import open_clip
 import torch
-from open_clip.pretrained import list_pretrained_tags_by_model
+from open_clip.factory import get_model_config
+from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
@@ -296,6 +297,9 @@ def _name_and_tag(text: str) -> tuple[str, str]:
         )
     if tag not in list_pretrained_tags_by_model(name):
         raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")
+    # open_clip only warns, and computes other embeddings than the weights were trained for.
+    if (get_pretrained_cfg(name, tag) or {}).get("quick_gelu") and not (get_model_config(name) or {}).get("quick_gelu"):
+        raise UserError(f"the weights '{tag}' were trained with QuickGELU, which {name} lacks: write {name}-quickgelu/{tag}")
     return name, tag
 
 

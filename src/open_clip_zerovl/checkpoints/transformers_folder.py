@@ -43,6 +43,7 @@ from open_clip_zerovl.checkpoints.export import (
     check_destination,
     check_precision,
     new_folder,
+    stored_as,
 )
 from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform, load_model, spec_of
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
@@ -176,13 +177,7 @@ def whole_model(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
 
 def _save_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     """Writes model.safetensors. UserError for a weight that is too large for the dtype."""
-    stored = {}
-    for name, tensor in tensors.items():
-        stored[name] = tensor.to(dtype).clone().contiguous() if tensor.is_floating_point() else tensor.clone()
-        if tensor.is_floating_point() and tensor.isfinite().all() and not stored[name].isfinite().all():
-            raise UserError(
-                f"'{name}' has values up to {tensor.abs().max():.3g}, too large for {dtype}: leave --fp16 out"
-            )
+    stored = {name: stored_as(name, tensor, dtype).clone().contiguous() for name, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes files that only their owner may read.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_encoder_flags
+from open_clip_zerovl.cli.encoder import add_encoder_flags, own_model
 from open_clip_zerovl.cli.values import captions, positive, share
 from open_clip_zerovl.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA, RULES
 
@@ -90,11 +90,13 @@ def _run(arguments: argparse.Namespace) -> None:
             f"--alpha {arguments.alpha:g} is a point and --data chooses one; give --alphas, or leave --data out"
         )
 
+    model_name = own_model(arguments.model_config) or arguments.model_name
+
     def encoder(model: str) -> Encoder:
         of_checkpoint = Path(model).is_file()  # an exported folder and a tag need no names
         return Encoder(
             model,
-            model_name=arguments.model_name if of_checkpoint else None,
+            model_name=model_name if of_checkpoint else None,
             text_model=arguments.text_model if of_checkpoint else None,
             device=arguments.device,
             batch_size=arguments.batch_size,

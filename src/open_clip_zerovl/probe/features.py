@@ -215,14 +215,14 @@ def cached_features(
 
 
 def tower_fingerprint(tower: nn.Module) -> str:
-    """A hash of the names and values of all the tower's tensors."""
-    digest = hashlib.sha256()
+    """A hash of the tower's layers, and of the names and values of all its tensors."""
+    digest = hashlib.sha256(transform_fingerprint(tower).encode())  # layers without tensors differ, too: GELU, QuickGELU
     for name, tensor in sorted(tower.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def transform_fingerprint(transform: Transform) -> str:
-    """The transform's `repr`, without the memory addresses of functions in it."""
+def transform_fingerprint(transform: Transform | nn.Module) -> str:
+    """The `repr` of a transform or a tower, without the memory addresses of functions in it."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(transform))

@@ -59,8 +59,9 @@ def default_cache() -> Path:
 
 
 def model_digest(model: nn.Module, preprocess: Callable[..., Any]) -> str:
-    """A hash of all on which a picture's embedding depends: the image tower's tensors and the transform."""
-    digest = hashlib.sha256(repr(preprocess).encode())
+    """A hash of all on which a picture's embedding depends: the image tower's layers and tensors, and the transform."""
+    # The layers, too: two towers of the same tensors differ where one has QuickGELU.
+    digest = hashlib.sha256(f"{preprocess!r} {model.visual!r}".encode())
     for name, tensor in sorted(model.visual.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
