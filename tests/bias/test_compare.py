@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ from scipy.stats import t
 from open_clip_zerovl.bias.compare import compare_runs, measure_run
 from open_clip_zerovl.bias.compare_report import comparison_table, verdicts, warnings_of
 from open_clip_zerovl.bias.compare_run import name_sides
-from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
+from open_clip_zerovl.bias.measures import (
+    check_source_probe,
+    mean_log_p_negatives,
+    source_probe_accuracy,
+    source_probe_guesses,
+)
 from open_clip_zerovl.bias.pools import SourceFeatures, pool_metrics, source_pools
 from open_clip_zerovl.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
 from open_clip_zerovl.bias.samples import read_source_samples
@@ -129,6 +135,26 @@ def test_queries_of_one_concept_are_drawn_together():
     alone = mean_over([(values, torch.arange(200))], 200, [1.0])
     wide, narrow = (np.ptp(np.quantile(resampled({"m": m}, 1000, 0)["m"], (0.025, 0.975))) for m in (together, alone))
     assert wide > 3 * narrow
+
+
+def test_units_that_are_told_are_those_with_queries():
+    sides = {}
+    for name, bias in (("a", 1.0), ("b", 0.5)):
+        own = {
+            source: replace(one, held_out=[row >= 40 for row in range(60)])
+            for source, one in sources(bias=bias, noise=0.5).items()
+        }
+        sides[name] = [measure_run(own, 50.0)]
+    asked = {c if c is not None else (s, i) for s, one in own.items() for i, c in enumerate(one.concepts) if i >= 40}
+    assert compare_runs(sides, draws=100).units == len(asked)
+
+
+def test_what_the_probe_cannot_split_is_told_before_anything_is_encoded():
+    names = ["a"] * 20 + ["b"] * 20
+    check_source_probe(names, [f"c{i % 5}" for i in range(40)])
+    for concepts in (["x"] * 40, ["x"] * 20 + list("vwxyz") * 4):  # all in one fold; none of a's left to fit on
+        with pytest.raises(UserError, match=r"5 folds cannot be cut from the 1 concepts of source 'a'; .*--concept"):
+            source_probe_guesses(unit(40, 4), names, concepts=concepts)
 
 
 def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -122,6 +123,33 @@ def test_a_second_call_reads_the_features_it_has(clustered, model, source, monke
     assert np.array_equal(again.labels, result.labels)
     with pytest.raises(UserError, match="holds the clusters of cc"):
         cluster(source, "another model", out, **arguments)
+
+
+def test_features_of_other_shards_or_weights_are_not_used(model, source, tmp_path):
+    arguments = dict(clusters=2, preview=0, batch_size=45, device="cpu", progress=False)
+    own = tmp_path / "run" / "checkpoints" / "epoch_latest.pt"
+    shutil.copytree(Path(model).parent.parent, tmp_path / "run")
+    Path(own.parent / "epoch_1.pt").rename(own)
+    shutil.copytree(source[3:], tmp_path / "a" / "cc")
+    cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "out", **arguments)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    cluster(f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments)  # a copy is the same
+    members = [(f"k{i}.png", picture(COLOURS[0], 99 + i) + b" " * i) for i in range(9)]
+    write_tar(
+        tmp_path / "b" / "cc" / "00000.tar", [pair for k, v in members for pair in ((k, v), (k[:-3] + "txt", b"x"))]
+    )
+    with pytest.raises(UserError, match="made of other shards or by other weights"):
+        cluster(f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments)
+    content = torch.load(own, weights_only=True)
+    content["state_dict"]["visual.proj"].neg_()
+    torch.save(content, own)
+    with pytest.raises(UserError, match="made of other shards or by other weights"):
+        cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "out", **arguments)
+    content["state_dict"]["visual.proj"].fill_(torch.nan)
+    torch.save(content, own)
+    with pytest.raises(UserError, match="embeddings that are not finite"):
+        cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "new", **arguments)
+    assert not list((tmp_path / "new").glob("*.npy"))
 
 
 def test_features_do_not_depend_on_batches_or_workers(clustered, model, source, tmp_path):

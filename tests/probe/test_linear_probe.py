@@ -300,6 +300,12 @@ def test_of_equally_good_cs_the_middle_is_taken_and_a_tie_of_all_is_told(caplog)
     assert 1e-3 < fit.chosen_c < 10
 
 
+def test_a_class_with_dollar_signs_is_a_name_and_no_formula():
+    names = ["$\\frac{$ bill", "cat"]
+    picture = confusion_picture(np.eye(2, dtype=int), names, title=r"model of $\frac{$")
+    assert picture.startswith(b"\x89PNG")
+
+
 def test_metrics_and_confusions_of_a_small_table():
     scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
     metrics, counts = classification_metrics(scores, torch.tensor([0, 0, 1, 2, 2, 2]))
@@ -370,6 +376,23 @@ def test_folder_of_classes(tmp_path: Path):
         open_probe_set(tmp_path / "empty", "train")
     with pytest.raises(UserError, match="does not exist"):
         open_probe_set(tmp_path / "nowhere", "train")
+
+
+def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = (ToTensor(), ["blue", "green", "red"], tmp_path / "cache")
+    found = []
+    for seed in range(2):  # two sets at one relative path, of one form
+        write_folder(tmp_path / str(seed) / "set", colour_set(6, seed=seed))
+        monkeypatch.chdir(tmp_path / str(seed))
+        found.append(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0])
+    assert not torch.equal(*found)
+    colour_set(6, seed=5).image(0).save("set/red/000.png")
+    changed = cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0]
+    assert [torch.equal(*pair) for pair in zip(changed, found[1], strict=True)] == [True] * 4 + [False, True]
+    # Copied anew, they are the same.
+    os.utime("set/red/000.png", (1, 1))
+    monkeypatch.setattr(probe_features, "tower_features", None)
+    assert torch.equal(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0], changed)
 
 
 @pytest.mark.timeout(60)

@@ -167,6 +167,26 @@ def test_pictures_are_found_beside_the_annotations_too(tmp_path, sets):
     assert open_retrieval_set(f"{nested}@{sets / 'coco'}").read_image(0).size == (48, 40)
 
 
+def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
+    rng = np.random.default_rng(0)
+    whole, small = picture(rng), picture(rng)
+    for folder, content in (("val", whole), ("val-256", small), ("val-again", whole)):
+        (tmp_path / "d" / folder).mkdir(parents=True)
+        (tmp_path / "d" / folder / "1.png").write_bytes(content)
+    table = tmp_path / "d" / "pairs.csv"
+    table.write_text("filepath,title\n1.png,a cat\n")
+    with pytest.raises(
+        UserError, match=r"1 of the 1 pictures .* are in two folders, .*: name the one folder, pairs.csv@FOLDER"
+    ):
+        open_retrieval_set(table)
+    assert open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes() == whole
+    table.write_text("filepath,title\nval/1.png,a cat\n")
+    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
+    shutil.rmtree(tmp_path / "d" / "val-256")  # the same picture twice
+    table.write_text("filepath,title\n1.png,a cat\n")
+    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
+
+
 def test_names_of_annotations(sets):
     assert list(parse_retrieval_data(f"{karpathy(sets)}::f30k={table(sets)}")) == ["dataset_coco", "f30k"]
     assert parse_retrieval_data("home=/data/set.v2@home") == {"home": Path("/data/set.v2@home")}  # a folder's own name

@@ -145,6 +145,20 @@ def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their
     assert tower_fingerprint(quick.visual) != tower_fingerprint(plain.visual)
 
 
+def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys):
+    content = (photos / "0.JPG").read_bytes()
+    for name in (b"\xff.jpg", b"a\x1b[2J.jpg"):
+        Path(os.fsdecode(os.fsencode(photos) + b"/" + name)).write_bytes(content)
+    page, output = tmp_path / "page.html", tmp_path / "found.json"
+    found = search(home, photos, tmp_path / "cache", best=20, page=page, output=output)
+    shown = capsys.readouterr().out
+    shown.encode("utf-8")  # as a terminal does
+    assert "\\udcff.jpg" in shown and "a\\x1b[2J.jpg" in shown and "\x1b" not in shown
+    assert "\\udcff.jpg" in page.read_text(encoding="utf-8")
+    names = {hit["picture"] for hit in json.loads(output.read_text())["models"]["model"]["hits"]}
+    assert names == {hit.picture for hit in found.hits} and os.fsdecode(b"\xff.jpg") in names
+
+
 def test_a_stopped_call_goes_on_and_a_damaged_part_is_made_again(home, photos, tmp_path, monkeypatch):
     monkeypatch.setattr(index, "PART_PICTURES", 3)
     model, transform, _ = load_model(checkpoint(home))

@@ -16,6 +16,7 @@ from open_clip_zerovl.figures.plot import (
     SOURCE_COLOURS,
     colours_of,
     new_figure,
+    plain,
     plain_axes,
     png_bytes,
 )
@@ -53,7 +54,7 @@ def _line_legend(figure: Any, report: BiasReport) -> None:
     from matplotlib.lines import Line2D
 
     colours = colours_of(list(report.models), MODEL_COLOURS)
-    handles = [Line2D([], [], color=colour, linewidth=3, label=name) for name, colour in colours.items()]
+    handles = [Line2D([], [], color=colour, linewidth=3, label=plain(name)) for name, colour in colours.items()]
     handles += [
         Line2D([], [], color=INK, linestyle="-", label="same source"),
         Line2D([], [], color=INK, linestyle="--", label="other source"),
@@ -72,7 +73,7 @@ def probe_picture(report: BiasReport) -> bytes:
         one = report.models[name]
         for position, value in enumerate((100 * one.probe_images, 100 * one.probe_texts)):
             x = position + (i - (len(colours) - 1) / 2) * thick
-            axes.bar(x, value, 0.92 * thick, color=colour, label=name if position == 0 else None)
+            axes.bar(x, value, 0.92 * thick, color=colour, label=plain(name) if position == 0 else None)
             axes.annotate(f"{value:.0f} %", (x, value), (0, 2), textcoords="offset points", ha="center", fontsize=9)
     chance = 100 * report.probe_chance
     axes.axhline(chance, color=INK, linewidth=1, linestyle="--", label=f"chance, {chance:.0f} %")
@@ -100,7 +101,7 @@ def map_picture(report: BiasReport) -> bytes:
             axes.set(xticks=[], yticks=[])
             for spine in axes.spines.values():
                 spine.set_color(GRID)
-            axes.set_title(f"{name}: {modality}", fontsize=11, color=INK)
+            axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
     from matplotlib.lines import Line2D
 
     handles = [

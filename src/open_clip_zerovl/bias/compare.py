@@ -167,7 +167,7 @@ class Comparison:
         pool_sizes: the same names, and "mixed" -> pictures of the pool.
         probe_chance: the largest source's share of the pairs, in percent.
         draws: of the intervals over queries.
-        units: what was drawn: concepts, and pairs without one.
+        units: what was drawn and has queries: concepts, and pairs without one.
     """
 
     sides: Mapping[str, Mapping[str, Side]]
@@ -263,7 +263,7 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
         pool_sizes={**{name: pool.size for name, pool in named_pools(pools).items()}, "mixed": pools.mixed.size},
         probe_chance=100 * max(pool.size for pool in pools.within.values()) / pools.mixed.size,
         draws=draws,
-        units=pools.units,
+        units=int(sum(measure.counts.sum(axis=0) for measure in sides[first][0].measures.values()).astype(bool).sum()),
     )
 
 

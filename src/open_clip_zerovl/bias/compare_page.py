@@ -9,7 +9,7 @@ from open_clip_zerovl.bias.compare import KINDS, Comparison
 from open_clip_zerovl.bias.compare_report import comparison_rows, how_intervals_are_made, verdicts
 from open_clip_zerovl.bias.examples import RetrievalExample, example_html
 from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table
-from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain, plain_axes, png_bytes
 from open_clip_zerovl.files import write_atomically
 
 _PANELS = (
@@ -100,7 +100,7 @@ def compare_picture(found: Comparison) -> bytes:
         axes.set_title(title, fontsize=10, color=INK)
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], marker="o", color=colour, label=name) for name, colour in colours.items()]
+    handles = [Line2D([], [], marker="o", color=colour, label=plain(name)) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False, fontsize=9)
     return png_bytes(figure)
 

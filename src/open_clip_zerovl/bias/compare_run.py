@@ -17,6 +17,7 @@ from open_clip_zerovl.bias.compare import Comparison, RunMeasures, check_sides, 
 from open_clip_zerovl.bias.compare_page import compare_page
 from open_clip_zerovl.bias.compare_report import comparison_table, how_intervals_are_made, verdicts, warnings_of
 from open_clip_zerovl.bias.examples import RetrievalExample, middle_of_each, retrieval_examples
+from open_clip_zerovl.bias.measures import check_source_probe, probe_groups
 from open_clip_zerovl.bias.pools import SourceFeatures
 from open_clip_zerovl.bias.run import embed_samples, name_models
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
@@ -94,6 +95,7 @@ def run_compare(
     check_writable(out, folder=True)
     samples, skipped = _samples(data, unseen, settings)
     seen, rest = samples
+    _check_held_out(seen)
     measured: dict[str, list[RunMeasures]] = {}
     shown: dict[str, Sequence[Tensor]] = {}
     for name, runs in sides.items():
@@ -164,6 +166,14 @@ def _samples(
         if count:
             log.warning("Source %s: %d samples without a readable picture and a caption were passed over.", name, count)
     return (found[0], found[1]), skipped
+
+
+def _check_held_out(samples: Sequence[SourceSample]) -> None:
+    """UserError where the held-out pairs are too few to measure; nothing has been encoded yet."""
+    held_out = [sample for sample in samples if sample.held_out]
+    if lacking := sorted({sample.source for sample in samples} - {sample.source for sample in held_out}):
+        raise UserError(f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out")
+    check_source_probe([sample.source for sample in held_out], probe_groups([sample.concept for sample in held_out]))
 
 
 def _encode(encoder: Encoder, samples: Sequence[SourceSample], name: str) -> tuple[tuple[Tensor, Tensor], float]:

@@ -13,6 +13,7 @@ L2-normalised, float, on any device; row i of images and row i of texts are a pa
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -229,11 +230,7 @@ def source_probe_guesses(
     y = np.asarray(source)
     if x.ndim != 2 or y.shape != (len(x),):
         raise UserError(f"the probe takes features (N, D) and N sources, got {x.shape} and {y.shape}")
-    names, sizes = np.unique(y, return_counts=True)
-    if len(names) < 2:
-        raise UserError("a source probe needs at least two sources to tell apart")
-    if folds < 2 or sizes.min() < folds:
-        raise UserError(f"{folds} folds cannot be cut from a source of {sizes.min()} samples; take 2 to {sizes.min()}")
+    check_source_probe(y.tolist(), concepts, folds=folds)
     if concepts is None:
         splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(x, y)
     else:
@@ -244,6 +241,25 @@ def source_probe_guesses(
         probe = _fitted_probe(x[train], y[train])
         right[test] = probe.predict(x[test]) == y[test]
     return right
+
+
+def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5) -> None:
+    """What `source_probe_guesses` asks of sources and concepts, before anything is encoded. UserError as there."""
+    sizes = Counter(source)
+    if len(sizes) < 2:
+        raise UserError("a source probe needs at least two sources to tell apart")
+    least = min(sizes.values())
+    if folds < 2 or least < folds:
+        raise UserError(f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}")
+    if concepts is None:
+        return
+    distinct = Counter(name for name, _ in set(zip(source, concepts, strict=True)))
+    name = min(distinct, key=lambda name: (distinct[name], str(name)))
+    if distinct[name] < folds:  # a fold of all concepts of a source would leave none to fit the probe on
+        raise UserError(
+            f"{folds} folds cannot be cut from the {distinct[name]} concepts of source {name!r}; give more samples, or name "
+            "no field of concepts (--concept)"
+        )
 
 
 def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:

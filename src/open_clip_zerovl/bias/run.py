@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from open_clip_zerovl.bias.measures import mean_log_p_negatives, probe_groups, source_probe_accuracy
+from open_clip_zerovl.bias.measures import (
+    check_source_probe,
+    mean_log_p_negatives,
+    probe_groups,
+    source_probe_accuracy,
+)
 from open_clip_zerovl.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.bias.samples import SourceSample, read_source_samples
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -151,8 +156,7 @@ def measure_bias(
         raise UserError("a bias report needs at least one model")
     if batch_sizes is None:
         batch_sizes = [size for size in BATCH_SIZES if size <= len(samples)] or [len(samples)]
-    if too_large := [size for size in batch_sizes if size > len(samples)]:
-        raise UserError(f"a batch of {too_large[0]} cannot be cut from {len(samples)} samples; raise --samples")
+    check_batch_sizes(batch_sizes, len(samples))
     rows: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
         rows.setdefault(sample.source, []).append(row)
@@ -170,6 +174,13 @@ def measure_bias(
         map_rows=map_rows,
         models=models,
     )
+
+
+def check_batch_sizes(batch_sizes: Sequence[int], samples: int) -> None:
+    """UserError for a batch that has no negatives, or that so many samples do not fill."""
+    if wrong := [size for size in batch_sizes if not 2 <= size <= samples]:
+        advice = "raise --samples" if wrong[0] > 1 else f"take 2 to {samples}"
+        raise UserError(f"a batch of {wrong[0]} cannot be cut from {samples} samples; {advice}")
 
 
 @dataclass(frozen=True)
@@ -242,6 +253,8 @@ def run_bias(
     for name, count in skipped.items():
         if count:
             log.warning("Source %s: %d samples without a readable picture and a caption were passed over.", name, count)
+    check_batch_sizes(settings.batch_sizes or (), len(samples))
+    check_source_probe([sample.source for sample in samples], probe_groups([sample.concept for sample in samples]))
     features = {}
     for name, encoder in encoders.items():
         model, preprocess, tokenizer, device = encoder.load()

@@ -299,7 +299,9 @@ def _name_and_tag(text: str) -> tuple[str, str]:
         raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")
     # open_clip only warns, and computes other embeddings than the weights were trained for.
     if (get_pretrained_cfg(name, tag) or {}).get("quick_gelu") and not (get_model_config(name) or {}).get("quick_gelu"):
-        raise UserError(f"the weights '{tag}' were trained with QuickGELU, which {name} lacks: write {name}-quickgelu/{tag}")
+        raise UserError(
+            f"the weights '{tag}' were trained with QuickGELU, which {name} lacks: write {name}-quickgelu/{tag}"
+        )
     return name, tag
 
 

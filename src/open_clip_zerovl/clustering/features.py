@@ -127,6 +127,8 @@ def extract_features(
         dataset, _collate, batch_size=encoder.batch_size, num_workers=encoder.workers
     ):
         values = _encode(network, kind, pictures.to(where), tokenizer, captions, where)  # (b, D)
+        if not values.isfinite().all():
+            raise UserError("the model gives embeddings that are not finite numbers; its training has diverged")
         if table is None:
             table = np.lib.format.open_memmap(
                 part, mode="w+", dtype=np.float16, shape=(source.num_samples, values.shape[1])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE
 from open_clip_zerovl.clustering.features import extract_features
 from open_clip_zerovl.clustering.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
@@ -30,7 +31,9 @@ from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clu
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.shards import shard_mark
 
 __all__ = [
     "ClusterSettings",
@@ -161,18 +164,36 @@ def _absolute(source: Source) -> Source:
 def _claim(out: Path, source: Source, model: str, features: str) -> None:
     """Claim `out` for a source and a model. UserError where it holds the results of others."""
     made_of = [source.name, [Path(s).name for s in source.shards], source.sizes, str(model)]
+    # Shards of other pictures often have the same names and counts, and a run overwrites its epoch_latest.pt.
+    marks = [shard_mark(shard) for shard in dict.fromkeys(source.shards)]
     facts = {
         "source": source.name,
         "model": str(model),
         "made_of": hashlib.sha256(json.dumps(made_of).encode()).hexdigest(),
+        "shards": hashlib.sha256(json.dumps(marks).encode()).hexdigest(),
+        "weights": _digest_of_weights(str(model)),
     }
     file = out / "made-of.json"
     if file.is_file():
         known = json.loads(file.read_text(encoding="utf-8"))
-        if known != facts:
+        # Earlier releases wrote fewer facts.
+        if any(known.get(name, fact) != fact for name, fact in facts.items()):
             raise UserError(
                 f"{out} holds the clusters of {known.get('source')} by {known.get('model')}, made of other shards or by "
-                f"another model than {source.name} by {model}: give a new folder."
+                f"other weights than {source.name} by {model} has now: give a new folder."
             )
     else:
         write_atomically(file, json.dumps(facts, indent=1) + "\n")
+
+
+def _digest_of_weights(model: str) -> str | None:
+    """A hash of the file with a model's weights, of a checkpoint or an exported folder; None for a name, whose weights stay."""
+    path = Path(model.removeprefix(LOCAL_DIR)).expanduser()
+    file = path / WEIGHTS_FILE if path.is_dir() else path
+    if not file.is_file():
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    with open(file, "rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

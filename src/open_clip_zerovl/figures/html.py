@@ -53,19 +53,20 @@ th { font-weight: 600; color: #555; vertical-align: bottom; }
 
 
 def html_page(title: str, body: Sequence[str]) -> str:
-    """A whole document.
+    """A whole document. A byte that is no UTF-8, as names of files and keys may hold, is shown as "\\udcff".
 
     Args:
         title: plain text.
         body: pieces of HTML.
     """
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def heading(text: str) -> str:

@@ -48,6 +48,11 @@ def png_bytes(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+def plain(text: str) -> str:
+    """Text from data for a chart, where matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
 def plain_axes(axes: Any) -> None:
     """Axes with two sides and horizontal grid lines."""
     for side in ("top", "right"):

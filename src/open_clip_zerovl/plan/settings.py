@@ -23,8 +23,8 @@ class PlanFlags:
     assume: str | None = flag(None, "estimate for other hardware: v100, a100-80, h200, ...", metavar="GPU[:COUNT]")
     teacher_model: tuple[str, ...] = flag(
         (),
-        "with --teacher DIR that does not exist yet: open_clip's name of a teacher (ViT-L-14-quickgelu/openai), whose disk and time are "
-        "counted; several times for several teachers",
+        "with --teacher DIR that does not exist yet: open_clip's name of a teacher (ViT-L-14-quickgelu/openai), whose disk and "
+        "time are counted; several times for several teachers",
         metavar="NAME",
     )
     teacher_views: int = flag(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from open_clip_zerovl.figures.plot import INK, new_figure, png_bytes
+from open_clip_zerovl.figures.plot import INK, new_figure, plain, png_bytes
 
 NAMED_CLASSES = 40  # more names do not fit beside a confusion matrix
 COUNTED_CLASSES = 15  # more numbers do not fit into its cells
@@ -33,7 +33,7 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -
     axes.set_xlabel("guess")
     axes.set_ylabel("class")
     if classes <= NAMED_CLASSES:
-        short = [name if len(name) <= 24 else name[:22] + "..." for name in names]
+        short = [plain(name if len(name) <= 24 else name[:22] + "...") for name in names]
         axes.set_xticks(range(classes), short, rotation=90 if classes > 6 else 30, fontsize=8, ha="center")
         axes.set_yticks(range(classes), short, fontsize=8)
     if classes <= COUNTED_CLASSES:
@@ -43,5 +43,5 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -
                     colour = "white" if shares[row, column] > 0.5 else INK
                     axes.text(column, row, f"{100 * shares[row, column]:.0f}", ha="center", va="center",
                               fontsize=8, color=colour)  # fmt: skip
-    axes.set_title(title, fontsize=10, wrap=True)
+    axes.set_title(plain(title), fontsize=10, wrap=True)
     return png_bytes(figure)

@@ -216,7 +216,9 @@ def cached_features(
 
 def tower_fingerprint(tower: nn.Module) -> str:
     """A hash of the tower's layers, and of the names and values of all its tensors."""
-    digest = hashlib.sha256(transform_fingerprint(tower).encode())  # layers without tensors differ, too: GELU, QuickGELU
+    digest = hashlib.sha256(
+        transform_fingerprint(tower).encode()
+    )  # layers without tensors differ, too: GELU, QuickGELU
     for name, tensor in sorted(tower.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -139,8 +139,8 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
     title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
-    write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
+    write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
     row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
     print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
     return result

@@ -44,12 +44,14 @@ class ProbeSet:
         labels: the class of each image, by name (or by number, as text).
         read: index -> image; may raise OSError or BadImage.
         names: what a class is called in pictures, where that is not its label.
+        files: those that hold the images: pictures, or shards.
     """
 
     path: str
     labels: Sequence[str]
     read: Callable[[int], Image.Image]
     names: dict[str, str] = field(default_factory=dict)
+    files: Sequence[str | os.PathLike[str]] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,8 +64,12 @@ class ProbeSet:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
-        """A hash of the path and of the labels in their order, by which cached features are told apart."""
-        return hashlib.sha256(json.dumps([self.path, list(self.labels)]).encode()).hexdigest()
+        """A hash of the path, of the labels in their order and of the files' names and sizes: cached features are told by it.
+
+        Times of change are left out: a set that is copied to a machine's own disk again is the same.
+        """
+        held = [(os.fspath(file), os.path.getsize(file) if os.path.exists(file) else -1) for file in self.files]
+        return hashlib.sha256(json.dumps([self.path, list(self.labels), held]).encode()).hexdigest()
 
 
 def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
@@ -130,7 +136,7 @@ def _read_folder(path: Path) -> ProbeSet:
             f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
         ) from error
     labels = [folder.classes[target] for target in folder.targets]
-    return ProbeSet(str(path), labels, lambda index: folder[index][0])
+    return ProbeSet(str(path), labels, lambda index: folder[index][0], files=[file for file, _ in folder.samples])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +161,8 @@ def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
 
 def _from_torchvision(what: str, files: Sequence[Any], targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
     """A set of the files that torchvision lists, opened by this package: torchvision opens pictures of any format."""
-    return ProbeSet(what, [classes[target] for target in targets], lambda index: _decode_file(files[index]))
+    labels = [classes[target] for target in targets]
+    return ProbeSet(what, labels, lambda index: _decode_file(files[index]), files=files)
 
 
 def _cub(what: str, root: Path, role: str) -> ProbeSet:
@@ -176,8 +183,9 @@ def _cub(what: str, root: Path, role: str) -> ProbeSet:
         raise UserError(
             f"{root / 'images' / chosen[0]}, the first image of images.txt, is not there; unpack the images"
         )
+    places = [root / "images" / file for file in chosen]
     return ProbeSet(
-        what, [file.split("/")[0] for file in chosen], lambda index: _decode_file(root / "images" / chosen[index])
+        what, [file.split("/")[0] for file in chosen], lambda index: _decode_file(places[index]), files=places
     )
 
 
@@ -222,7 +230,8 @@ def _inat17(what: str, root: Path, role: str) -> ProbeSet:
         raise UserError(
             f"{files[0][0]}, the first image of {annotations.name}, is not there; unpack the images beside it"
         )
-    return ProbeSet(what, [name for _, name in files], lambda index: _decode_file(files[index][0]))
+    places = [place for place, _ in files]
+    return ProbeSet(what, [name for _, name in files], lambda index: _decode_file(places[index]), files=places)
 
 
 _DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
@@ -276,7 +285,7 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
             file.seek(offset)
             return decode_image(file.read(size))
 
-    return ProbeSet(spec, labels, read, _class_names(shards[0].parent) if kind == "cls" else {})
+    return ProbeSet(spec, labels, read, _class_names(shards[0].parent) if kind == "cls" else {}, shards)
 
 
 def _class(content: bytes, name: str, where: str) -> str:

@@ -24,6 +24,7 @@ No picture is decoded here, but each is looked up, so that a missing one is name
 from __future__ import annotations
 
 import csv
+import filecmp
 import os
 import re
 import tarfile
@@ -179,7 +180,7 @@ def _table_rows(file: Path) -> Iterator[tuple[int, _TableRow]]:
 class _Pictures:
     """Finds pictures by name in a folder and in its subfolders (COCO's train2014, val2014), or by relative path.
 
-    Missing pictures are collected; `check` raises one sentence for all of them.
+    Missing ones, and several of one name, are collected; `check` raises one sentence for all of them.
     """
 
     def __init__(self, annotations: Path, pictures: Path | None) -> None:
@@ -188,18 +189,30 @@ class _Pictures:
             raise UserError(f"the folder of pictures {pictures} of {annotations} does not exist")
         self.annotations = annotations
         self.places: dict[str, Path] = {}
+        self.again: dict[
+            str, Path
+        ] = {}  # the second place of names that are in two subfolders, and in no folder itself
+        direct: set[str] = set()
         # Each folder is listed once: asking for 5,000 files one by one is slow on a network file system.
         for folder in filter(Path.is_dir, self.folders):
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                 if entry.is_dir():
                     for inner in os.scandir(entry.path):
-                        if inner.is_file():
-                            self.places.setdefault(inner.name, Path(inner.path))
-            self.places.update((entry.name, Path(entry.path)) for entry in os.scandir(folder) if entry.is_file())
+                        if not inner.is_file() or inner.name in direct:
+                            continue
+                        if (place := Path(inner.path)) != self.places.setdefault(inner.name, place):
+                            self.again.setdefault(inner.name, place)
+            own = {entry.name: Path(entry.path) for entry in os.scandir(folder) if entry.is_file()}
+            self.places |= own
+            direct |= own.keys()
+        self.again = {name: place for name, place in self.again.items() if name not in direct}
         self.missing: list[str] = []
+        self.doubtful: list[tuple[Path, Path]] = []
 
     def __call__(self, name: str) -> Path:
         if (place := self.places.get(name)) is not None:
+            if (other := self.again.get(name)) is not None and not filecmp.cmp(place, other, shallow=False):
+                self.doubtful.append((place, other))
             return place
         for folder in self.folders:
             if "/" in name and (folder / name).is_file():
@@ -208,7 +221,13 @@ class _Pictures:
         return self.folders[0] / name
 
     def check(self, total: int) -> None:
-        """UserError where some of the `total` pictures are missing."""
+        """UserError where some of the `total` pictures are missing, or are two pictures of one name."""
+        if self.doubtful:
+            raise UserError(
+                f"{len(self.doubtful)} of the {total} pictures of {self.annotations} are in two folders, and are not the same "
+                f"there (first: {self.doubtful[0][0]} and {self.doubtful[0][1]}): name the one folder, "
+                f"{self.annotations.name}@FOLDER"
+            )
         if self.missing:
             raise UserError(
                 f"{len(self.missing)} of the {total} pictures of {self.annotations} are not in "

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, printable
 from open_clip_zerovl.figures.html import heading, html_page, paragraph, thumbnail
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.search.collection import Collection, open_collection
@@ -117,7 +117,8 @@ def nearest(features: Tensor, query: Tensor, best: int) -> list[tuple[int, float
 
 def table(found: Mapping[str, Found]) -> str:
     """The hits of all models side by side, as text."""
-    widest = max(len(hit.picture) for result in found.values() for hit in result.hits)
+    pictures = {hit.picture: printable(hit.picture) for result in found.values() for hit in result.hits}
+    widest = max(map(len, pictures.values()))
     names = list(found)
     lines = ["    " + "  ".join(f"{name:<{widest + 8}}" for name in names).rstrip()]
     for rank in range(max(len(result.hits) for result in found.values())):
@@ -125,7 +126,9 @@ def table(found: Mapping[str, Found]) -> str:
         for name in names:
             hits = found[name].hits
             cells.append(
-                f"{hits[rank].score:6.3f}  {hits[rank].picture:<{widest}}" if rank < len(hits) else " " * (widest + 8)
+                f"{hits[rank].score:6.3f}  {pictures[hits[rank].picture]:<{widest}}"
+                if rank < len(hits)
+                else " " * (widest + 8)
             )
         lines.append(f"{rank + 1:3d} " + "  ".join(cells).rstrip())
     return "\n".join(lines)

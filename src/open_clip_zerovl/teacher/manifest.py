@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,11 @@ from open_clip_zerovl.data.images import ToBytes
 from open_clip_zerovl.data.pixels import decode_pixels, pictures
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.shards import shard_mark
 
 MANIFEST_FILE = "teacher.json"
 FORMAT = 1
 UNIT_SAMPLES = 1024  # least samples of a unit, the work that a killed call may lose; it ends where a shard does
-_EDGE_BYTES = 1 << 16  # of a shard, at both ends, which its mark is made of
 
 Unit = tuple[int, int]  # first shard, and the one after the last
 
@@ -54,7 +52,7 @@ def describe_source(source: Source) -> dict[str, Any]:
     if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
         own = source.table.members
     picked = None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest()
-    marks = [_shard_mark(shard) for shard in dict.fromkeys(source.shards)]
+    marks = [shard_mark(shard) for shard in dict.fromkeys(source.shards)]
     return {
         "name": source.name,
         "samples": source.num_samples,
@@ -62,25 +60,6 @@ def describe_source(source: Source) -> dict[str, Any]:
         "picked": picked,
         "shards": marks,
     }
-
-
-def _shard_mark(shard: str) -> list[Any]:
-    """The last part of a shard's path; of a local one also its size and a digest of its first and last 64 KiB.
-
-    Modification times are left out: a copy of the data elsewhere is the same data.
-    """
-    path, name = local_path(shard), os.path.basename(shard)
-    try:
-        if path is None:
-            return [name]
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = hashlib.blake2b(file.read(_EDGE_BYTES), digest_size=8)
-            file.seek(max(0, size - _EDGE_BYTES))
-            digest.update(file.read(_EDGE_BYTES))
-        return [name, size, digest.hexdigest()]
-    except OSError:  # a lost shard has been reported when the sources were opened
-        return [name]
 
 
 def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:
@@ -111,7 +90,7 @@ def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None
     place = {tuple(mark): int(begin) for mark, begin in zip(stored["shards"], begins, strict=False)}
     rows = source.picked.astype(np.int64)
     for number, shard in enumerate(source.shards):
-        begin = place.get(tuple(_shard_mark(shard)))
+        begin = place.get(tuple(shard_mark(shard)))
         if begin is None:
             return None
         rows[source.starts[number] : source.starts[number + 1]] += begin
