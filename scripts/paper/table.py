@@ -267,7 +267,7 @@ RECIPES: dict[str, Recipe] = {
             "distill-weight": "1.0",
             "distill-temperature": "0.01",
         },
-        teachers=("ViT-L-14/openai", "ViT-L-14/datacomp_xl_s13b_b90k"),
+        teachers=("ViT-L-14-quickgelu/openai", "ViT-L-14/datacomp_xl_s13b_b90k"),
     ),
     "datacompdr-12m": Recipe(
         "none of the paper's: MobileCLIP (CVPR 2024), ViT-B/16 on DataCompDR-12M, 30,000 steps",

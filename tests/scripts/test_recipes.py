@@ -319,7 +319,7 @@ def test_stored_teachers_are_asked_for_and_planned_with_the_run(tmp_path):
     def asked(line: list[str], flag: str) -> list[str]:
         return [line[at + 1] for at, word in enumerate(line) if word == flag]
 
-    models = ["ViT-L-14/openai", "ViT-L-14/datacomp_xl_s13b_b90k"]
+    models = ["ViT-L-14-quickgelu/openai", "ViT-L-14/datacomp_xl_s13b_b90k"]
     assert [asked(line(), f"--teacher{what}") for what in ("", "-model", "-views")] == [
         [f"{tmp_path}/teacher"], models, ["4"],
     ]  # fmt: skip
