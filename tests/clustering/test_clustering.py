@@ -20,7 +20,7 @@ from open_clip_zerovl.clustering import run as package
 from open_clip_zerovl.clustering.folders import train_data, write_clusters
 from open_clip_zerovl.clustering.kmeans import dissolve_small, size_report, spherical_kmeans
 from open_clip_zerovl.clustering.run import ClusterSettings
-from open_clip_zerovl.data.clusters import load_clustering
+from open_clip_zerovl.data.clusters import Clustering, load_clustering
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
@@ -276,6 +276,18 @@ def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, 
 def table_rows(data: str) -> list[tuple[str, bytes]]:
     (source,) = parse_sources(data)
     return [(s.key, s.files["txt"]) for n in range(len(source.shards)) for s in samples_of(source, n)]
+
+
+@pytest.mark.parametrize("prefix", ["./", "v1.2/photos/", "a_folder/" * 11, "k" * 110])
+def test_resharded_samples_stay_whole_whatever_their_keys(tmp_path, prefix):
+    """`tar cf 0.tar .` writes ./000.png; a key ends at the first dot behind the last slash, which a new key does not have."""
+    members = [(f"{prefix}{n:03d}.{e}", f"{e} {n}".encode()) for n in range(6) for e in ("png", "txt")]
+    shard = write_tar(tmp_path / "a" / "00000.tar", members)
+    labels, unit = np.array([0, 1, 0, 1, 0, 1], np.int32), np.eye(2, dtype=np.float32)
+    clusters = Clustering("a", (str(shard),), (6,), labels, np.zeros(6, np.float32), unit, (shard.stat().st_size,))
+    for number, folder in enumerate(write_clusters(clusters, tmp_path, progress=False)):
+        found = [sample.files for sample in read_samples(folder / "00000.tar")]
+        assert found == [{e: f"{e} {n}".encode() for e in ("png", "txt")} for n in range(number, 6, 2)]
 
 
 def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):

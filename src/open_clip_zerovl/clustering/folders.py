@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -81,7 +82,8 @@ class _ClusterWriter:
         if self._tar is None:
             self._name = f"{len(self.sizes):05d}.tar"
             self.sizes[self._name] = 0
-            self._tar = tarfile.open(self.folder / self._name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  # see close
+            # PAX differs from USTAR only for keys that are longer than USTAR takes, or not in ASCII.
+            self._tar = tarfile.open(self.folder / self._name, "w", format=tarfile.PAX_FORMAT)  # noqa: SIM115  # see close
         for extension, content in sample.files.items():
             member = tarfile.TarInfo(f"{sample.key}.{extension}")
             member.size = len(content)
@@ -100,8 +102,8 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
     """Write every cluster as a source of its own, `OUT/cluster-000` ..., in one pass over the source.
 
     The folders are written aside and moved into place when whole. The number of the old shard is put before a sample's key
-    (`00007-key`), since keys are unique within a shard only. This needs as much disk as the source, and one open file for each
-    cluster.
+    (`00007-key`), since keys are unique within a shard only. Slashes and dots in a key become dashes: without its slashes it
+    would end at the first dot of a folder's name. This needs as much disk as the source, and one open file for each cluster.
 
     Args:
         out: the clustering's folder.
@@ -124,7 +126,7 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
             seen = 0
             for sample in samples_of(source, number):
                 if seen < len(labels):
-                    writers[labels[seen]].add(Sample(f"{number:05d}-{sample.key.replace('/', '-')}", sample.files))
+                    writers[labels[seen]].add(Sample(f"{number:05d}-{re.sub('[/.]', '-', sample.key)}", sample.files))
                 seen += 1
             if seen != len(labels):
                 raise UserError(
