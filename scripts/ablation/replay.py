@@ -111,6 +111,7 @@ def measure(checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], 
     found = []
     for file in files:
         model, preprocess, tokenizer = load_model(file)
+        model.output_dict = True  # as in training: features by name
         batch = batch_of(samples, preprocess, tokenizer)
         model.train()
         for dropout in dropouts:

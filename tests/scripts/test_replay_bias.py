@@ -5,11 +5,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn.functional import normalize
 
+from open_clip_zerovl.datasets.drawn import DrawnSample
 from scripts.ablation import replay
 from scripts.ablation.replay import gradient_bias, set_dropout
+from support.tiny_clip import bert_text, random_model, register, write_bert, write_run
 
 
 class Towers(nn.Module):
@@ -66,3 +69,21 @@ def test_the_page_has_a_section_where_it_was_measured(tmp_path):
     assert replay.replay_section(tmp_path / "replay.json") == ""
     (tmp_path / "replay.json").write_text(json.dumps([asdict(replay.Bias(4, 0.1, 0.25, 0.01, 0.98))]))
     assert "| 4 | 0.1 | 0.250 | 0.010 | 0.9800 |" in replay.replay_section(tmp_path / "replay.json")
+
+
+def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, capsys):
+    """From a training checkpoint, whose model gives features without names unless it is asked, to the numbers of the page."""
+    vision = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1, "head_width": 16}
+    name = register(tmp_path / "configs", "tiny-replay", vision, bert_text(write_bert(tmp_path / "bert")))
+    write_run(tmp_path / "run", random_model(name), {"model": name})
+    pairs = [
+        DrawnSample(Image.new("RGB", (32, 32), (4 * n, 0, 0)), f"a red cat {n}", str(n), "s", "g", False)
+        for n in range(64)
+    ]
+    monkeypatch.setattr(replay, "load_drawn_split", lambda *_: {"openmoji": pairs})
+    out = tmp_path / "replay.json"
+    argv = ["--run", str(tmp_path / "run"), "--draws", "2", "--dropout", "0.1,0.3", "--out", str(out)]
+    assert replay.main(argv) == 0, capsys.readouterr().err
+    found = json.loads(out.read_text())
+    assert [(one["epoch"], one["dropout"]) for one in found] == [(1, 0.1), (1, 0.3)]
+    assert all(one["chance"] > 0 and one["cosine"] < 1 for one in found)
