@@ -3,7 +3,7 @@
 #
 #   CC3M_TSV=Train_GCC-training.tsv scripts/paper/prepare_14m.sh DATA_DIR [PROCESSES]
 #
-# Needs: a CPU core for every 100 pairs/s, 600 GB of disk (docs/data.md), access to the web; no GPU.
+# Needs: a CPU core for every 100 pairs/s, 600 GB of disk (docs/datasets.md), access to the web; no GPU.
 # Takes: about 12 hours on 8 cores if the network keeps up. Stop it at any time; called again it goes on.
 # Ends with: table 2 beside the pairs fetched. The output is also in DATA_DIR/prepare_14m.log.
 #

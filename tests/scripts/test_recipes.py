@@ -143,7 +143,7 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     assert given(line, "--train-data").split("::")[0] == f"sbu={tmp_path}/sbu"
     assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == ["0.485", "0.456", "0.406"]
     absent = ", ".join(f"{tmp_path}/{source}" for source in ("sbu", "vg", "cc3m", "cc12m"))
-    assert f"missing: {absent} are not there; docs/data.md" in done.stderr
+    assert f"missing: {absent} are not there; docs/datasets.md" in done.stderr
     started = recipes("train-14m", "--no-slurm", "--data", tmp_path)
     assert started.returncode == 1 and f"{absent} are not there" in started.stderr and not started.stdout
 
@@ -154,7 +154,7 @@ def test_empty_source_folders_are_told(tmp_path):
         (tmp_path / source / "00000.tar").touch()
     assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
     (tmp_path / "vg" / "00000.tar").unlink()
-    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/data.md")
+    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/datasets.md")
 
 
 def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch, capsys):

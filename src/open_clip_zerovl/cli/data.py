@@ -71,7 +71,7 @@ def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:
         name,
         help=_DATASETS[name],
         description=f"{_DATASETS[name]}: webdataset shards with sizes.json and a manifest. Called again, it goes on where it "
-        "stopped. docs/data.md has the pairs, disk and hours to expect.",
+        "stopped. docs/datasets.md has the pairs, disk and hours to expect.",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
@@ -191,7 +191,7 @@ def _add_near(datasets) -> None:
         "--distance",
         type=natural,
         metavar="BITS",
-        help="largest distance of a copy, of 256 bits (default: as docs/data.md says why, 56)",
+        help="largest distance of a copy, of 256 bits (default 56; docs/data.md says why)",
     )
     near.add_argument("--threads", type=positive, default=4, help="pictures at the same time (default %(default)s)")
     near.set_defaults(run=_run_near)

@@ -1,7 +1,7 @@
 """Drawings of npm packages as sources: fetched, drawn, split, and written as shards.
 
 What there is to make is a `DrawnData`: `emoji.EMOJI`, `icons.ICONS`.
-On disk (see docs/data.md):
+On disk (see docs/datasets.md):
 
     <source>/train-00000.tar ..., sizes.json, LICENSE      training pairs
     test/<source>/  val/<source>/                          the pairs held out of that source, for CLIP_benchmark
