@@ -1,4 +1,4 @@
-"""The corruption suite: every kind of rot, what becomes of it, and that a run never hangs or drifts (docs/reading.md's table)."""
+"""The corruption suite: every kind of rot, what becomes of it, and that a run never hangs or drifts (docs/reading.md)."""
 
 from __future__ import annotations
 
