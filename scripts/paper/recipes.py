@@ -158,7 +158,7 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     empty = [str(folder) for folder in folders if folder.is_dir() and not holds_data(folder)]
     said = [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
     said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
-    return [*said, "docs/datasets.md says how to make it (--data or DATA= names the folder of the data)"] if said else []
+    return [*said, "docs/datasets.md says how to make it (--data or DATA= names its folder)"] if said else []
 
 
 def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:

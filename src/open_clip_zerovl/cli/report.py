@@ -11,8 +11,8 @@ def add_report(commands) -> None:
     report = commands.add_parser(
         "report",
         help="a training run as one page: losses, retrieval, what was lost, settings",
-        description="Write RUN/run.html from RUN/record.jsonl. Training does so at its end; this does it of a run that is "
-        "still going on, that was killed, or whose machine had no matplotlib.",
+        description="Write RUN/run.html from RUN/record.jsonl. Training does so at its end; this does it for a run that "
+        "is still going on or was killed.",
     )
     report.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run, logs/NAME")
     report.set_defaults(run=_run_report)
