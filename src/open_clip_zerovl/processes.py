@@ -134,3 +134,14 @@ class _StopSignals:
             self.interrupts += 1
         else:
             self.asked = True
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity, and the container's quota (cgroup v2)."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        allowed, _, period = quota.read_text(encoding="ascii").partition(" ")
+        if allowed.isdigit():
+            return max(1, min(affinity, round(int(allowed) / int(period))))
+    return affinity

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from typing import Any, TextIO
 
 import open_clip_zerovl
@@ -71,14 +72,20 @@ class Console(logging.StreamHandler):
         self.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
         self.progress = ProgressLine(sys.stderr)
         self.short = False
-        self._rank = 0
+        self._rank, self._weights_follow = 0, False
         self._earlier = list(logging.root.handlers)
         if not self._earlier:
             logging.root.addHandler(self)
 
-    def shorten(self, rank: int) -> None:
-        """Show the short form from now on."""
-        self.short, self._rank = True, rank
+    def shorten(self, rank: int, *, weights_follow: bool = False) -> None:
+        """Show the short form from now on.
+
+        Args:
+            weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
+        """
+        self.short, self._rank, self._weights_follow = True, rank, weights_follow
+        # torch says this twice, in four lines; the summary says it in its line of the device.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:
             logging.root.addHandler(self)
 
@@ -101,6 +108,8 @@ class Console(logging.StreamHandler):
         if not self.short:
             return logging.root.handlers == [self]
         own = record.pathname.startswith(_OURS)
+        if self._weights_follow and record.msg.startswith("No pretrained weights loaded"):
+            return False
         if record.levelno >= logging.WARNING:
             return own or self._rank == 0
         kind = getattr(record, "shown", None)

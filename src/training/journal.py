@@ -38,6 +38,13 @@ class Journal:
         self._began = self._drawn = 0.0
         self._steps_here = 0  # done by this process
         self._last: dict[str, Any] = {}
+        self._said: set[str] = set()
+
+    def first(self, kind: str) -> bool:
+        """Whether this process asks for the first time whether to say something of a kind."""
+        new = kind not in self._said
+        self._said.add(kind)
+        return new
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         args, config = parse(sys.argv[1:] if argv is None else argv)
         if config.active and not (config.verbose or args.debug):
-            console.shorten(rank)
+            console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
         run = Run(args, config, line, console)
         run.check(rank)
         run.open(rank)

@@ -222,14 +222,22 @@ class StepLog:
             self._stuck(step)
             total, samples = self.end - self.counted_from, self.counted_steps * self.samples_per_gpu
             sentence = loader_sentence(self.waited, total, samples, getattr(self.args, "workers", 0))
-            if sentence is not None:
+            if sentence is not None and self._first("loader"):
                 logging.info(f"Epoch {self.epoch}: {sentence}.")
 
     def _stuck(self, step: int) -> None:
         if self.judged and step >= JUDGED_FROM_STEP:
             sentence = stuck_sentence(self.losses["loss"].avg, self.samples_per_gpu * self.args.world_size)
-            if sentence is not None:
+            if sentence is not None and self._first("stuck"):
                 logging.warning(f"Epoch {self.epoch}: {sentence}.")
+            elif sentence is not None:
+                logging.warning(
+                    f"Epoch {self.epoch}: the loss, {self.losses['loss'].avg:.4g}, is still that of chance."
+                )
+
+    def _first(self, kind: str) -> bool:
+        """Whether the run has said nothing of the kind yet: each epoch would say the same."""
+        return self.journal is None or self.journal.first(kind)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         metrics = {"train/" + name: value for name, value in metrics.items()}

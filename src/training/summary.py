@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.processes import usable_cores
 from training.config import RecipeConfig
 from training.params import flags_given
 
@@ -143,7 +144,12 @@ def _device(args: argparse.Namespace) -> str:
     device = torch.device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     loaders = "1 loader process" if args.workers == 1 else f"{args.workers} loader processes"
-    return f"{args.world_size} x {name}, {args.precision}, {loaders} a rank"
+    words = f"{args.world_size} x {name}, {args.precision}, {loaders} a rank"
+    cores = usable_cores()
+    if args.workers * args.world_size > cores:
+        enough = max(1, cores // args.world_size)
+        words += f" (on {cores} CPU core{'s' * (cores > 1)}: --workers {enough} is enough)"
+    return words
 
 
 def _saves(args: argparse.Namespace, config: RecipeConfig) -> str:

@@ -24,12 +24,13 @@ from open_clip_zerovl.bias.measures import (
 from open_clip_zerovl.bias.pools import SourceFeatures, pool_metrics, source_pools
 from open_clip_zerovl.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
 from open_clip_zerovl.bias.samples import read_source_samples
+from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from support.tars import png, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_bert, write_run
 
 
 def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -301,6 +302,42 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, models, capsys: p
         assert cli.main([*command, *more]) == 2
         assert sentence in capsys.readouterr().err
     assert not (tmp_path / "out" / "compare.json").exists()
+
+
+def test_models_that_cannot_be_found_are_told_before_any_is_encoded(
+    tmp_path: Path, models, capsys: pytest.CaptureFixture[str]
+):
+    a, b = (write_pairs(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    gone = models[1].replace("epoch_1", "epoch_7")
+    asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    for command in (["compare", f"one={models[0]}", f"two={gone}", *asked], ["bias", models[0], f"two={gone}", *asked]):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert f"'{gone}' is neither a folder" in error and f"did you mean {models[1]}?" in error
+        assert "batch" not in error  # of a progress bar
+
+
+def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(tmp_path: Path, capsys):
+    """`--model-config` and `--text-model` are of the checkpoints among the models; a folder has its own."""
+    a, b = (write_pairs(tmp_path / name, seed, count=12) for seed, name in enumerate("ab"))
+    bert = write_bert(tmp_path / "bert")
+    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "linear"}
+    text |= {"hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 8}
+    config = {"embed_dim": 16, "vision_cfg": NATIVE_VISION, "text_cfg": text}
+    name = register(tmp_path, "compare-own", NATIVE_VISION, config["text_cfg"], embed_dim=16)
+    run = write_run(tmp_path / "run", random_model(name, seed=0), {"model": name})
+    folder = export_local_dir(run, tmp_path / "exported")
+    (tmp_path / "run/params.txt").unlink()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / f"{name}.json").write_text(json.dumps(config))
+    asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu", "--draws", "100"]
+    asked += ["--text-model", str(bert)]
+    assert cli.main(["compare", f"one={folder}", f"two={run}", *asked]) == 2
+    assert "no params.txt beside" in capsys.readouterr().err
+    config_flag = ["--model-config", str(tmp_path / "own" / f"{name}.json")]
+    assert cli.main(["compare", f"one={folder}", f"two={run}", *asked, *config_flag]) == 0
+    sides = json.loads((tmp_path / "out/compare.json").read_text())["measures"]["within"]["sides"]
+    assert sides["one"]["runs"] == sides["two"]["runs"]  # the same weights
 
 
 def test_columns_of_a_table_are_fields(tmp_path: Path):

@@ -100,6 +100,25 @@ def test_refusals_come_before_the_training(made, tmp_path, capsys):
     assert not any((tmp_path / name / "run").exists() for name in ("full", "busy", "large", "dirty"))
 
 
+def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path, capsys):
+    """The corrected call is judged by itself: no other --out is asked for, and what the mistaken one made is made anew."""
+    out = tmp_path / "ft"
+    mistaken = [*arguments(made, out), "--data", str(made / "mien")]
+    assert main(mistaken) == 2
+    assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in capsys.readouterr().err
+    assert main(arguments(made, out, "--set", "effective-batch=512")) == 2
+    assert "larger than the 90 pictures" in capsys.readouterr().err
+    held_out = (out / "data" / "held-out" / "test" / "0.tar").read_bytes()
+    assert main(arguments(made, out, "--seed", "1", "--set", "effective-batch=300")) == 2
+    assert "batch of 300 is larger than the 90 pictures" in capsys.readouterr().err
+    anew = (out / "data" / "held-out" / "test" / "0.tar").read_bytes()
+    assert anew != held_out
+    (out / "run").mkdir()  # from here on something was trained
+    assert main(arguments(made, out)) == 2
+    assert "holds a fine-tuning with --seed 1, and this call asks for --seed 0" in capsys.readouterr().err
+    assert (out / "data" / "held-out" / "test" / "0.tar").read_bytes() == anew
+
+
 @pytest.mark.slow  # `zerovl plan` takes steps and reads samples: 40 s
 @pytest.mark.timeout(600)
 def test_the_micro_batch_is_what_a_plan_of_the_same_flags_finds(made, tmp_path):

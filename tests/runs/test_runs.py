@@ -11,11 +11,22 @@ import pytest
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures import plot
+from open_clip_zerovl.runs import charts
 from open_clip_zerovl.runs.examples import write_examples
 from open_clip_zerovl.runs.page import write_run_page
 from open_clip_zerovl.runs.record import Record, read_record
 
 PICTURE = "data:image/jpeg;base64,AAAA"
+
+
+def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
+    """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
+    monkeypatch.setattr(charts, "png_bytes", lambda figure: figure)
+    lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
+    (axes,) = charts.retrieval_picture(lines).axes
+    assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
+    (axes,) = charts.retrieval_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}]).axes
+    assert axes.get_ylim()[0] > 100
 
 
 def step(record: Record, at: float, loss: float | None = 1.0, **by_source: float) -> None:

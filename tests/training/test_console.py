@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from training import console
 from training.console import DETAIL, PROGRESS, Console, ProgressLine, seconds_in_words
+from training.summary import _device
 
 
 class Terminal(io.StringIO):
@@ -94,6 +97,33 @@ OWN, HOST = console.__file__, "/site-packages/open_clip/factory.py"
 )
 def test_which_messages_the_short_form_has(quiet_root, record, where, is_shown):
     assert shown(record, **where) == is_shown
+
+
+def test_weights_that_follow_are_not_called_random(quiet_root):
+    """open_clip makes the model before a checkpoint is loaded, and warns of its weights."""
+    made = record_of(HOST, logging.WARNING)
+    made.msg = "No pretrained weights loaded for model 'tiny'. Model initialized randomly."
+    handler = Console()
+    try:
+        handler.shorten(0)
+        assert handler._shows(made)
+        handler.shorten(0, weights_follow=True)
+        assert not handler._shows(made) and handler._shows(record_of(HOST, logging.WARNING))
+        with warnings.catch_warnings(record=True) as heard:
+            handler.shorten(0)  # of torch, twice in four lines; the summary has it
+            warnings.warn("This DataLoader will create 4 worker processes in total", UserWarning, stacklevel=1)
+            warnings.warn("another", UserWarning, stacklevel=1)
+        assert [str(one.message) for one in heard] == ["another"]
+    finally:
+        handler.close()
+
+
+def test_more_loader_processes_than_cores_are_told_in_the_summary(monkeypatch):
+    monkeypatch.setattr("training.summary.usable_cores", lambda: 2)
+    args = argparse.Namespace(device="cpu", precision="fp32", workers=4, world_size=1)
+    assert _device(args) == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"
+    args.workers = 2
+    assert _device(args) == "1 x cpu, fp32, 2 loader processes a rank"
 
 
 def test_in_the_short_form_open_clips_own_handler_is_silent(quiet_root, monkeypatch):

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from training import step_log
+from training.journal import Journal
 from training.step_log import StepLog, loader_sentence, stuck_sentence
 
 
@@ -42,6 +43,33 @@ def test_an_epoch_says_it_once_without_its_first_step(monkeypatch, caplog, wait,
         assert lines[0].startswith(
             "Epoch 4: 75% of the time waited for data: 2 workers deliver 5 samples/s, a rank takes 20; 8 "
         )
+
+
+def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch):
+    """Fifteen epochs said `give --workers` fifteen times, and five said the long sentence about chance."""
+    args = argparse.Namespace(
+        batch_size=10, workers=0, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1, wandb=False
+    )
+    clock = [100.0]
+    monkeypatch.setattr(step_log.time, "time", lambda: clock[0])
+    journal = Journal(args, argparse.Namespace(), argparse.Namespace(short=True))
+    monkeypatch.setattr(journal, "step", lambda *_: None)
+    monkeypatch.setattr(journal, "logged", lambda *_: None)
+    monkeypatch.setattr(journal, "eta", lambda *_: "")
+    with caplog.at_level(logging.INFO):
+        for epoch in range(3):
+            log = StepLog(args, epoch=epoch, steps=3, epoch_samples=60, dga_steps=2, judged=True, journal=journal)
+            for index in range(3):
+                clock[0] += 1.0
+                log.data_ready()
+                clock[0] += 1.0
+                log.step_done(index, 200 + index, {"loss": 2.99, "logit_scale": 1.0}, 1e-3)
+    told = [message for message in caplog.messages if not message.startswith("Train")]
+    assert sum("give --workers" in message for message in told) == 1
+    assert sum("the model does not tell which" in message for message in told) == 1
+    assert [message for message in told if "still" in message] == [
+        f"Epoch {epoch}: the loss, 2.99, is still that of chance." for epoch in (1, 2)
+    ]
 
 
 def test_the_loss_of_chance():

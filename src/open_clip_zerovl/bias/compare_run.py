@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,8 @@ def run_compare(
     settings, out = settings or CompareSettings(), Path(out)
     check_sides({name: len(runs) for name, runs in sides.items()})
     check_writable(out, folder=True)
+    for encoder in chain.from_iterable(sides.values()):
+        encoder.check()
     samples, skipped = _samples(data, unseen, settings)
     seen, rest = samples
     _check_held_out(seen)

@@ -246,6 +246,8 @@ def run_bias(
     require_matplotlib()
     settings, out = settings or BiasSettings(), Path(out)
     check_writable(out, folder=True)
+    for encoder in encoders.values():
+        encoder.check()
     sources = parse_sources(data, evaluation=True)
     if len(sources) < 2:
         raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.files import path_nearby
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
@@ -161,6 +162,8 @@ def load_model(
         model, preprocess, tokenizer = _load_checkpoint(folder, model_name, text_model)
         return model.to(device).eval(), preprocess, tokenizer
     if model_name or text_model:
+        if not (text.startswith((LOCAL_DIR, "hf-hub:")) or folder.is_dir()):
+            _name_and_tag(text)  # the error for a path that leads nowhere
         raise UserError(f"a model name or a text tower goes with a training checkpoint, but '{text}' is no such file")
     if text.startswith(LOCAL_DIR) or folder.is_dir():
         return _load_local_dir(folder, device)
@@ -219,6 +222,11 @@ class Encoder:
         """`load_model` on the device, and the device. UserError as there."""
         device = choose_device(self.device, local_rank=local_rank)
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
+
+    def check(self) -> None:
+        """UserError where the model cannot be found or described. No weights are read, so that this comes before long work."""
+        if not self.model.startswith("hf-hub:"):
+            self.spec()
 
     def spec(self) -> ModelSpec:
         """`spec_of` the model. UserError as there."""
@@ -292,8 +300,10 @@ def _name_and_tag(text: str) -> tuple[str, str]:
     name, _, tag = text.rpartition("/")
     name = name.replace("/", "-")
     if name not in known:
+        near = path_nearby(text)
         raise UserError(
             f"'{text}' is neither a folder with {CONFIG_FILE}, nor a checkpoint file, nor open_clip's NAME/TAG"
+            + (f"; did you mean {near}?" if near else "")
         )
     if tag not in list_pretrained_tags_by_model(name):
         raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")

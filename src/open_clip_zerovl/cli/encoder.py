@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from open_clip_zerovl.cli.values import natural
@@ -14,25 +15,25 @@ if TYPE_CHECKING:
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     """What a command asks about its one model besides the model itself and the batch size."""
     parser.add_argument("--model-name", metavar="NAME", help="model of a checkpoint without params.txt beside it")
-    parser.add_argument(
-        "--model-config", metavar="FILE.json", help="one's own model of such a checkpoint, as in training"
-    )
     parser.add_argument("--workers", type=natural, default=0, help="loader processes a rank (default %(default)s)")
     add_models_flags(parser)
 
 
 def add_models_flags(parser: argparse.ArgumentParser) -> None:
-    """What a command asks about all its models at once."""
+    """What a command asks about all its models at once; exported folders among them need none of it."""
+    parser.add_argument(
+        "--model-config", metavar="FILE.json", help="one's own model of a checkpoint without params.txt, as in training"
+    )
     parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower of training checkpoints")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
 
 
-def encoder_of(arguments: argparse.Namespace, batch_size: int) -> Encoder:
-    """The encoder of `arguments.model` with the flags of `add_encoder_flags`."""
+def encoder_of(arguments: argparse.Namespace, model: str, batch_size: int) -> Encoder:
+    """The encoder of a command's one model with the flags of `add_encoder_flags`."""
     from open_clip_zerovl.checkpoints.loading import Encoder
 
     return Encoder(
-        arguments.model,
+        model,
         model_name=own_model(arguments.model_config) or arguments.model_name,
         text_model=arguments.text_model,
         device=arguments.device,
@@ -42,12 +43,19 @@ def encoder_of(arguments: argparse.Namespace, batch_size: int) -> Encoder:
 
 
 def encoder_for(arguments: argparse.Namespace, model: str, *, workers: int = 0) -> Encoder:
-    """The encoder of one of several models, with `--batch-size` and the flags of `add_models_flags`."""
+    """The encoder of one of several models, with `--batch-size` and the flags of `add_models_flags`.
+
+    `--model-config` and `--text-model` are of the training checkpoints: an exported folder beside them has its own.
+    """
     from open_clip_zerovl.checkpoints.loading import Encoder
 
+    is_checkpoint = Path(model).expanduser().is_file()
     return Encoder(
         model,
-        text_model=arguments.text_model,
+        model_name=own_model(arguments.model_config) or getattr(arguments, "model_name", None)
+        if is_checkpoint
+        else None,
+        text_model=arguments.text_model if is_checkpoint else None,
         device=arguments.device,
         batch_size=arguments.batch_size,
         workers=workers,

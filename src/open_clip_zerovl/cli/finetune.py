@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_encoder_flags
+from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.interpolate import SETS, add_curve_flags
 from open_clip_zerovl.cli.values import natural, positive, seed
 from open_clip_zerovl.finetune.names import PATIENCE
@@ -65,20 +65,11 @@ def add_finetune(commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.finetune.run import Request, run_finetune
     from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
-    start = Encoder(
-        arguments.start,
-        model_name=arguments.model_name,
-        text_model=arguments.text_model,
-        device=arguments.device,
-        batch_size=arguments.batch_size,
-        workers=arguments.workers,
-    )
     request = Request(
-        start,
+        encoder_of(arguments, arguments.start, arguments.batch_size),
         arguments.data,
         arguments.out.expanduser().absolute(),
         retrieval_data=arguments.retrieval_data,

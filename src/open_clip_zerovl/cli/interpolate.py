@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_encoder_flags, own_model
+from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_for
 from open_clip_zerovl.cli.values import captions, positive, share
 from open_clip_zerovl.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA, RULES
 
@@ -78,7 +78,6 @@ def _alphas(text: str) -> tuple[float, ...]:
 
 def _run(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.export import loading_note, relocation_note
-    from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.errors import UserError
     from open_clip_zerovl.interpolation.run import CurveSettings, run_interpolation
     from open_clip_zerovl.retrieval.run import RetrievalSettings
@@ -88,19 +87,6 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.data is not None and arguments.alpha is not None:
         raise UserError(
             f"--alpha {arguments.alpha:g} is a point and --data chooses one; give --alphas, or leave --data out"
-        )
-
-    model_name = own_model(arguments.model_config) or arguments.model_name
-
-    def encoder(model: str) -> Encoder:
-        of_checkpoint = Path(model).is_file()  # an exported folder and a tag need no names
-        return Encoder(
-            model,
-            model_name=model_name if of_checkpoint else None,
-            text_model=arguments.text_model if of_checkpoint else None,
-            device=arguments.device,
-            batch_size=arguments.batch_size,
-            workers=arguments.workers,
         )
 
     settings = None
@@ -114,8 +100,8 @@ def _run(arguments: argparse.Namespace) -> None:
             RetrievalSettings(arguments.split, arguments.captions),
         )
     folder = run_interpolation(
-        encoder(arguments.before),
-        encoder(arguments.after),
+        encoder_for(arguments, arguments.before, workers=arguments.workers),
+        encoder_for(arguments, arguments.after, workers=arguments.workers),
         arguments.out,
         alpha=arguments.alpha,
         settings=settings,

@@ -132,7 +132,7 @@ def _add_retrieval(commands) -> None:
 def _run_retrieval(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
 
-    encoder = encoder_of(arguments, arguments.batch_size)
+    encoder = encoder_of(arguments, arguments.model, arguments.batch_size)
     settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
     files = RetrievalFiles(arguments.output, arguments.csv, arguments.gallery)
     run_retrieval(encoder, arguments.data, settings, files)
@@ -190,7 +190,7 @@ def _run_linear_probe(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.probe.lars import LarsSettings
     from open_clip_zerovl.probe.run import run_linear_probe
 
-    encoder = encoder_of(arguments, arguments.micro_batch)
+    encoder = encoder_of(arguments, arguments.model, arguments.micro_batch)
     settings = LarsSettings(
         epochs=arguments.epochs,
         batch_size=arguments.batch_size,

@@ -6,11 +6,15 @@ the `UserError` as an item, a batch with such an item becomes that error, and `r
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from open_clip_zerovl.data.workers import begin_worker
 from open_clip_zerovl.errors import UserError
 
 
@@ -48,7 +52,10 @@ def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **lo
     Raises:
         UserError: the first bad item, after the batches before it.
     """
-    for batch in DataLoader(dataset, collate_fn=_Collate(collate), **loader_options):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # A scheduler's SIGTERM reaches the workers too; a training that then saves a checkpoint still needs their batches.
+    begin = partial(begin_worker, parent=os.getpid() if in_main_thread else None)
+    for batch in DataLoader(dataset, collate_fn=_Collate(collate), worker_init_fn=begin, **loader_options):
         if isinstance(batch, UserError):
             raise batch
         yield batch

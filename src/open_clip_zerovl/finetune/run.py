@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ from open_clip_zerovl.interpolation.page import curve_picture, labelled
 from open_clip_zerovl.interpolation.run import CurveSettings, score_curve, write_between
 from open_clip_zerovl.launch import visible_gpus
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
-from open_clip_zerovl.plan.make import usable_cores
+from open_clip_zerovl.processes import usable_cores
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.retrieval.run import score_set
@@ -156,13 +157,21 @@ def run_finetune(request: Request, *, say: Say) -> Path:
 
 
 def _same_request(request: Request) -> None:
-    """Keep what is asked. UserError where the folder holds something else, or what asked otherwise."""
+    """Keep what is asked. UserError where the folder holds something else, or a training of another request."""
     file = request.out / REQUEST
     asked, before = request.of_training(), _read(file)
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
             raise UserError(f"{request.out} holds {others[0]} and no fine-tuning; choose an empty --out")
+        write_atomically(file, json.dumps(asked, indent=2) + "\n")
+        return
+    if asked != before and not (request.out / "run").exists():
+        # Nothing was trained: the call ended with a mistake, and this one is perhaps its correction.
+        for made in ("data", "before"):
+            shutil.rmtree(request.out / made, ignore_errors=True)
+        for made in (COMPARED, SETTINGS):
+            (request.out / made).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
     for name in asked.keys() | before.keys():

@@ -307,7 +307,7 @@ def limits(logs: Path) -> list[Finding]:
     """Cores, shared memory, open files, disk."""
     import resource
 
-    from open_clip_zerovl.plan.make import usable_cores
+    from open_clip_zerovl.processes import usable_cores
 
     found = [Finding("CPU cores", str(usable_cores()))]
     shared = Path("/dev/shm")

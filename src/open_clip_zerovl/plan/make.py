@@ -27,6 +27,7 @@ from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loade
 from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 from open_clip_zerovl.plan.teachers import check_teachers, missing_teachers
+from open_clip_zerovl.processes import usable_cores
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
@@ -118,17 +119,6 @@ def find_hardware(settings: PlanSettings) -> Hardware:
         min(free for free, _ in memory) / GIB,
         cores,
     )
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, and the container's quota (cgroup v2)."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        allowed, _, period = quota.read_text(encoding="ascii").partition(" ")
-        if allowed.isdigit():
-            return max(1, min(affinity, round(int(allowed) / int(period))))
-    return affinity
 
 
 def _new_plan(

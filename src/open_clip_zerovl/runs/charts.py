@@ -67,6 +67,11 @@ def retrieval_picture(evaluations: Lines) -> bytes:
     axes.set_xlabel("epochs")
     axes.set_ylabel("RSUM")
     axes.xaxis.get_major_locator().set_params(integer=True)
+    places = {line["at"] for line in evaluations}
+    if len(places) == 1:  # matplotlib would show fractions of one epoch and of one RSUM around it
+        (only,) = places
+        axes.set_xticks([only])
+        axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return png_bytes(figure)
 

@@ -93,6 +93,8 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
     for file in (settings.page, settings.output):
         if file is not None:
             check_writable(file)
+    for encoder in encoders.values():
+        encoder.check()
     query = None if settings.image is None else _query_picture(settings.image)
     collection = open_collection(data)
     found = {name: _search(name, encoder, collection, query, settings) for name, encoder in encoders.items()}

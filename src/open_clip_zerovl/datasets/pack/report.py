@@ -234,7 +234,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--captions", "one-per-epoch"]
     smallest = min((one["pictures"] for one in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
-    tuned = shlex.quote(str(out.with_name(f"{out.absolute().name}-tuned")))
+    tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
     return [
         f"zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data {shlex.quote(str(out))} --out {tuned}",
         f"zerovl train --model ViT-B-32 {' '.join(flags)}",
