@@ -130,6 +130,13 @@ LOSS = (
         lambda f: bool(f.ablate or f.coin_flip_mixup),
         "they belong to the softmax loss",
     ),
+    Refusal(
+        "--siglip",
+        lambda f: f.siglip,
+        "--teacher with --distill-weight 1",
+        lambda f: f.teacher is not None and f.distill_weight == 1,
+        "the loss then is the distillation alone, of softmaxes; give a smaller --distill-weight, or leave --siglip out",
+    ),
 )
 METHODS = (
     Refusal(

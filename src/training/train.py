@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -42,6 +43,10 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
         if not config.changes("loss_chunk", "teacher", *asked) and config.texts_per_image == 1:
             return create_stock_loss(args)
         return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
+    if "detached-gather" in config.ablate and args.world_size == 1:
+        logging.warning(
+            "--ablate detached-gather changes nothing in one process: no feature is gathered, and gradients are right."
+        )
     return ContrastiveLoss(
         chunk_size=config.loss_chunk,
         rank=args.rank,

@@ -367,6 +367,16 @@ def test_retain_auto_waits_for_an_optimizer_step():
     assert decided == [(False, False)] * 3 + [(True, True)]
 
 
+def test_retain_auto_decides_where_an_optimizer_leaves_parameters_out():
+    model, micro_batches = bert_clip(), batches([3, 2])
+    optimizer = torch.optim.SGD(model.visual.parameters(), lr=0.1)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain="auto")
+    step.backward(micro_batches)
+    optimizer.step()
+    model.zero_grad()
+    assert step.decision() is not None
+
+
 # ------------------------------------------------------------------------------------------------------- fp32 products
 
 

@@ -79,6 +79,9 @@ RECIPES = {
     "gradient checkpointing": {"checkpointing": True},
     "texts sorted": {"sort_text": True},
     "texts sorted and mixed": {"sort_text": True, "mix": Mix(False, 0.3)},
+    "a teacher, shared captions, other sources": {
+        "loss": {"distill_weight": 0.5, "positives": "both", "cross_source_weight": 0.5}
+    },
 }
 
 
@@ -96,7 +99,7 @@ class Fixed(CoinFlipMixup):
 def watched_steps(
     name, folder, *, precision="amp_bf16", retain=1, mix=None, frozen=None, cached=False, siglip=False, chunk=None,
     checkpointing=False, steps=2, plant=None, total_bytes=141 * GIB, sort_text=False,
-    last=B - 1,
+    last=B - 1, loss=None,
 ):  # fmt: skip
     """The waits of each of some optimizer steps, with micro-batches of uint8 images, the last one smaller."""
     images_module._scale_and_shift.cache_clear()
@@ -134,7 +137,9 @@ def watched_steps(
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
         step = RecipeStep(
             model,
-            (plant or (lambda loss: loss))(SigLipLoss() if siglip else ContrastiveLoss(chunk_size=chunk)),
+            (plant or (lambda made: made))(
+                SigLipLoss() if siglip else ContrastiveLoss(chunk_size=chunk, **(loss or {}))
+            ),
             optimizer,
             precision=precision,
             scaler=torch.amp.GradScaler("cuda") if precision == "amp" else None,
@@ -150,6 +155,11 @@ def watched_steps(
         ]
         if cached:
             micro_batches = [(*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)]
+        if loss:  # origins with a caption and a picture, and a teacher's embeddings of both
+            micro_batches = [
+                (*pair, torch.zeros(len(pair[0]), 4, dtype=torch.long), (torch.ones(len(pair[0]), 10).half(),) * 2)
+                for pair in micro_batches
+            ]
         waits = []
         for number in range(steps):
             waits.append(Waits())

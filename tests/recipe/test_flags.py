@@ -197,6 +197,11 @@ def test_a_double_dash_before_the_flags_is_passed_over():
         ("--coin-flip-mixup --mixup-of both --sort-text", "--sort-text does not work with --mixup-of both"),
         ("--positives both --coin-flip-mixup", "--coin-flip-mixup does not work with --positives: a mixed sample"),
         ("--positives both --ablate detached-gather", "--ablate detached-gather does not work with --positives"),
+        (
+            "--ablate no-replay",
+            "--dga-retain 1 with --dga-steps 1 does not work with --ablate no-replay: no micro-batch",
+        ),
+        ("--ablate no-replay --dga-steps 2 --dga-retain 2", "--dga-retain 2 with --dga-steps 2 does not work with"),
         ("--cross-source-weight -1", "--cross-source-weight -1.0 is out of range; give 0 or more"),
     ],
 )

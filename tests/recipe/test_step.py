@@ -135,6 +135,14 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
         assert loss.positives == config.positives
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_process_says_that_it_gathers_nothing(ranks, caplog):
+    args, config = parse(["--train-data", "a=/x", "--ablate", "detached-gather"])
+    args.rank, args.world_size = 0, ranks
+    assert not create_loss(config, args).gather_grad
+    assert ("changes nothing in one process" in caplog.text) == (ranks == 1)
+
+
 @pytest.mark.parametrize("frozen", [(), ("text",)])
 def test_a_compiled_recipe_traces_nothing_after_a_step_with_each_coin(model, frozen):
     torch._dynamo.reset()

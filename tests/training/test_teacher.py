@@ -235,6 +235,8 @@ def test_shards_that_carry_their_teachers_train(place):
         ("--coin-flip-mixup", "--coin-flip-mixup does not work with --teacher: no teacher has seen the mixed samples"),
         ("--ablate detached-gather", "--ablate detached-gather does not work with --teacher"),
         ("--distill-model tiny --distill-pretrained x", "--distill-model does not work with --dga-steps"),
+        ("--positives both", "--teacher with --distill-weight 1 does not work with --positives: the loss then has no"),
+        ("--siglip", "--siglip does not work with --teacher with --distill-weight 1: the loss then is"),
         ("--distill-weight 0", "--distill-weight 0.0 is out of range"),
         ("--distill-temperature 0", "--distill-temperature 0.0 is out of range"),
     ],

@@ -178,7 +178,9 @@ class Retention:
             self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and gradients within it
 
     def _optimizer_has_stepped(self) -> bool:
-        return all(self._parameters[i]._version != version for i, version in self._versions.items())
+        # Not all of them: a caller may train with gradients that its optimizer does not use.
+        changed = [self._parameters[i]._version != version for i, version in self._versions.items()]
+        return not changed or any(changed)
 
     def _decide(self, size: int) -> int | None:
         """R if the optimizers of all ranks have stepped, else None."""

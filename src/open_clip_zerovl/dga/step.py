@@ -280,7 +280,7 @@ class DecoupledGradientAccumulation:
 
         Raises:
             UserError: as `backward`; also if the accumulation has a scaler of its own, which would count twice; from
-                the backward pass, if it is called a second time.
+                the backward pass, if it is called a second time or the weights have changed.
         """
         if self._objective.scaled:
             raise UserError(
@@ -294,9 +294,19 @@ class DecoupledGradientAccumulation:
                 ).losses["loss"]
         with self._undone_on_failure(), self._towers.reused(self._replay_rng) as outputs:
             step = self._half_step(micro_batches, prepare, text_order, texts_per_image, loss_inputs)
-        return deferred(step.losses["loss"], partial(self._backpropagate_later, step, outputs), self._device)
+        later = partial(self._backpropagate_later, step, outputs, self._weight_versions())
+        return deferred(step.losses["loss"], later, self._device)
 
-    def _backpropagate_later(self, step: HalfStep, outputs: TowerOutputs, factor: Tensor) -> None:
+    def _weight_versions(self) -> list[int]:
+        """Of each parameter a number that rises when it is changed."""
+        return [parameter._version for parameter in self._inner.parameters()]
+
+    def _backpropagate_later(self, step: HalfStep, outputs: TowerOutputs, versions: list[int], factor: Tensor) -> None:
+        if self._weight_versions() != versions:
+            raise UserError(
+                "The model's weights were changed after loss() and before its backward pass, which would forward its "
+                "micro-batches again with other weights: the gradient would be wrong; call loss() again."
+            )
         rng_after = RngState.capture(self._device)
         with self._undone_on_failure(), self._towers.reused(self._replay_rng, outputs):
             self._second_half(step, factor)

@@ -190,7 +190,7 @@ class Problem:
             self.pairs = Pairs(weighed, ranks.mine.start)
         self.teachers = None
         if batch.teachers:
-            scale = torch.tensor(1.0 / settings.distill_temperature, dtype=precision, device=device)
+            scale = self.scale.new_full((), 1.0 / settings.distill_temperature)  # a kernel; a copy makes the host wait
             teachers = [
                 Logits(
                     images.detach().to(device, non_blocking=True),

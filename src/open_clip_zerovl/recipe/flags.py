@@ -239,6 +239,18 @@ class DgaFlags:
         "second pass (Table 6)",
         choices=ABLATIONS,
         planned=False,
+        contradicts=(
+            Contradiction(
+                "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
+                lambda given: (
+                    "no-replay" in given.ablate
+                    and isinstance(given.dga_retain, int)
+                    and given.dga_retain >= given.dga_steps
+                ),
+                "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
+                flag="--ablate no-replay",
+            ),
+        ),
     )
 
 
@@ -286,6 +298,11 @@ class LossFlags:
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup,
                 "a mixed sample has two captions and pictures; leave one of them out",
+            ),
+            Contradiction(
+                "--teacher with --distill-weight 1",
+                lambda given: given.teacher is not None and given.distill_weight == 1,
+                "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
             ),
             _DETACHED_GATHER,
         ),
