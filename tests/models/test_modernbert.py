@@ -327,6 +327,8 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     card = (folder / "README.md").read_text()
     assert "import open_clip\nimport open_clip_zerovl  # its text tower\n" in card and "stock" not in card
     assert json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+    # transformers 4 knows this name alone, 5 both.
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
     command = [sys.executable, "-c", LOADS, str(folder), str(features), *TEXTS]
     finished = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=tmp_path, timeout=240)

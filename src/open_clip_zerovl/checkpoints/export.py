@@ -138,6 +138,7 @@ def write_local_dir(
             built.text.config.save_pretrained(folder)
         if isinstance(tokenizer, HFTokenizer):
             tokenizer.save_pretrained(folder)
+            _name_tokenizer_for_both(folder / "tokenizer_config.json")
         preprocess_cfg = built.visual.preprocess_cfg
         write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
         _verify(folder, weights, tokenizer, spec)
@@ -235,6 +236,14 @@ def _pointing_at(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     if spec.tokenizer_source is not None:
         model_cfg["text_cfg"]["hf_tokenizer_name"] = str(folder)
     return model_cfg
+
+
+def _name_tokenizer_for_both(file: Path) -> None:
+    """Of a tokenizer without a class of its own: transformers 5 writes a name that 4 does not know; both know the older."""
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _verify(
