@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -111,6 +115,41 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
     after = sum(calls)
     embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
     assert sum(calls) == after  # nothing is left to do
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import open_clip_zerovl.teacher.embed as embed
+import open_clip_zerovl.teacher.manifest as manifest
+from support.hash_teacher import HashEncoder
+manifest.UNIT_SAMPLES, embed.FLUSH_SECONDS = 5, 0.0
+images = embed.Teacher.images
+embed.Teacher.images = lambda self, pixels: (time.sleep(0.5), images(self, pixels))[1]
+settings = embed.TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)})
+embed.embed_sources(sys.argv[1], [HashEncoder()], sys.argv[2], settings, progress=False)
+"""
+
+
+@pytest.mark.slow  # a process of its own, which imports torch
+def test_killed_without_warning_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
+    """SIGKILL as soon as one unit of three is marked as done."""
+    out, marks = tmp_path / "killed", tmp_path / "killed" / "a.done.npy"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, data, str(out)], env=environment)
+    try:
+        deadline = time.monotonic() + 200
+        while not ((out / "teacher.json").exists() and np.load(marks).any()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    assert not np.load(marks).all()
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    for folder in ("killed", "whole"):
+        embed_sources(data, [HashEncoder()], tmp_path / folder, SETTINGS, progress=False)
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+import open_clip_zerovl.teacher.store as store_module
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
@@ -178,6 +180,32 @@ def test_same_run_again_and_resumed_shows_the_same(place):
     for first, second in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True))
         assert all(torch.equal(one, other) for one, other in zip(first[3], second[3], strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_path, monkeypatch, workers):
+    """Rows between those that are looked at on opening; the other teacher is not blamed."""
+    _, data, store = place
+    shutil.copytree(store.folder, tmp_path / "teacher")
+    rows = np.load(tmp_path / "teacher" / "a.1.images.npy", mmap_mode="r+")
+    rows[1:-1, :, 3] = np.inf
+    rows.flush()
+    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last, as if the file were long
+    damaged = TeacherStore.open(tmp_path / "teacher")
+    with pytest.raises(
+        UserError, match=r"teacher/a\.1\.images\.npy holds rows that are no numbers.*make the teachers'"
+    ):
+        batches(data, damaged, workers=workers)
+
+
+def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
+    _, _, store = place
+    shutil.copytree(store.folder, tmp_path / "teacher")
+    starts = np.load(tmp_path / "teacher" / "a.captions.npy", mmap_mode="r+")
+    starts[10:] = 0  # a copy that ended early in a file of full length
+    starts.flush()
+    with pytest.raises(UserError, match=r"a\.captions\.npy does not say where the captions of each sample begin"):
+        TeacherStore.open(tmp_path / "teacher")
 
 
 def test_pils_path_too(place, tmp_path):

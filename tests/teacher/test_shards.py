@@ -20,7 +20,7 @@ from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.teacher.opening import open_teachers
 from open_clip_zerovl.teacher.shards import InShards, parse_widths
-from support.reinforced import AUGMENTATIONS, WIDTHS, embeddings_of, members_of
+from support.reinforced import AUGMENTATIONS, WIDTHS, embeddings_of, members_of, packed
 from support.tars import noise_jpeg, write_tar
 
 SIZE = 16
@@ -111,11 +111,20 @@ def views_of(augmentation: bytes) -> bytes:
     return b'{"param_aug": [' + b", ".join([augmentation] * 4) + b"]}"
 
 
+def npz_with_nan() -> bytes:
+    arrays, buffer = embeddings_of(3), io.BytesIO()
+    arrays["text_emb"][1, 2] = np.nan
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("member", "content", "detail"),
     [
         ("npz", None, "no member pth.gz"),
         ("npz", b"PK", "no teachers' embeddings that can be read"),
+        ("npz", packed(3, "whole")[1][:-40], "no teachers' embeddings that can be read"),
+        ("npz", npz_with_nan(), "its embeddings are no numbers"),
         ("paug.json", b'{"param_aug": [[[0, 0, 9, 9], null]]}', "are not of 1 augmentations and width 7"),
         ("paug.json", b"{}", "'param_aug'"),
         ("paug.json", views_of(b"[[0, 0, Infinity, 9], null]"), "infinity"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -207,6 +209,34 @@ def test_two_ranks_killed_and_resumed_with_teachers_end_with_the_same_weights(pl
     first, second = (flat_tensors(state_of(folder, name)) for name in names)
     first.pop("/zerovl", None)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow  # three starts of the program
+@pytest.mark.parametrize("damage", ["cut short", "no numbers", "other data"])
+def test_damaged_embeddings_end_the_program_with_a_sentence_before_its_first_step(place, tmp_path, damage):
+    folder, data = place
+    shutil.copytree(folder / "teacher", tmp_path / "teacher")
+    shutil.copytree(folder / "a", tmp_path / "a")
+    file = tmp_path / "teacher" / "a.0.images.npy"
+    if damage == "cut short":
+        os.truncate(file, file.stat().st_size // 2)
+        sentence = f"{file} cannot be read, it is cut short or damaged"
+    elif damage == "no numbers":
+        rows = np.load(file, mmap_mode="r+")
+        rows[5, 1] = np.nan
+        rows.flush()
+        sentence = f"{file} holds rows that are no numbers (NaN or infinite)"
+    else:
+        write_tar(tmp_path / "a" / "00000.tar", [(f"{n:04d}.{end}", content) for n in range(32) for end, content in (
+            ("jpg", noise_jpeg(500 + n, 50, 44)), ("txt", b"another picture"))])  # fmt: skip
+        sentence = "do not fit source 'a': they are of other data: shard 00000.tar"
+    words = arguments_of(
+        folder, data.replace(f"a={folder}/a", f"a={tmp_path}/a"), f"damaged-{damage[:2]}", "--workers", "1"
+    )
+    words[words.index("--teacher") + 1] = str(tmp_path / "teacher")
+    done = launch("ours", folder / "tiny.json", words, cwd=folder)
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+    assert not (folder / "logs" / f"damaged-{damage[:2]}").exists()
 
 
 def unit(rows, teacher):

@@ -95,6 +95,7 @@ class TeacherStore:
                     f"the teachers' embeddings in {path} are not finished: {int((done == 0).sum())} of {len(done)} parts of "
                     f"source {source['name']!r} are missing; call `zerovl teacher` with the same words again"
                 )
+            store._check_captions(index)
             for teacher in range(len(manifest.teachers)):
                 for kind in ("images", "texts"):
                     rows = store.rows(index, teacher, kind)
@@ -142,6 +143,19 @@ class TeacherStore:
         if about["captions"] == about["samples"] and not self.file(source, "captions").exists():
             return None
         return _mapped(self.file(source, "captions"), (about["samples"] + 1,), np.int64, "r")
+
+    def _check_captions(self, source: int) -> None:
+        starts = self.caption_starts(source)
+        whole = starts is None or (
+            starts[0] == 0
+            and starts[-1] == self.manifest.sources[source]["captions"]
+            and bool((np.diff(starts) >= 0).all())
+        )
+        if not whole:
+            raise UserError(
+                f"{self.file(source, 'captions')} does not say where the captions of each sample begin, it is damaged; make "
+                "the teachers' embeddings again"
+            )
 
     def tensor(self, rows: np.ndarray) -> Tensor:
         """Rows of a file as a tensor of the embeddings' dtype, copied."""
