@@ -1,9 +1,11 @@
 """ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
 
+import argparse
 import math
 
 import pytest
 import torch
+from losses import LOSSES, peak_gib
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from open_clip_zerovl.memory import PeakBytes
+from support import ROOT
 from support.dense_loss import DenseLoss, sample_ids, teacher_features
 
 
@@ -349,6 +352,17 @@ def test_options_need_no_quadratic_memory(name):
             value_and_gradients(ContrastiveLoss(chunk_size=32, **OPTIONS[name]), images, texts, **inputs)
         peaks.append(seen.peak)
     assert peaks[1] <= 4.2 * peaks[0]
+
+
+@pytest.mark.slow  # the chunks' bookkeeping at 65,536 rows takes minutes; nothing is computed
+@pytest.mark.parametrize(("name", "most_gib"), [("InfoNCE", 0.8), ("teachers", 1.3)])
+def test_memory_at_65536_pairs_is_that_of_the_documentation(name, most_gib):
+    """D = 512, chunks of 256 rows, two teachers of width 768 in fp16."""
+    arguments = argparse.Namespace(samples=65536, width=512, chunk=256, teachers=2, teacher_width=768)
+    made, whole = peak_gib(LOSSES[name], arguments)
+    assert whole < most_gib
+    said = " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
+    assert f"{made:.2f} GiB ({whole:.2f} with its inputs)" in said
 
 
 def test_refusals_of_options():
