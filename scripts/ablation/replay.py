@@ -167,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"replay: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        logging.disable(logging.NOTSET)
     print(f"\n{table(found)}")
     if arguments.out is not None:
         write_atomically(arguments.out, json.dumps([asdict(one) for one in found], indent=1) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.processes import usable_cores
 from training.config import RecipeConfig
 from training.params import flags_given
@@ -89,7 +90,7 @@ def _model(facts: Facts) -> str:
     if size is not None:
         sides = size if isinstance(size, tuple | list) else (size, size)
         words += f"; {' x '.join(map(str, sides))} px"
-    context = getattr(facts.model, "context_length", None)
+    context = facts.args.force_context_length or context_length_of(facts.args.model, facts.model)
     return words + (f", {context} tokens" if context else "")
 
 

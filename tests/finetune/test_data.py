@@ -65,7 +65,10 @@ def test_what_a_folder_holds(tmp_path):
     assert found.held_out == f"drawing={both / 'drawing'}::photo={both / 'photo'}"
     assert [one.num_samples for one in open_sources(found.train_data)] == [4, 5]
     assert find_data("x=/data/x::y=/data/{00..03}.tar").train_data == "x=/data/x::y=/data/{00..03}.tar"
-    assert find_data("/data/my pairs").train_data == "my-pairs=/data/my pairs"
+    source(tmp_path / "my pairs", range(5))
+    assert find_data(str(tmp_path / "my pairs")).train_data == f"my-pairs={tmp_path / 'my pairs'}"
+    with pytest.raises(UserError, match="my_pairs does not exist; did you mean .*my pairs"):
+        find_data(str(tmp_path / "my_pairs"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds no shards .*zerovl data pack"):
         find_data(str(tmp_path / "empty"))

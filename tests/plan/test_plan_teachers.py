@@ -26,7 +26,7 @@ from support.dense_loss import teacher_features
 from support.hash_teacher import HashEncoder
 from support.reinforced import members_of
 from support.tars import write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,17 @@ def test_the_command_for_teachers_to_be_made_makes_what_the_run_reads(model, tmp
                 make_plan(settings)
     plan = make_plan(settings)
     assert plan.missing == [] and plan.teachers.made and plan.loader_rate > 0 and plan.teacher_hours is None
+
+
+def test_a_teachers_caption_costs_its_context_and_not_its_towers_positions(tmp_path):
+    """BERT has 64 positions here; the model cuts texts to 12 tokens."""
+    vision = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1, "head_width": 16}
+    bert = write_bert(tmp_path / "bert")
+    short, long = (
+        register(tmp_path, f"teacher-context-{length}", vision, {**bert_text(bert), "context_length": length})
+        for length in (12, 24)
+    )
+    assert forward_costs(long)[2] == pytest.approx(2 * forward_costs(short)[2], rel=0.1)
 
 
 def test_disk_and_time_of_teachers_to_be_made(model, capsys):

@@ -27,6 +27,7 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.files import path_nearby
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
@@ -93,7 +94,7 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     try:
         tokenizer = HFTokenizer(
             source,
-            context_length=text_cfg.get("context_length", 77),
+            context_length=text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH),
             tokenizer_mode=text_cfg.get("tokenizer_mode"),
             **(text_cfg.get("tokenizer_kwargs") or {}),
         )

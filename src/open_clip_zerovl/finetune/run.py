@@ -174,7 +174,7 @@ def _same_request(request: Request) -> None:
             (request.out / made).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
-    for name in asked.keys() | before.keys():
+    for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):
             raise UserError(
                 f"{request.out} holds a fine-tuning with {_flag(name, before)}, and this call asks for {_flag(name, asked)}; "

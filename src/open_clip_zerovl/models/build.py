@@ -23,7 +23,7 @@ from open_clip.factory import get_model_config, parse_model_name
 from open_clip.hf_configs import arch_dict
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.models.configs import TEXT_WEIGHTS
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
     by_default = text_model is None and registered.startswith("zerovl-emoji")
     made_by = "; `zerovl data emoji --out data/emoji` writes it" if by_default else ""
     for source in sorted(map(str, sources)):
-        _check_text_source(source, text_cfg.get("context_length", 77), made_by)
+        _check_text_source(source, text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH), made_by)
 
 
 def _parsed(name: str) -> tuple[str | None, str]:

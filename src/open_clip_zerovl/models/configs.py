@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
 INITIAL_TEMPERATURE = 0.02
+DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, where a config names none
 
 # The 14M recipe's normalisation (released code), for open_clip's --image-mean and --image-std; 100M uses 0.5 for both.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -33,6 +35,19 @@ def logit_scale_of(temperature: float) -> float:
     if not temperature > 0:
         raise UserError(f"a temperature must be positive, got {temperature}")
     return -math.log(temperature)
+
+
+def context_length_of(name: str, model: Any) -> int | None:
+    """Tokens to which texts are cut and filled for an open_clip model of this name; None where nothing says it.
+
+    It is the config's. An HF text tower's own `context_length` is its number of positions, which is larger (BERT's is 512).
+    """
+    from open_clip.factory import get_model_config
+
+    config = get_model_config(name)
+    if config is not None:
+        return config["text_cfg"].get("context_length", DEFAULT_CONTEXT_LENGTH)
+    return getattr(model, "context_length", None)
 
 
 def register_model_configs() -> list[str]:

@@ -19,11 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import check_model
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, context_length_of
 from open_clip_zerovl.plan.data import DataCheck, Missing
 from open_clip_zerovl.plan.model import quiet
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.teacher.manifest import read_manifest
 from open_clip_zerovl.teacher.shards import PREFIX, parse_widths
 from open_clip_zerovl.teacher.store import TeacherStore
@@ -158,9 +160,12 @@ def _counted(architecture: str) -> tuple[int, float, float]:
         model = open_clip.create_model(
             architecture, device="meta", pretrained_text=False, pretrained_image=False
         ).eval()
+    without_host_waits(model)  # what they read of a mask, tensors without values do not have
     side = model.visual.image_size
     height, width = (side, side) if isinstance(side, int) else side
-    texts = torch.zeros(1, model.context_length, dtype=torch.long, device="meta")
+    texts = torch.zeros(
+        1, context_length_of(architecture, model) or DEFAULT_CONTEXT_LENGTH, dtype=torch.long, device="meta"
+    )
     counted = []
     with torch.no_grad():
         for encode, inputs in (
