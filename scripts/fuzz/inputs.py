@@ -312,6 +312,48 @@ def make_annotations(draw: Draw, folder: Path) -> None:
         (folder / f"{name}.zip").write_bytes(edited(buffer.getvalue(), draw(EDITS)))
 
 
+def make_pairs(draw: Draw, folder: Path) -> None:
+    """What `zerovl data pack` reads besides tables and tars: JSON of three kinds, parquet, Arrow, and a folder with texts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    place = folder / "photos"
+    place.mkdir()
+    for name in ("p.png", "q.png"):
+        (place / name).write_bytes(encoded("PNG", "RGB", 40, 30))
+    odd = st.one_of(st.none(), JSON)
+    keys = st.sampled_from(("image", "caption"))
+    row = {"image": "photos/p.png", "caption": "a cat"} | draw(st.dictionaries(keys, odd, max_size=1))
+    good = {"image": "photos/q.png", "caption": ["a dog", "two dogs"]}
+    (folder / "pairs.json").write_bytes(json_bytes(draw, [row, good]))
+    (folder / "pairs.jsonl").write_bytes(json_bytes(draw, row) + b"\n" + json.dumps(good).encode() + b"\n")
+    (folder / "pairs.json.gz").write_bytes(edited(gzip.compress(json_bytes(draw, [row, good])), draw(EDITS)))
+    keys = st.sampled_from(("id", "file_name"))
+    image = {"id": 1, "file_name": "photos/p.png"} | draw(st.dictionaries(keys, odd, max_size=1))
+    keys = st.sampled_from(("image_id", "caption"))
+    annotation = {"image_id": 1, "id": 2, "caption": "a cat"} | draw(st.dictionaries(keys, odd, max_size=1))
+    coco = {"images": [image], "annotations": [annotation] * 2} | draw(
+        st.dictionaries(st.sampled_from(("images", "annotations")), odd, max_size=1)
+    )
+    (folder / "captions_train.json").write_bytes(json_bytes(draw, coco))
+    texts = draw(st.lists(st.sampled_from(FIELDS[:-5]), max_size=3))
+    picture_of = [encoded("PNG", "RGB", 40, 30), b"", b"x"]
+    rows = {
+        "image": [{"bytes": picture_of[i % 3], "path": None} for i in range(3)],
+        "caption": ["a cat", *texts, "", ""][:3],
+    }
+    table = pyarrow.table(rows)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    (folder / "pairs.parquet").write_bytes(edited(buffer.getvalue(), draw(EDITS)))
+    buffer = io.BytesIO()
+    with pyarrow.ipc.new_stream(buffer, table.schema) as stream:
+        stream.write_table(table)
+    (folder / "pairs.arrow").write_bytes(edited(buffer.getvalue(), draw(EDITS)))
+    (place / "p.txt").write_bytes(edited("\n".join(texts).encode(), draw(EDITS)))
+    (place / "q.json").write_bytes(json_bytes(draw, {"caption": "a cat"}))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints, exported folders, stored arrays
 # ---------------------------------------------------------------------------------------------------------------------

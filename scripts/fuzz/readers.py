@@ -28,9 +28,11 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.datasets.gather import Work
 from open_clip_zerovl.datasets.index import check_shards, index_shards
 from open_clip_zerovl.datasets.inputs import find_member
 from open_clip_zerovl.datasets.karpathy import read_karpathy
+from open_clip_zerovl.datasets.pack.run import pack
 from open_clip_zerovl.datasets.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.datasets.vg import largest_phrases
 from open_clip_zerovl.errors import UserError
@@ -104,6 +106,18 @@ def clustering(folder: Path) -> str | None:
 def data_check(folder: Path) -> str | None:
     result = check_shards(folder / "source", threads=1, decode=True, progress=False)
     return BAD_SAMPLE if result.faults and check_report(result) else None
+
+
+def packing(where: str) -> Reader:
+    """`zerovl data pack` of one input into a folder of its own."""
+
+    def read(folder: Path) -> str | None:
+        work = Work(threads=1, attempts=1, progress=False)
+        found = pack([str(folder / where)], folder / f"packed-{where}", work=work)
+        assert (folder / f"packed-{where}" / "report.html").is_file()
+        return BAD_SAMPLE if found["refused"] else None
+
+    return read
 
 
 def data_index(folder: Path) -> None:
@@ -228,6 +242,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "data check": data_check,
             "data index": data_index,
             "zerovl data check": command("data", "check", "{}/source", "--decode"),
+            "data pack": packing("source"),
         },
     ),
     "sizes.json": (
@@ -246,6 +261,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "training, a caption an epoch": training("table.csv", captions="one-per-epoch"),
             "without a name": stock,
             "retrieval": retrieval("{0}/table.csv@{0}"),
+            "data pack": packing("table.csv"),
         },
     ),
     "annotations": (
@@ -256,6 +272,21 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "data coco, zipped": member("karpathy.json.zip", read_karpathy),
             "data vg": member("regions.json", largest_phrases),
             "data vg, zipped": member("regions.json.zip", largest_phrases),
+        },
+    ),
+    "pairs": (
+        inputs.make_pairs,
+        {
+            f"data pack, {name}": packing(where)
+            for name, where in (
+                ("JSON list", "pairs.json"),
+                ("JSON list, compressed", "pairs.json.gz"),
+                ("JSON lines", "pairs.jsonl"),
+                ("COCO", "captions_train.json"),
+                ("parquet", "pairs.parquet"),
+                ("Arrow", "pairs.arrow"),
+                ("folder", "photos"),
+            )
         },
     ),
     "picture": (inputs.make_picture, {how: picture(how) for how in ("pil", "arrays", "whole", "stored")}),

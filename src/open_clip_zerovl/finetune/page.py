@@ -22,6 +22,7 @@ def training_picture(before: float, scores: Mapping[int, float], best: int) -> b
     axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
     axes.axhline(before, color=FAINT, linewidth=1, linestyle=":")
     axes.set_xlabel(f"epoch (0: before); the best is {best}", fontsize=9, color=INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("RSUM, held out", fontsize=9, color=INK)
     return png_bytes(figure)
 
@@ -50,6 +51,6 @@ def report_page(
             chart(training, "RSUM on the held-out pairs by epoch"),
             *curve_sections(curve, picture),
             heading("Settings"),
-            table(("flag", "value", "why"), shown),
+            table(("flag", "value", "why"), shown, "words"),
         ],
     )

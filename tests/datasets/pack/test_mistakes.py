@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -431,3 +432,20 @@ def test_the_progress_bar_counts_every_row(tmp_path, capsys):
     pack([str(given)], tmp_path / "out", work=Work(threads=2))
     bar = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()[-1]
     assert " 4pair [" in bar and "2 came; empty caption 1]" in bar
+
+
+def test_annotations_whose_ids_are_lists_are_refused_rows(tmp_path):
+    given = table(tmp_path / "in", "").with_name("captions.json")
+    images = [{"id": 1, "file_name": "0.png"}, {"id": [2], "file_name": "1.png"}]
+    annotations = [{"image_id": image_id, "caption": "x"} for image_id in (1, [2], {})]
+    given.write_text(json.dumps({"images": images, "annotations": annotations}))
+    found = pack([str(given)], tmp_path / "out", work=WORK)
+    assert found["pictures"] == 1 and found["refused"]["no picture named"]["rows"] == 2
+
+
+def test_lines_that_end_in_a_carriage_return_alone_are_told(tmp_path):
+    given = table(tmp_path / "in", "image,caption\r0.png,a cat\r1.png,a dog\r")
+    with pytest.raises(
+        UserError, match="lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix"
+    ):
+        pack([str(given)], tmp_path / "out", work=WORK)

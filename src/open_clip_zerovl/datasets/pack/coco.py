@@ -37,7 +37,9 @@ class CocoReader(Reader):
         self.places = Places(path, wanted.pictures_in)
         with opened_table(path) as file:
             self.images = {
-                one.get("id"): one for one in json_array(file, str(path), key="images") if isinstance(one, dict)
+                one["id"]: one
+                for one in json_array(file, str(path), key="images")
+                if isinstance(one, dict) and isinstance(one.get("id"), int | str)
             }
         names: dict[str, None] = {}
         for entry in islice(self._annotations(), _LOOKED_AT):
@@ -58,7 +60,8 @@ class CocoReader(Reader):
     def _rows(self) -> Iterator[PairRow]:
         for number, entry in enumerate(self._annotations(), start=1):
             found: dict[str, Any] = entry if isinstance(entry, dict) else {}
-            image = self.images.get(found.get("image_id"), {})
+            wanted = found.get("image_id")
+            image = self.images.get(wanted, {}) if isinstance(wanted, int | str) else {}
             fields = {**image, **found}
             name = image.get("file_name")
             if not isinstance(name, str):

@@ -30,8 +30,16 @@ class TableReader(Reader):
         self.path, self.files, self.wanted = path, [path], wanted
         self.places = Places(path, wanted.pictures_in)
         header = self._first_line()
-        self.separator = wanted.separator or _separator(header)
-        self.names = [name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])]
+        try:
+            self.separator = wanted.separator or _separator(header)
+            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])]
+        except csv.Error as error:  # a field of more than 128 KiB, or a carriage return between fields
+            lines = (
+                " (lines that end in a carriage return alone, as some programs save them?)" if "\r" in header else ""
+            )
+            raise UserError(
+                f"the first line of {path} cannot be read as columns{lines}: save it as CSV with line ends of Unix or Windows"
+            ) from error
         self.has_header = not any(_names_a_picture(name) for name in self.names)
         self.chosen = self._headerless() if not self.has_header else choose(str(path), self.names, wanted)
         header_words = "" if self.has_header else "; no header line"
