@@ -74,7 +74,7 @@ CHOICES: dict[str, Choice] = {
     "lr-16": Choice("learning rate at batch 16", ("2.5e-4", "5e-4", "1e-3"), ("batch-16",), "best", "1e-3"),
     "lr-256": Choice("learning rate at batch 256", ("1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"),
     "clusters": Choice("clusters, by features of", ("image-4", "image-16", "text-8"), ("clusters",), "best", "image-4"),
-    "mixup-epochs": Choice("epochs with augmentation", ("20", "40", "80"), ("augmented", "mixup"), "shortest", "2"),
+    "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
 }
 
 QUICK: Choices = {"epochs": "2", "icon-epochs": "1", **{name: choice.quick for name, choice in CHOICES.items()}}

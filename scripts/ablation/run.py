@@ -35,6 +35,8 @@ from scripts.ablation.protocol import CHOICES, CHOICES_FILE, FIXED, PILOT_SEEDS,
 from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
 from scripts.emoji.runs import flag_value
 
+VIEWS = 4  # of each picture, for teachers
+
 
 class OutOfTime(Exception):
     """The minutes that were given are over; what is finished is kept."""
@@ -125,7 +127,8 @@ def prepare(ablation: Ablation, job: Job) -> None:
     if condition.teacher is not None:
         checkpoint = ablation.training_run(Job(job.seed, condition.teacher)).checkpoint
         flags = ablation.training_run(job).flags
-        write_embeddings(checkpoint, flag_value(flags, "--train-data"), ablation.teacher(job), seed=job.seed)
+        train_data, aug_cfg = (flag_value(flags, name) for name in ("--train-data", "--aug-cfg"))
+        write_embeddings(checkpoint, train_data, ablation.teacher(job), views=VIEWS, aug_cfg=[aug_cfg], seed=job.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -247,16 +247,16 @@ def _with_group(pair: Sample) -> Sample:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_embeddings(checkpoint: Path, train_data: str, out: Path, *, seed: int) -> None:
-    """Runs `zerovl teacher` with one teacher; replaces an earlier result.
-
-    Pictures are not augmented, as in the student's run: one view is all there are.
+def write_embeddings(
+    checkpoint: Path, train_data: str, out: Path, *, views: int, aug_cfg: Sequence[str], seed: int
+) -> None:
+    """Runs `zerovl teacher` with one teacher on views of the student's augmentation; replaces an earlier result.
 
     Raises:
         UserError: the command fails.
     """
     shutil.rmtree(out, ignore_errors=True)
     _zerovl(
-        "teacher", str(checkpoint), "--train-data", train_data, "--out", str(out), "--views", "1", "--image-size", "32",
-        "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)", "--seed", str(seed), "--device", "cpu",
+        "teacher", str(checkpoint), "--train-data", train_data, "--out", str(out), "--views", str(views),
+        "--image-size", "32", "--aug-cfg", *aug_cfg, "--seed", str(seed), "--device", "cpu",
     )  # fmt: skip

@@ -231,12 +231,12 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     run.choose(quick.data, tmp_path / "pilots", 2, None)
     chosen = read_choices(tmp_path / "choices.json")
     assert chosen == {
-        **protocol.FIXED, "lr-16": "1e-3", "lr-256": "1e-3", "clusters": "image-4", "mixup-epochs": "20",
+        **protocol.FIXED, "lr-16": "1e-3", "lr-256": "1e-3", "clusters": "image-4", "long-epochs": "20",
     }  # fmt: skip
     # 40 epochs gained nothing over 20, so that nobody waits for 80.
-    assert {folder.name for folder in (tmp_path / "pilots").glob("mixup-epochs=*")} == {
-        "mixup-epochs=20",
-        "mixup-epochs=40",
+    assert {folder.name for folder in (tmp_path / "pilots").glob("long-epochs=*")} == {
+        "long-epochs=20",
+        "long-epochs=40",
     }
     records = [json.loads(file.read_text()) for file in (tmp_path / "pilots" / "lr-16=5e-4").glob("*.json")]
     assert {record["seed"] for record in records} == set(PILOT_SEEDS)
