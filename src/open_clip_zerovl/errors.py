@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -70,6 +71,32 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return place_sentence(error) or f"{type(error).__name__}: {first_line}"
     return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt word most likely means."""
+    import difflib  # not at the top: only mistakes need it
+
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
+def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, lists: str = "flags") -> str:
+    """One sentence for argparse's message: for an unknown flag with the nearest known one.
+
+    Args:
+        message: as `ArgumentParser.error` gets it.
+        flags: those that are known.
+        help_command: what lists them, or the commands.
+    """
+    unknown = message.removeprefix("unrecognized arguments: ")
+    if unknown == message:
+        return f"{message}; `{help_command}` lists the {lists}"
+    words = unknown.split()
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no flag; write it as --flag value"
+    near = nearest(word, flags)
+    return f"there is no flag {word}; " + (f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}")
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ imports torch, so that `--help` and errors are printed at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.data.names import is_named
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, argparse_sentence
 from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, values_of
 from training.config import RecipeConfig
@@ -40,17 +39,8 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown == message:
-            raise UserError(f"{message}; `python -m training.main --help` lists the flags")
-        words = unknown.split()
-        word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         known = [*self._option_string_actions, *build_parser()._option_string_actions]
-        if not word.startswith("-"):
-            raise UserError(f"{word!r} belongs to no flag; write it as --flag value")
-        near = difflib.get_close_matches(word, known, n=1)
-        advice = f"did you mean {near[0]}?" if near else "`python -m training.main --help` lists the flags"
-        raise UserError(f"there is no flag {word}; {advice}")
+        raise UserError(argparse_sentence(message, known, "python -m training.main --help"))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -249,3 +249,26 @@ def test_the_release_is_told(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("pack x --out y", "there is no command 'pack'; did you mean `zerovl data pack`?"),
+        ("retreival m", "there is no command 'retreival'; did you mean `zerovl retrieval`?"),
+        ("data pak x", "there is no command 'pak'; did you mean `zerovl data pack`?"),
+        ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
+        ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),
+        ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),
+        ("export a b c", "'c' belongs to no flag; write it as --flag value"),
+        ("retrieval m", "the following arguments are required: --data; `zerovl retrieval --help` lists the flags"),
+        ("", "the following arguments are required: COMMAND; `zerovl --help` lists the commands"),
+        ("data", "the following arguments are required: DATASET; `zerovl data --help` lists the commands"),
+    ],
+)
+def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, line, sentence):
+    """Shortened flags are not taken: --test-shar would otherwise mean --test-share until another flag begins so."""
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"zerovl: error: {sentence}\n")

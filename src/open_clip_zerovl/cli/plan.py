@@ -13,14 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, argparse_sentence
 from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"zerovl plan: {message}; `zerovl plan --help` lists the flags")
+        sentence = argparse_sentence(message, self._option_string_actions, "zerovl plan --help")
+        raise UserError(f"zerovl plan: {sentence}")
 
 
 def add_plan(commands) -> None:

@@ -19,6 +19,7 @@ from open_clip_zerovl.cli.encoder import add_encoder_flags, add_models_flags, en
 from open_clip_zerovl.cli.export import add_export
 from open_clip_zerovl.cli.finetune import add_finetune
 from open_clip_zerovl.cli.interpolate import add_interpolate
+from open_clip_zerovl.cli.parser import Parser
 from open_clip_zerovl.cli.plan import add_plan
 from open_clip_zerovl.cli.report import add_report
 from open_clip_zerovl.cli.search import add_search
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="zerovl",
         description="open_clip training with the ZeroVL recipe, and data, evaluation and export around it.",
     )
