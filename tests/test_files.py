@@ -3,6 +3,8 @@
 import os
 import resource
 import stat
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import atomic_file, save_atomically, write_atomically
+from open_clip_zerovl.files import atomic_file, remove_scratch, save_atomically, write_atomically
 
 
 @contextmanager
@@ -75,3 +77,12 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "c").touch()
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "abc"]
     assert modes == [modes[2], 0o640, modes[2]]
+
+
+def test_scratch_of_killed_processes_is_removed_and_that_of_other_files_kept(tmp_path):
+    killed = "import os, sys; from open_clip_zerovl.files import atomic_file\nwith atomic_file(sys.argv[1]): os.kill(os.getpid(), 9)"
+    for name in ("a[1].json", "a1.json"):
+        subprocess.run([sys.executable, "-c", killed, str(tmp_path / name)], check=False)
+    assert len(list(tmp_path.glob(".*.part"))) == 2
+    remove_scratch(tmp_path / "a[1].json")
+    assert [file.name.startswith(".a1.json.") for file in tmp_path.iterdir()] == [True]

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import glob
 import io
 import os
 import secrets
@@ -90,6 +91,13 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
     """Write a file's content by `atomic_file`; UserError as there. Text is written as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def remove_scratch(path: str | os.PathLike[str]) -> None:
+    """Remove what `atomic_file` has left beside `path` in processes that were killed. No other process may be writing it."""
+    target = Path(os.path.realpath(path))
+    for scratch in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        scratch.unlink(missing_ok=True)
 
 
 def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.files import remove_scratch, write_atomically
 from open_clip_zerovl.tar.members import Sample
 from open_clip_zerovl.tar.shards import SIZES_FILE, write_shard
 
@@ -84,8 +84,7 @@ def write_recorded_shard(
         first_row, rows, captions, failures, transient_reasons: as in `ShardRecord`.
     """
     path = folder / name
-    for leftover in folder.glob(f".{name}.*.part"):  # of a call that was killed while it wrote this shard
-        leftover.unlink(missing_ok=True)
+    remove_scratch(path)
     # A shard that is written again (after a retry) is not done until its new record is written.
     (folder / RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
     if pairs:
@@ -107,7 +106,9 @@ def write_recorded_shard(
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record, which marks the shard as done."""
     text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
-    write_atomically(folder / RECORDS / f"{Path(record.shard).stem}.json", text)
+    file = folder / RECORDS / f"{Path(record.shard).stem}.json"
+    remove_scratch(file)
+    write_atomically(file, text)
 
 
 def read_record(folder: Path, shard: str) -> ShardRecord | None:
@@ -194,6 +195,8 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             failures=dict(failures.most_common()),
             shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
         )
+        for name in (SIZES_FILE, MANIFEST_FILE):
+            remove_scratch(folder / name)
         write_atomically(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
         write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
