@@ -80,7 +80,8 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
 
 
 def test_scratch_of_killed_processes_is_removed_and_that_of_other_files_kept(tmp_path):
-    killed = "import os, sys; from open_clip_zerovl.files import atomic_file\nwith atomic_file(sys.argv[1]): os.kill(os.getpid(), 9)"
+    killed = "import os, sys; from open_clip_zerovl.files import atomic_file\n"
+    killed += "with atomic_file(sys.argv[1]): os.kill(os.getpid(), 9)"
     for name in ("a[1].json", "a1.json"):
         subprocess.run([sys.executable, "-c", killed, str(tmp_path / name)], check=False)
     assert len(list(tmp_path.glob(".*.part"))) == 2
