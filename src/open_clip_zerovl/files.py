@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import fcntl
 import glob
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.errors import UserError, first_line, nearest
 
 if TYPE_CHECKING:  # what a command line is told comes before numpy is loaded
     import numpy as np
@@ -110,10 +109,11 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str], *, busy: str | None = None) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None) -> Iterator[None]:
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
 
     Args:
+        name: of the file in the folder that is locked.
         busy: the sentence for a lock that another process holds; None waits for it.
 
     Raises:
@@ -121,7 +121,7 @@ def locked(folder: str | os.PathLike[str], *, busy: str | None = None) -> Iterat
         OSError: the folder cannot be made or written.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder, "lock"), "w") as file:
+    with open(Path(folder, name), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
         except BlockingIOError as error:
@@ -230,8 +230,8 @@ def path_nearby(path: str | os.PathLike[str]) -> Path | None:
         names = os.listdir(path.parent)
     except OSError:
         return None
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
-    return path.with_name(near[0]) if near else None
+    near = nearest(path.name, names, cutoff=0.7)
+    return None if near is None else path.with_name(near)
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:

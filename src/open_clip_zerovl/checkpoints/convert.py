@@ -16,7 +16,6 @@ open_clip builds a timm ViT at the size of its name only. Weights for another si
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import os
@@ -40,7 +39,7 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.errors import UserError, first_line, nearest
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
@@ -278,9 +277,9 @@ def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
     """The ViT without memory for its weights (on the meta device), and timm's name of it."""
     name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        near = nearest(name, timm.list_models())
         raise UserError(
-            f"timm has no model '{name}'{f'; did you mean {near[0]}?' if near else ''}: give --image-model a timm ViT such "
+            f"timm has no model '{name}'{f'; did you mean {near}?' if near else ''}: give --image-model a timm ViT such "
             "as vit_base_patch16_224.augreg_in21k"
         )
     with torch.device("meta"):

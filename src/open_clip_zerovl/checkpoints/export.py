@@ -1,6 +1,6 @@
 """Export: a training checkpoint as a `local-dir:` folder that open_clip opens without this package.
 
-A model with ModernBERT is the exception: open_clip 3.3 needs this package's import to build it (`loading_note`).
+A model with ModernBERT is the exception: open_clip 3.3 needs this package's import to build it (`import_sentence`).
 
     open_clip_config.json         model_cfg (complete) and preprocess_cfg
     open_clip_model.safetensors   the weights, under open_clip's own names
@@ -45,11 +45,10 @@ __all__ = [
     "check_destination",
     "export_local_dir",
     "load_model",
-    "loading_note",
+    "loading_notes",
     "read_model_spec",
     "read_params",
     "read_state_dict",
-    "relocation_note",
     "write_local_dir",
 ]
 
@@ -149,12 +148,17 @@ def write_local_dir(
         for name, content in {CARD_FILE: text, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
-    for note in filter(None, (loading_note(final), relocation_note(final))):
+    for note in loading_notes(final):
         log.info(note)
     return final
 
 
-def loading_note(folder: str | os.PathLike[str]) -> str | None:
+def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list[str]:
+    """What a person who loads an exported folder has to know: an import before it, and what to do after it was `moved`."""
+    return [note for note in (import_sentence(folder), relocation_note(folder) if moved else None) if note]
+
+
+def import_sentence(folder: str | os.PathLike[str]) -> str | None:
     """A sentence that says which import open_clip needs before it loads an exported folder; None where it needs none."""
     file = Path(folder) / "config.json"  # the text tower's
     return import_note(json.loads(file.read_text(encoding="utf-8")).get("model_type")) if file.is_file() else None

@@ -63,12 +63,11 @@ def _run_export(arguments: argparse.Namespace) -> None:
         folder = export_transformers(arguments.checkpoint, arguments.out, **common)
         print(f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor.")
     else:
-        from open_clip_zerovl.checkpoints.export import export_local_dir, loading_note, relocation_note
+        from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
 
         folder = export_local_dir(arguments.checkpoint, arguments.out, **common)
         print(f"Exported. Load it with open_clip.create_model_and_transforms('local-dir:{folder.resolve()}').")
-        moving = None if arguments.push_to_hub else relocation_note(folder)
-        for note in filter(None, (loading_note(folder), moving)):
+        for note in loading_notes(folder, moved=not arguments.push_to_hub):
             print(note)
     if arguments.push_to_hub:
         from open_clip_zerovl.checkpoints.hub import push_folder

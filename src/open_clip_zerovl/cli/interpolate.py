@@ -77,7 +77,7 @@ def _alphas(text: str) -> tuple[float, ...]:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.checkpoints.export import loading_note, relocation_note
+    from open_clip_zerovl.checkpoints.export import loading_notes
     from open_clip_zerovl.errors import UserError
     from open_clip_zerovl.interpolation.run import CurveSettings, run_interpolation
     from open_clip_zerovl.retrieval.run import RetrievalSettings
@@ -109,5 +109,5 @@ def _run(arguments: argparse.Namespace) -> None:
         force=arguments.force,
     )
     print(f"Written. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').")
-    for note in filter(None, (loading_note(folder), relocation_note(folder))):
+    for note in loading_notes(folder):
         print(note)

@@ -295,7 +295,7 @@ def _add_convert(commands) -> None:
 
 def _run_convert(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
-    from open_clip_zerovl.checkpoints.export import loading_note, relocation_note
+    from open_clip_zerovl.checkpoints.export import loading_notes
 
     folder = convert_checkpoint(
         arguments.checkpoint,
@@ -309,5 +309,5 @@ def _run_convert(arguments: argparse.Namespace) -> None:
     )
     verified = ", verified" if arguments.verify else ""
     print(f"Converted{verified}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').")
-    for note in filter(None, (loading_note(folder), relocation_note(folder))):
+    for note in loading_notes(folder):
         print(note)

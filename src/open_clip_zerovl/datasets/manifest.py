@@ -10,10 +10,8 @@ Each process that finishes writes manifest and sizes again from the records, und
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import remove_scratch, write_atomically
+from open_clip_zerovl.files import locked, remove_scratch, write_atomically
 from open_clip_zerovl.tar.members import Sample
 from open_clip_zerovl.tar.shards import SIZES_FILE, write_shard
 
@@ -107,6 +105,11 @@ def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record, which marks the shard as done."""
     text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
     file = folder / RECORDS / f"{Path(record.shard).stem}.json"
+    _write_again(file, text)
+
+
+def _write_again(file: Path, text: str) -> None:
+    """Write a file whose last writing may have been killed. Called by its one writer (`sole_writer`, `locked`)."""
     remove_scratch(file)
     write_atomically(file, text)
 
@@ -153,13 +156,13 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
         "settings": json.loads(json.dumps(settings)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder / RECORDS):
         known = read_manifest(folder)
         if known is None:
             if any(folder.glob("*.tar")):
                 raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
             head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
-            write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
+            _write_again(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     for name, value in head.items():
         if known.get(name) != value:
@@ -175,7 +178,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
     Args:
         shard_count: number of all shards, where it is known; the manifest's `complete` says whether all of them are done.
     """
-    with _locked(folder):
+    with locked(folder / RECORDS):
         manifest = _load(folder / MANIFEST_FILE)
         records = [ShardRecord(**_load(file)) for file in sorted((folder / RECORDS).glob("*.json"))]
         records.sort(key=lambda record: record.first_row)
@@ -195,23 +198,9 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             failures=dict(failures.most_common()),
             shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
         )
-        for name in (SIZES_FILE, MANIFEST_FILE):
-            remove_scratch(folder / name)
-        write_atomically(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
-        write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        _write_again(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
+        _write_again(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A lock that one process holds at a time; the kernel releases that of a killed process."""
-    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / RECORDS / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -227,16 +216,9 @@ def sole_writer(
     Raises:
         UserError: another process writes it.
     """
-    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / RECORDS / f".writer-{part}", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"Another process is writing {of or folder}: {advice}.") from error
+    busy = f"Another process is writing {of or folder}: {advice}."
+    with locked(folder / RECORDS, name=f".writer-{part}", busy=busy):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import model_card
-from open_clip_zerovl.checkpoints.export import loading_note, relocation_note, write_local_dir
+from open_clip_zerovl.checkpoints.export import loading_notes, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
@@ -434,4 +434,4 @@ def next_command(model: Path, new: str, kept: str | None) -> str:
         f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
         f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
     ]
-    return "\n".join([*lines, *filter(None, [loading_note(model), relocation_note(model)])])
+    return "\n".join([*lines, *loading_notes(model)])

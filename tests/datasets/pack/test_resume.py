@@ -66,7 +66,7 @@ def _files(out: Path) -> dict[str, bytes]:
     return {
         str(file.relative_to(out)): file.read_bytes()
         for file in out.rglob("*")
-        if file.is_file() and file.name not in ("report.html", ".lock") and ".pack" not in file.parts
+        if file.is_file() and file.name not in ("report.html", "lock") and ".pack" not in file.parts
     }
 
 

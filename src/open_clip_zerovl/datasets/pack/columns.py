@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from open_clip_zerovl.datasets.pack.rows import Columns
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.errors import UserError, nearest
 
 #: Names of picture columns, the likelier first: the picture itself, then a path, then an address.
 PICTURE_NAMES = (
@@ -87,8 +86,8 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     if len(same) == 1:
         return same[0]
     plain = {_plain(known): known for known in names}
-    near = difflib.get_close_matches(_plain(name), plain, n=1)
-    meant = f"; did you mean {flag} {plain[near[0]]!r}?" if near else ""
+    near = nearest(_plain(name), plain)
+    meant = f"; did you mean {flag} {plain[near]!r}?" if near else ""
     raise UserError(f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}")
 
 
@@ -96,7 +95,7 @@ def _nearest(names: Sequence[str], usual: Sequence[str]) -> str:
     """The column whose name is nearly a usual one; "" where none is."""
     flag = "--picture-column" if usual is PICTURE_NAMES else "--caption-column"
     for name in names:
-        if difflib.get_close_matches(_plain(name), usual, n=1, cutoff=0.75):
+        if nearest(_plain(name), usual, cutoff=0.75):
             return f"; did you mean {flag} {name!r}?"
     return ""
 
