@@ -66,6 +66,16 @@ class Condition:
             return "plain"
         return "seen" if self.trained == "four" else "unseen"
 
+    @property
+    def choices(self) -> set[str]:
+        """The choices, and fixed settings, that its runs and those that it needs depend on."""
+        named = {flag[1:-1] for flag in self.flags if flag.startswith("{")}
+        if isinstance(self.epochs, str):
+            named.add(self.epochs)
+        if self.clusters_of is not None:
+            named.add("clusters")
+        return named.union(*(CONDITIONS[name].choices for name in self.needs))
+
     def run_epochs(self, choices: Choices) -> int:
         """How many epochs it is trained for."""
         epochs = int(choices[self.epochs]) if isinstance(self.epochs, str) else self.epochs

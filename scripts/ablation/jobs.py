@@ -12,8 +12,9 @@ from typing import Any
 from open_clip_zerovl.datasets.drawn_data import DrawnData
 from open_clip_zerovl.datasets.emoji import EMOJI
 from open_clip_zerovl.datasets.icons import ICONS
+from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, Condition
-from scripts.ablation.protocol import Choices, fingerprint, unseen_source
+from scripts.ablation.protocol import Choices, unseen_source
 from scripts.ablation.sources import CONTEXT_SOURCE, ClusterSettings, cluster_data, context_data
 from scripts.emoji.runs import TrainingRun, drawn_flags
 
@@ -62,7 +63,7 @@ class Ablation:
     Attributes:
         data: miniature -> its folder.
         out: records, runs, and data that is made of the miniatures.
-        choices: the settings that the protocol's pilots chose.
+        choices: the fixed settings, and those that the protocol's pilots chose.
         split: "test", or "val" for pilots.
     """
 
@@ -123,16 +124,33 @@ class Ablation:
         built_on = {name: self.asked(Job(job.seed, name))["flags"] for name in job.condition.needs}
         return {
             "condition": job.name, "seed": job.seed, "unseen": job.unseen, "split": self.split, "ranks": run.ranks,
-            "choices": fingerprint(self.choices), "flags": list(run.flags), "built_on": built_on,
+            "choices": {name: self.choices[name] for name in sorted(job.condition.choices)},
+            "flags": list(run.flags), "built_on": built_on,
         }  # fmt: skip
 
     def is_recorded(self, job: Job) -> bool:
         """Whether the job's JSON exists and has the job's settings."""
         file = self.record_file(job)
-        if not file.is_file():
+        return file.is_file() and self._is_of(job, json.loads(file.read_text(encoding="utf-8")))
+
+    def _is_of(self, job: Job, record: dict[str, Any]) -> bool:
+        """Whether a record is of this job with its present settings."""
+        if not job.condition.choices <= set(self.choices):
             return False
-        record = json.loads(file.read_text(encoding="utf-8"))
         return all(record.get(key) == value for key, value in self.asked(job).items())
+
+    def take_over(self, runs: Path) -> int:
+        """Write the JSONs of finished runs in a `runs.json` that are missing here; returns their number."""
+        taken = 0
+        for record in json.loads(runs.read_text(encoding="utf-8")) if runs.is_file() else ():
+            job = Job(record["seed"], record["condition"])
+            if job.name in CONDITIONS and not self.is_recorded(job) and self._is_of(job, record):
+                self.write_record(job, record)
+                taken += 1
+        return taken
+
+    def write_record(self, job: Job, record: dict[str, Any]) -> None:
+        write_atomically(self.record_file(job), json.dumps(record, indent=1) + "\n")
 
     def plan(self, seeds: Sequence[int], names: Sequence[str]) -> list[Job]:
         """The jobs to train, seed by seed: those without a record, each after those that it needs."""

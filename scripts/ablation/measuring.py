@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 
 from open_clip_zerovl.bias.pools import pool_metrics
 from open_clip_zerovl.datasets.drawn import DrawnSample, load_drawn_split
-from open_clip_zerovl.files import write_atomically
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
 from scripts.ablation.sources import CONTEXT_SOURCE, ContextPairs, measure_contexts, rsum_of, shared_information
@@ -62,7 +60,7 @@ class Measurements:
             ]
         if condition.kind == "clusters":
             result["shared_information"] = round(shared_information(ablation.clusters(job)), 3)
-        write_atomically(ablation.record_file(job), json.dumps(result, indent=1) + "\n")
+        ablation.write_record(job, result)
         return result
 
     def _measure(self, job: Job, checkpoint: Path) -> dict[str, Any]:

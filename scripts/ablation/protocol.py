@@ -5,14 +5,13 @@
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
    A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
-   to `choices.json`, which is committed before the runs. The test split is scored once. `FIXED` settings are those of the demo,
-   which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
+   to `choices.json`, which is committed before the runs that use them. The test split is scored once. `FIXED` settings are
+   those of the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every row of `comparisons.py` is reported, whatever comes out.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,13 +85,13 @@ def unseen_source(sources: Sequence[str], seed: int) -> str:
 
 
 def read_choices(path: Path = CHOICES_FILE) -> Choices:
-    """The choices that the pilot runs made, and the fixed settings.
+    """The choices that the pilot runs made, and the fixed settings; these alone before the pilots.
 
     Raises:
-        UserError: no such file yet, or it is of another protocol.
+        UserError: the file is of another protocol.
     """
     if not path.is_file():
-        raise UserError(f"{path.name} does not exist: choose the settings first, with `make ablation PILOT=1`")
+        return FIXED
     chosen = {name: one["chosen"] for name, one in json.loads(path.read_text(encoding="utf-8")).items()}
     if set(chosen) != set(CHOICES):
         differing = sorted(set(chosen) ^ set(CHOICES))
@@ -100,8 +99,3 @@ def read_choices(path: Path = CHOICES_FILE) -> Choices:
             f"{path.name} is of another protocol ({', '.join(differing)}): run `make ablation PILOT=1` again"
         )
     return {**FIXED, **chosen}
-
-
-def fingerprint(choices: Choices) -> str:
-    """Twelve digits that name the choices; every record carries those that it was made with."""
-    return hashlib.sha256(json.dumps(dict(sorted(choices.items()))).encode()).hexdigest()[:12]

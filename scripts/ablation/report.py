@@ -58,12 +58,16 @@ def read_records(path: Path) -> Records:
         found = json.loads(path.read_text(encoding="utf-8"))
     else:
         found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(path.glob("*-seed*.json"))]
-    found = [record for record in found if record["condition"] in CONDITIONS]
+    # Records of earlier protocols have no table of choices.
+    found = [
+        record for record in found if record["condition"] in CONDITIONS and isinstance(record.get("choices"), dict)
+    ]
     if not found:
         raise UserError(f"there is no finished run in {path}; make them with `make ablation`")
-    kinds = {(record["choices"], record["split"]) for record in found}
-    if len(kinds) > 1:
-        raise UserError(f"{path} holds runs of several choices or splits, {sorted(kinds)}; train them alike")
+    settings = [{**record["choices"], "split": record["split"]} for record in found]
+    for name in {name for one in settings for name in one}:
+        if len(values := {one[name] for one in settings if name in one}) > 1:
+            raise UserError(f"{path} holds runs with several values of {name}, {sorted(values)}; train them alike")
     return {
         name: {record["seed"]: record for record in sorted(found, key=lambda one: one["seed"]) if record["condition"] == name}
         for name in CONDITIONS

@@ -6,8 +6,9 @@
 
 `protocol.py` says what is compared with what, and how. Each condition of `conditions.py` is trained by training.main in a
 process of its own with one thread. A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve, retrieval, signs
-of bias, times. Called again, it keeps the runs whose JSON has the same settings and goes on with the others, so that the runs
-can be spread over several sittings. All conditions of one seed come before the next seed.
+of bias, times. Called again, it keeps the runs whose JSON has the same settings, takes over those of docs/results/runs.json,
+and goes on with the others: several sittings and machines can share the work. All conditions of one seed come before the next
+seed. `--only` takes those that depend on no choice before the pilots too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from scripts.ablation.sources import write_clusters, write_contexts, write_embed
 from scripts.emoji.runs import flag_value
 
 VIEWS = 4  # of each picture, for teachers
+COMMITTED = Path("docs/results/runs.json")  # what earlier sittings have finished
 
 
 class OutOfTime(Exception):
@@ -241,14 +243,17 @@ def _run(arguments: argparse.Namespace) -> int:
     ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     data = {name: arguments.data / name for name in MINIATURES}
     needed = {CONDITIONS[needs].miniature for name in names for needs in (name, *CONDITIONS[name].needs)}
+    choices = QUICK if arguments.quick else read_choices()
     if not arguments.pilot:
-        choices = QUICK if arguments.quick else read_choices()
+        _check_chosen(names, choices)
     for name in sorted(needed):
         prepare_drawn(MINIATURES[name], data[name])
     if arguments.pilot:
         choose(data, arguments.out / "pilots", arguments.jobs, ends_at)
         return 0
     ablation = Ablation(data, arguments.out / "quick" if arguments.quick else arguments.out, choices)
+    if not arguments.quick:
+        ablation.take_over(COMMITTED)
     jobs = ablation.plan(seeds, names)
     kept = sum(ablation.is_recorded(Job(seed, name)) for seed in seeds for name in names)
     print(
@@ -259,6 +264,18 @@ def _run(arguments: argparse.Namespace) -> int:
     for job, reason in failed.items():
         print(f"ablation: error: {job}: {reason}", file=sys.stderr)
     return 2 if failed else 0
+
+
+def _check_chosen(names: Sequence[str], choices: Choices) -> None:
+    """
+    Raises:
+        UserError: a condition depends on a choice that no pilot has made yet.
+    """
+    if waiting := [name for name in names if not CONDITIONS[name].choices <= set(choices)]:
+        raise UserError(
+            f"{len(waiting)} conditions ({', '.join(waiting[:3])} ...) depend on settings that pilots choose, and "
+            f"{CHOICES_FILE.name} does not exist: run `make ablation PILOT=1` first, or name other conditions with --only"
+        )
 
 
 def _seeds(text: str) -> list[int]:

@@ -248,9 +248,34 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     assert Recorder.seen == [] and len(list((tmp_path / "pilots").rglob("*.json"))) == before
 
 
-def test_choices_of_another_protocol_and_none_are_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="choices.json does not exist: choose the settings first"):
-        read_choices(tmp_path / "choices.json")
+def test_before_the_pilots_only_what_depends_on_none_is_run(quick, monkeypatch, tmp_path, capsys):
+    assert read_choices(tmp_path / "choices.json") == protocol.FIXED
+    free = {name for name, one in CONDITIONS.items() if one.choices <= set(protocol.FIXED)}
+    assert {"random", "debiased", "icons-weight-0", "auxiliary"} <= free
+    assert not free & {"batch-16", "clusters", "mixup", "student-half"}  # the last by its teacher
+    monkeypatch.setattr(run, "read_choices", lambda: protocol.FIXED)
+    assert run.main(["--only", "random,student-half", "--data", str(tmp_path), "--out", str(tmp_path / "o")]) == 2
+    assert "1 conditions (student-half ...) depend on settings that pilots choose" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+    before = Ablation(quick.data, quick.out, protocol.FIXED)
+    assert run.run_all(before, before.plan([0], ["debiased", "start"]), 1) == {}
+    # Choices made later leave it as it is.
+    after = Ablation(quick.data, quick.out, {**QUICK, **protocol.FIXED})
+    assert after.is_recorded(Job(0, "debiased")) and not before.is_recorded(Job(0, "clusters"))
+
+
+def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
+    assert run.run_all(quick, quick.plan([0], ["debiased", "random"]), 1) == {}
+    runs = tmp_path / "runs.json"
+    runs.write_text(json.dumps([json.loads(file.read_text()) for file in quick.out.glob("*.json")]))
+    here = Ablation(quick.data, tmp_path / "elsewhere", QUICK)
+    assert here.take_over(runs) == 2 and here.plan([0], ["debiased", "random"]) == []
+    assert here.take_over(runs) == 0 == here.take_over(tmp_path / "none.json")
+    # Negative control: runs with other settings are not.
+    assert Ablation(quick.data, tmp_path / "third", {**QUICK, "epochs": "3"}).take_over(runs) == 0
+
+
+def test_choices_of_another_protocol_are_a_sentence(tmp_path):
     (tmp_path / "choices.json").write_text(json.dumps({"epochs": {"chosen": "8"}}))
     with pytest.raises(UserError, match=r"of another protocol \(clusters, epochs, "):
         read_choices(tmp_path / "choices.json")
@@ -361,7 +386,8 @@ def record(name: str, seed: int, **change) -> dict:
     score = 150.0 + 20 * seed + (0 if "random" in name else 50 + seed)
     epochs = condition.run_epochs(QUICK)
     return {
-        "condition": name, "seed": seed, "unseen": Job(seed, name).unseen, "split": "test", "ranks": 1, "choices": "c",
+        "condition": name, "seed": seed, "unseen": Job(seed, name).unseen, "split": "test", "ranks": 1,
+        "choices": {name: QUICK[name] for name in condition.choices},
         "flags": [], "built_on": {}, "score": score, "epochs": epochs, "samples": 128, "loss_curve": [[64, 5.0], [128, 4.0]],
         "rsum": {"within": 200.0 + seed, "across": None, "mixed": 150.0, condition.score: score},
         "probe_images": 0.63, "probe_texts": 0.9, "probe_chance": 0.25, "log_p_same_source": -20.0,
@@ -434,8 +460,8 @@ def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
     with pytest.raises(UserError, match="no finished run"):
         ablation_report.read_records(tmp_path)
     write_records(tmp_path, ("random",), (0,))
-    write_records(tmp_path, ("debiased",), (0,), choices="others")
-    with pytest.raises(UserError, match="several choices or splits"):
+    write_records(tmp_path, ("debiased",), (0,), choices={"epochs": "9"})
+    with pytest.raises(UserError, match=r"several values of epochs, \['2', '9'\]"):
         ablation_report.read_records(tmp_path)
 
 
