@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -101,7 +101,21 @@ def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
             check_writable(config.shard_cache, folder=True)
     teachers = open_teachers(config.teacher, config.captions)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
-    return Inputs(sources, teachers, {name: open_retrieval_set(path) for name, path in paths.items()})
+    retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
+    _tell_trained_pictures(sources, retrieval)
+    return Inputs(sources, teachers, retrieval)
+
+
+def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, RetrievalSet]) -> None:
+    """Warn of retrieval sets that are read from the files that are trained on (`zerovl data near` compares pictures)."""
+    for name, held_out in retrieval.items():
+        for source in sources:
+            if count := held_out.in_files(dict.fromkeys(source.shards)):
+                logging.warning(
+                    f"{count:,} of the {len(held_out):,} pictures of the retrieval set {name} lie in files that are trained on "
+                    f"(source {source.name}): its scores show what was memorised; hold a part out with "
+                    "`zerovl data pack --test-share 0.05`."
+                )
 
 
 def get_data(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from open_clip_zerovl.errors import UserError
 from support.tars import write_source
@@ -102,6 +103,36 @@ def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, caplog):
 
     assert told(sources)
     assert not told(f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")
+
+
+def test_a_retrieval_set_in_the_files_of_a_source_is_told(sources, tmp_path, caplog):
+    other = write_source(tmp_path / "b", 100, 40, 10)
+    folder, table = tmp_path / "pictures", tmp_path / "pictures" / "pairs.csv"
+    folder.mkdir()
+    rows = ["filepath,title"]
+    for i in range(4):
+        Image.new("RGB", (8, 8), (9 * i, 0, 0)).save(folder / f"{i}.png")
+        rows.append(f"{i}.png,picture {i}")
+    table.write_text("\n".join(rows) + "\n")
+
+    def told(train_data: str, retrieval: str) -> list[str]:
+        caplog.clear()
+        args, config = parse(
+            ["--train-data", train_data, "--debiased-sampling", "--batch-size", "4", "--retrieval-data", retrieval]
+        )
+        training_data.open_inputs(config, args)
+        return [
+            record.getMessage().partition(" lie in files")[0] for record in caplog.records if "memor" in record.message
+        ]
+
+    both = f"{sources}::b={other}"
+    assert told(both, f"held={tmp_path / 'a'}") == ["40 of the 40 pictures of the retrieval set held"]
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert told(both, f"held={next((tmp_path / 'link').glob('*.tar'))}") == [
+        "10 of the 10 pictures of the retrieval set held"
+    ]
+    assert told(f"{sources}::t={table}", f"held={table}") == ["4 of the 4 pictures of the retrieval set held"]
+    assert not told(sources, f"held={table}") and not told(f"b={other}::t={table}", f"held={tmp_path / 'a'}")
 
 
 @pytest.mark.parametrize(

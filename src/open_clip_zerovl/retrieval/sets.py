@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class RetrievalSet:
         """The share of a rank: consecutive images, so that the parts of all ranks in order are the set."""
         begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
         return replace(self, samples=self.samples[begin:end])
+
+    def in_files(self, paths: Iterable[str]) -> int:
+        """Number of images that lie in one of these files; all, if the set itself is one of them (a table)."""
+        files = {os.path.realpath(path) for path in paths}
+        if os.path.realpath(self.path) in files:
+            return len(self)
+        held = {file for file in {sample.file for sample in self.samples} if os.path.realpath(file) in files}
+        return sum(sample.file in held for sample in self.samples)
 
     def read_image(self, index: int) -> Image.Image:
         """The image as RGB. UserError with file and key where it cannot be read or decoded."""
