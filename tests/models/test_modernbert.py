@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import random
 import subprocess
 import sys
 
@@ -14,24 +13,22 @@ import open_clip
 import pytest
 import torch
 from open_clip import hf_model
-from open_clip.factory import get_model_config
 from transformers import AutoModel, ModernBertConfig, ModernBertForMaskedLM
 
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.data.tokens import fast_tokenizer
-from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.build import create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
-from open_clip_zerovl.recipe.towers import freeze, lock_text_layers, open_clip_locks_layers
+from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from support.dga_reference import TOLERANCE, error, gradients, one_graph
+from support.hf_towers import micro_batches_of, small_model
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,
@@ -43,7 +40,7 @@ from support.tiny_clip import (
     write_run,
 )
 
-NAMES = [f"zerovl-ViT-{size}-ModernBERT-base" for size in ("S-16", "B-32", "B-16")]
+NAME = "zerovl-ViT-S-16-ModernBERT-base"
 TEXTS = ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"]
 PAD = 3
 
@@ -55,38 +52,10 @@ def tower(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, tower) -> str:
-    """A registered small model: dropout 0.1 everywhere in the text tower, token drop in the image tower."""
-    text = {**bert_text(tower), "context_length": 24}
-    vision = {**NATIVE_VISION, "patch_dropout": 0.25}
-    return register(tmp_path_factory.mktemp("configs"), "small-modernbert", vision, text, init_logit_scale=3.9)
-
-
-def texts_of(name: str) -> torch.Tensor:
-    return open_clip.get_tokenizer(name)(TEXTS)
-
-
-def micro_batches_of(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tokens, generator = texts_of(name), torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(3, 3, 32, 32, generator=generator, dtype=torch.float64),
-            tokens[torch.randperm(3, generator=generator)],
-        )
-        for _ in range(3)
-    ]
+    return small_model(tmp_path_factory.mktemp("configs"), "small-modernbert", tower)
 
 
 # --- registration and building ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_configs_name_their_towers(name, tower):
-    config = get_model_config(name)
-    text = config["text_cfg"]
-    assert text["hf_model_name"] == text["hf_tokenizer_name"] == "answerdotai/ModernBERT-base"
-    assert text["context_length"] == 77 and text["hf_pooler_type"] == "cls_last_hidden_state_pooler"
-    assert config["vision_cfg"] == get_model_config(name.replace("ModernBERT", "BERT"))["vision_cfg"]
-    check_model(name, text_model=tower)
 
 
 def test_other_towers_are_built_by_the_same_calls(monkeypatch):
@@ -112,25 +81,11 @@ def test_registering_again_changes_nothing_and_an_open_clip_with_other_names_is_
     assert hf_model.AutoModel is other and "modernbert" not in hf_model.arch_dict
 
 
-def test_a_config_builds_with_a_folder_and_reads_77_tokens(tower):
-    name = with_text_model(NAMES[0], tower)
-    model, _, _ = create_model_and_transforms(name)
-    model.eval()
+def test_a_model_is_built_without_compilation_or_another_attention(tower):
+    model, _, _ = create_model_and_transforms(with_text_model(NAME, tower))
     assert model.text.config.model_type in TEXT_TOWERS
-    transformer = model.text.transformer
-    assert transformer.config._attn_implementation == "sdpa" and not transformer.config.reference_compile
-    tokens = texts_of(name)
-    assert tokens.shape == (3, 77) and (tokens[:, 0] == 1).all() and (tokens == PAD).any()
-    with torch.no_grad():
-        features = model.encode_text(tokens)
-        mask = (tokens != PAD).long()
-        hidden = transformer(input_ids=tokens, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
-        # Padding changes nothing; without its mask it would.
-        length = int(mask.sum(dim=1).max())
-        torch.testing.assert_close(model.encode_text(tokens[:, :length]), features, rtol=0, atol=1e-5)
-        unmasked = transformer(input_ids=tokens, attention_mask=torch.ones_like(mask)).last_hidden_state
-    assert (unmasked[:, 0] - hidden[:, 0]).abs().max() > 1e-3
+    config = model.text.transformer.config
+    assert config._attn_implementation == "sdpa" and not config.reference_compile
 
 
 def test_a_folders_weights_are_loaded_whatever_head_they_were_stored_with(tower, tmp_path):
@@ -180,29 +135,10 @@ def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
 # --- the recipe ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", [(), ("text",)])
-def test_accumulation_is_exact_with_dropout_and_token_drop(small, frozen):
-    model = random_model(small).double().train()
-    model.output_dict = True
-    freeze(model, frozen)
-    without_host_waits(model)
-    parts = micro_batches_of(small)
-    torch.manual_seed(7)
-    _, reference = one_graph(model, ContrastiveLoss(), parts)
-    torch.manual_seed(7)
-    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
-    assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
-    if not frozen:  # the control: other masks in the second pass
-        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, replay_rng=False, check="never")
-        torch.manual_seed(7)
-        dga.backward(parts)
-        assert error(gradients(model), reference) > 0.01
-
-
 def test_accumulation_is_exact_with_gradient_checkpointing(small):
     model = random_model(small).double().train()
     model.output_dict = True
-    parts = micro_batches_of(small)
+    parts = micro_batches_of(small, TEXTS)
     torch.manual_seed(7)
     _, reference = one_graph(model, ContrastiveLoss(), parts)
     model.text.set_grad_checkpointing()
@@ -217,7 +153,7 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     """DGA's gradient is that of the same mixture, written down without hooks."""
     model, mix, weight = random_model(small).double().eval(), Mix(mixes_images=False, weight=0.35), 0.35
     model.output_dict = True
-    parts = micro_batches_of(small)
+    parts = micro_batches_of(small, TEXTS)
 
     class Written(torch.nn.Module):
         def __init__(self) -> None:
@@ -252,37 +188,9 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     assert error(found, {name.removeprefix("model."): value for name, value in reference.items()}) <= 1e-10
 
 
-def test_the_prepared_masks_give_the_same_features(small):
-    stock = random_model(small)
-    ours = copy.deepcopy(stock)
-    without_host_waits(ours)
-    without_host_waits(ours)  # once is enough
-    tokens = texts_of(small)
-    assert (tokens != PAD).sum(dim=1).max() > 9  # beyond the window, 4 tokens to either side
-    with torch.no_grad():
-        assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))
-
-
-def test_sorted_texts_are_cut_at_their_own_padding(small):
-    model = random_model(small)
-    assert text_padding(model) == PAD
-    tokens = texts_of(small)
-    lengths = (tokens != PAD).sum(dim=1).sort().values.tolist()
-    cut, order = sort_texts([tokens[:2], tokens[2:]], PAD)
-    assert [part.shape[1] for part in cut] == lengths[1:]
-    with torch.no_grad():
-        features = torch.cat([model.encode_text(part) for part in cut])
-        torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
-
-
-def test_words_are_masked_and_replaced_by_the_towers_own(small):
+def test_the_compiled_part_of_its_tokenizer_is_found(small):
     tokenizer = open_clip.get_tokenizer(small)
     assert fast_tokenizer(tokenizer) is not tokenizer  # its compiled part gives the same tokens
-    augment = WordAugment(tokenizer, 1.0)
-    assert augment.mask == "[MASK]" and "cat" in augment.vocabulary
-    inner = tokenizer.tokenizer
-    seen = torch.cat([tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)])
-    assert (seen == inner.mask_token_id).sum() > 20 and not (seen == inner.unk_token_id).any()
 
 
 def test_layers_are_locked_and_their_norms_found_by_what_they_are(small):
@@ -337,7 +245,7 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     assert (
         "stock open_clip loads it" if by_itself else "unexpected keyword argument 'add_pooling_layer'"
     ) in finished.stdout
-    assert torch.equal(torch.load(features), model.encode_text(texts_of(small)).detach())
+    assert torch.equal(torch.load(features), model.encode_text(open_clip.get_tokenizer(small)(TEXTS)).detach())
 
     with pytest.raises(UserError, match="takes a text tower with a pooler .*, and not 'modernbert'"):
         export_transformers(checkpoint, tmp_path / "tf")

@@ -1,0 +1,144 @@
+"""HF text towers other than BERT: the recipe is as exact on them, whatever their padding token, masks and layers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import open_clip
+import pytest
+import torch
+from open_clip.factory import get_model_config
+
+from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.recipe.host_waits import without_host_waits
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+from open_clip_zerovl.recipe.towers import freeze
+from support.dga_reference import TOLERANCE, error, gradients, one_graph
+from support.hf_towers import micro_batches_of, small_model
+from support.tiny_clip import random_model, write_modernbert, write_xlm_roberta
+
+
+class Tower(NamedTuple):
+    name: str  # in our configs
+    hub: str
+    write: Callable[[Path], Path]
+    start: int  # the first token of a text
+    pad: int
+    mask: str
+    texts: list[str]
+
+
+TOWERS = [
+    Tower(
+        "XLM-RoBERTa-base", "FacebookAI/xlm-roberta-base", write_xlm_roberta, 0, 1, "<mask>",
+        ["a small red cat", "猫", "the big round house with a tree and the moon"],
+    ),
+    Tower(
+        "ModernBERT-base", "answerdotai/ModernBERT-base", write_modernbert, 1, 3, "[MASK]",
+        ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"],
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TOWERS, ids=[one.name for one in TOWERS])
+def tower(request) -> Tower:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tower) -> Path:
+    return tower.write(tmp_path_factory.mktemp("text") / "tower")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, tower, folder) -> str:
+    return small_model(tmp_path_factory.mktemp("configs"), f"small-{tower.name}", folder)
+
+
+@pytest.mark.parametrize("size", ["S-16", "B-32", "B-16"])
+def test_the_configs_name_their_towers(size, tower, folder):
+    name = f"zerovl-ViT-{size}-{tower.name}"
+    config = get_model_config(name)
+    text = config["text_cfg"]
+    assert text["hf_model_name"] == text["hf_tokenizer_name"] == tower.hub
+    assert text["context_length"] == 77 and text["hf_pooler_type"] == "cls_last_hidden_state_pooler"
+    assert config["vision_cfg"] == get_model_config(f"zerovl-ViT-{size}-BERT-base")["vision_cfg"]
+    check_model(name, text_model=folder)
+
+
+def test_a_config_builds_with_a_folder_and_reads_77_tokens(tower, folder):
+    name = with_text_model(f"zerovl-ViT-S-16-{tower.name}", folder)
+    model, _, _ = create_model_and_transforms(name)
+    model.eval()
+    tokens = open_clip.get_tokenizer(name)(tower.texts)
+    assert tokens.shape == (3, 77) and (tokens[:, 0] == tower.start).all() and (tokens == tower.pad).any()
+    with torch.no_grad():
+        features = model.encode_text(tokens)
+        mask = (tokens != tower.pad).long()
+        hidden = model.text.transformer(input_ids=tokens, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
+        # Padding changes nothing; without its mask it would.
+        length = int(mask.sum(dim=1).max())
+        torch.testing.assert_close(model.encode_text(tokens[:, :length]), features, rtol=0, atol=1e-5)
+        unmasked = model.text.transformer(input_ids=tokens, attention_mask=torch.ones_like(mask)).last_hidden_state
+    assert (unmasked[:, 0] - hidden[:, 0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("frozen", [(), ("text",)])
+def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen):
+    model = random_model(small).double().train()
+    model.output_dict = True
+    freeze(model, frozen)
+    without_host_waits(model)
+    parts = micro_batches_of(small, tower.texts)
+    torch.manual_seed(7)
+    _, reference = one_graph(model, ContrastiveLoss(), parts)
+    torch.manual_seed(7)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
+    assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
+    if not frozen:  # the control: other masks in the second pass
+        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, replay_rng=False, check="never")
+        torch.manual_seed(7)
+        dga.backward(parts)
+        assert error(gradients(model), reference) > 0.01
+
+
+def test_the_prepared_masks_give_the_same_features(tower, small):
+    stock = random_model(small)
+    ours = copy.deepcopy(stock)
+    without_host_waits(ours)
+    hooks = len(ours.text.transformer._forward_pre_hooks)
+    without_host_waits(ours)  # once is enough
+    assert hooks == len(ours.text.transformer._forward_pre_hooks) == 1
+    tokens = open_clip.get_tokenizer(small)(tower.texts)
+    assert (tokens != tower.pad).sum(dim=1).max() > 9  # beyond ModernBERT's window here, 4 tokens to either side
+    with torch.no_grad():
+        assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))
+
+
+def test_sorted_texts_are_cut_at_their_own_padding(tower, small):
+    model = random_model(small)
+    assert text_padding(model) == tower.pad
+    tokens = open_clip.get_tokenizer(small)(tower.texts)
+    lengths = (tokens != tower.pad).sum(dim=1).sort().values.tolist()
+    cut, order = sort_texts([tokens[:2], tokens[2:]], tower.pad)
+    assert [part.shape[1] for part in cut] == lengths[1:]
+    with torch.no_grad():
+        features = torch.cat([model.encode_text(part) for part in cut])
+        torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
+
+
+def test_words_are_masked_and_replaced_by_the_towers_own(tower, small):
+    tokenizer = open_clip.get_tokenizer(small)
+    augment = WordAugment(tokenizer, 1.0)
+    assert augment.mask == tower.mask and "cat" in augment.vocabulary
+    inner = tokenizer.tokenizer
+    seen = torch.cat([tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)])
+    assert (seen == inner.mask_token_id).sum() > 20 and not (seen == inner.unk_token_id).any()
