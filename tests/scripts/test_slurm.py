@@ -317,7 +317,7 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
     wait_for(lambda: slurm.state_of(job) not in ("RUNNING", "COMPLETING"), 300, "the end", every=1)
     words = log.read_text()
     assert slurm.state_of(job) == "COMPLETED", words[-3000:]
-    assert "2 node(s), n[1-2]" in words and words.count("Found latest resume checkpoint") == 2
+    assert "2 node(s), n[1-2]" in words and words.count("goes on after step") == 2
     for step in (first, second):
         assert f"step_0000_{step:08d}.pt" in words
 

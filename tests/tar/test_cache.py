@@ -15,7 +15,8 @@ from open_clip_zerovl.tar import cache as cache_module
 from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
 from open_clip_zerovl.tar.index import FOLDER, TarIndex, open_index
 from open_clip_zerovl.tar.members import locate_samples
-from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable
+from open_clip_zerovl.tar.remote import Patience
+from open_clip_zerovl.tar.transfers import StalledShard, Unreachable
 from support.shard_server import shard_server
 from support.tars import write_source
 

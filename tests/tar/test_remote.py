@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from open_clip_zerovl.tar.remote import Patience, RemoteStream, Unreachable, Wait, open_url
+from open_clip_zerovl.tar.remote import Patience, RemoteStream, Wait, open_url
+from open_clip_zerovl.tar.transfers import Unreachable
 from support.shard_server import shard_server
 
 CONTENT = bytes(range(256)) * 16_000  # 4 MB, more than what aiohttp holds

@@ -128,7 +128,8 @@ class Retention:
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
             self._auto = decision.graphs
-            log.info("The graphs of %d micro-batches a step are kept, as before this run was resumed.", decision.graphs)
+            if self._world_size == 1 or dist.get_rank() == 0:  # the number is that of all ranks
+                log.info("Graphs kept a step, as before this run was resumed: %d.", decision.graphs)
             return
         self._adopted = None
         log.warning(

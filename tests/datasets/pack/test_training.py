@@ -30,7 +30,8 @@ def test_the_printed_command_trains_and_evaluates(tmp_path):
     (tmp_path / "tiny.json").write_text(
         json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
     )
-    steps = [*COMMON, *arguments[2:], "--dga-steps", "2", "--epochs", "1", "--workers", "1", "--name", "packed"]
+    common = [flag for flag in COMMON if flag not in ("--warmup", "2")]  # the command has --warmup-share
+    steps = [*common, *arguments[2:], "--dga-steps", "2", "--epochs", "1", "--workers", "1", "--name", "packed"]
     done = launch("ours", tmp_path / "tiny.json", steps, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     log = (tmp_path / "logs/packed/out.log").read_text()
