@@ -19,8 +19,8 @@ from webdataset import autodecode
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.releases import LINE_3, line_here
 from open_clip_zerovl.tar.pictures import forget_other_formats
-from open_clip_zerovl.tar.remote import check_quotes, local_path
 from open_clip_zerovl.tar.shards import read_sizes
+from open_clip_zerovl.tar.urls import check_quotes, local_path
 
 UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart

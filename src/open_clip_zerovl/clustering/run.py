@@ -32,8 +32,8 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import check_writable, write_atomically
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
-from open_clip_zerovl.tar.remote import local_path
 from open_clip_zerovl.tar.shards import shard_mark
+from open_clip_zerovl.tar.urls import local_path
 
 __all__ = [
     "ClusterSettings",

@@ -13,7 +13,7 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
 from open_clip_zerovl.tar.members import ShardError, locate_samples, opened
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.urls import local_path
 
 
 def caption_starts(source: Source) -> np.ndarray | None:

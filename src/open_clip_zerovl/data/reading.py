@@ -43,7 +43,9 @@ from open_clip_zerovl.tar.members import (
     stream_samples,
     unreadable,
 )
-from open_clip_zerovl.tar.remote import Patience, StalledShard, Unreachable, local_path, words_of
+from open_clip_zerovl.tar.remote import Patience
+from open_clip_zerovl.tar.transfers import StalledShard, Unreachable, words_of
+from open_clip_zerovl.tar.urls import local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30

@@ -19,7 +19,7 @@ from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, opened, read_samples
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.urls import local_path
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.remote import REMOTE, Patience, Unreachable, is_command, local_path, open_url
+from open_clip_zerovl.tar.remote import Patience, open_url
 from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes, read_sizes
+from open_clip_zerovl.tar.transfers import Unreachable
+from open_clip_zerovl.tar.urls import REMOTE, is_command, local_path
 
 _NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
 _TAR = re.compile(

@@ -38,8 +38,9 @@ from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_s
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.index import open_index
 from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
-from open_clip_zerovl.tar.remote import REMOTE, check_openable, local_path
+from open_clip_zerovl.tar.remote import check_openable
 from open_clip_zerovl.tar.shards import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
+from open_clip_zerovl.tar.urls import REMOTE, local_path
 
 
 @dataclass(frozen=True)

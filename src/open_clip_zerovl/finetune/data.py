@@ -30,7 +30,7 @@ from open_clip_zerovl.files import path_nearby, regular_file
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, ShardError, image_of
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.urls import local_path
 
 CAPTIONS = "one-per-epoch"
 SPLITS = ("test", "val", "train")  # names of folders that are no sources

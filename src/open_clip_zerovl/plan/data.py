@@ -21,8 +21,8 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.tar.remote import local_path
 from open_clip_zerovl.tar.shards import read_sizes
+from open_clip_zerovl.tar.urls import local_path
 
 MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # by `zerovl data NAME`
 

@@ -40,7 +40,7 @@ from open_clip_zerovl.files import locked, write_atomically
 from open_clip_zerovl.randomness import seeded
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import group_of
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.urls import local_path
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from open_clip_zerovl.data.items import ItemSet, read_batches
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.retrieval.formats import RETRIEVAL_FORMATS, RetrievalFormat, RetrievalSample, split_location
-from open_clip_zerovl.tar.remote import REMOTE
+from open_clip_zerovl.tar.urls import REMOTE
 
 __all__ = [
     "RETRIEVAL_FORMATS",

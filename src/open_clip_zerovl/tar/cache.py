@@ -31,7 +31,9 @@ from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.index import FOLDER as INDEX_FOLDER
 from open_clip_zerovl.tar.index import open_index
 from open_clip_zerovl.tar.members import ShardError
-from open_clip_zerovl.tar.remote import Patience, RemoteStream, StalledShard, Unreachable, identity_of, is_command
+from open_clip_zerovl.tar.remote import Patience, RemoteStream, identity_of
+from open_clip_zerovl.tar.transfers import StalledShard, Unreachable
+from open_clip_zerovl.tar.urls import is_command
 
 _FETCHES = 3  # attempts at a shard that arrives whole but differs from the server's checksum, or is no tar
 _READ_BYTES = 1 << 20

@@ -29,7 +29,8 @@ from typing import Any, TypeVar, cast
 
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.headers import walk_tar
-from open_clip_zerovl.tar.remote import Patience, open_url, words_of
+from open_clip_zerovl.tar.remote import Patience, open_url
+from open_clip_zerovl.tar.transfers import words_of
 
 #: Suffixes of pictures. Of a sample with several pictures the first in this order is taken, as in open_clip's pipeline.
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")

@@ -24,7 +24,7 @@ from typing import Any
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import atomic_file, write_atomically
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of, read_samples
-from open_clip_zerovl.tar.remote import local_path
+from open_clip_zerovl.tar.urls import local_path
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
