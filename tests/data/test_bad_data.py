@@ -25,7 +25,7 @@ from open_clip import SimpleTokenizer
 from PIL import Image
 from torchvision import transforms
 
-from open_clip_zerovl.data import reading
+from open_clip_zerovl.data import shard_members
 from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
@@ -293,14 +293,14 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = reading._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+    read, bad = shard_members._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
 
     def failing(descriptor, extent):
         if extent is not None and list(extent) == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, extent)
 
-    monkeypatch.setattr(reading, "_content", failing)
+    monkeypatch.setattr(shard_members, "_content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}

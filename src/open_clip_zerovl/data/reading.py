@@ -12,45 +12,34 @@ replaces a lost sample follows from the seed. An epoch can therefore be entered 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
 import os
-import tarfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
-from open_clip_zerovl.data.fields import CaptionSets, DrawnCaptions, captions_of, member_of
+from open_clip_zerovl.data.fields import CaptionSets, DrawnCaptions
 from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.shard_members import ShardMembers
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import regular_file
 from open_clip_zerovl.randomness import Purpose, stream_seed
 from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
-from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import (
-    TEXT_EXTENSION,
-    WANTED,
-    Extent,
     ShardError,
-    image_of,
-    locate_samples,
     opened,
-    stream_samples,
     unreadable,
 )
 from open_clip_zerovl.tar.remote import Patience
-from open_clip_zerovl.tar.transfers import StalledShard, Unreachable, words_of
+from open_clip_zerovl.tar.transfers import StalledShard, words_of
 from open_clip_zerovl.tar.urls import local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30
 _GONE_SHARDS = 8  # when so many remote shards in a row fail, their host is taken to be down
-_READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
 
 @dataclass(frozen=True)
@@ -109,10 +98,6 @@ class ShardTeachers(Protocol):
         ...
 
 
-# key, captions, picture, and the members by suffix where more than these are read
-_Member = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
-
-
 class Surplus(Exception):
     """A shard holds more samples than were counted."""
 
@@ -149,6 +134,11 @@ class Reading:
     teachers: ShardTeachers | None = None
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
+
+    @functools.cached_property
+    def _members(self) -> ShardMembers:
+        others = () if self.teachers is None else self.teachers.members
+        return ShardMembers(self.source, others, self.patience, self.cache, self.notes)
 
     def announce(self, shard: int) -> None:
         """A shard will be read soon: a remote one is fetched meanwhile."""
@@ -193,7 +183,7 @@ class Reading:
         if source.table is not None:
             yield from self._rows(shard, start, position)
             return
-        with closing(self._members(shard, start)) as members:
+        with closing(self._members.of(shard, start)) as members:
             for offset, (key, texts, image, others) in enumerate(members, start):
                 if offset == size:
                     raise Surplus
@@ -225,179 +215,6 @@ class Reading:
                 texts = [text for _, text in rows if text is not None]
                 yield self._raw(image, texts or None, path, table.path, position + offset - start)
 
-    def _members(self, shard: int, start: int) -> Generator[_Member, None, None]:
-        """(key, captions, image, further members) of each sample from number `start` on; ShardError where there are too few."""
-        url = self.source.shards[shard]
-        path = local_path(url)
-        if path is None and self.cache is not None:
-            return self._cached(self.cache, url, shard, start)
-        return self._members_of(path, url, shard, start)
-
-    def _cached(self, cache: ShardCache, url: str, shard: int, start: int):
-        """`_members` of a remote shard, through the cache."""
-        with contextlib.ExitStack() as stack:
-            try:
-                path = stack.enter_context(cache.borrowed(url, self.patience, self.notes))
-            except Unreachable as error:
-                raise unreadable(error) from error
-            yield from self._members_of(path, url, shard, start)
-
-    def _members_of(self, path: str | None, url: str, shard: int, start: int):
-        size = self.source.sizes[shard]
-        if path is not None and self._wanted != WANTED:
-            with contextlib.suppress(tarfile.ReadError):
-                return self._located(path, shard, start, size)
-        if self.source.picked is not None:
-            return self._picked(path or url, shard, start)
-        if path is not None:
-            try:
-                if self.source.captions == "all":
-                    return self._each_caption(path, start, size)
-                return self._indexed(path, start, size) if start > 0 else self._local(path, size)
-            except tarfile.ReadError:
-                pass  # compressed, or no tar; streaming reads it or says why not
-        return self._streamed(url, start, size)
-
-    def _streamed(self, url: str, start: int, size: int):
-        """`_members` of any tar, read from its first byte on."""
-        number = -1
-        with closing(stream_samples(url, patience=self.patience, wanted=self._wanted)) as samples:
-            for number, (key, members) in enumerate(samples):
-                if number >= start:
-                    yield self._member(key, members)
-        _require(number + 1, size)
-
-    def _local(self, path: str, size: int):
-        """`_members` of a plain local tar from its beginning. tarfile.ReadError for another one, before anything is read."""
-        # The first header is read here and not in the generator below, whose error would come too late.
-        samples = locate_samples(path)
-        first = next(samples, None)
-
-        def read():
-            count = 0
-            with closing(samples), opened(path) as descriptor:
-                for key, members in itertools.chain([first] if first is not None else [], samples):
-                    text = _content(descriptor, members.get(TEXT_EXTENSION))
-                    yield key, self._captions(text), _content(descriptor, image_of(members)), {}
-                    count += 1
-            _require(count, size)
-
-        return read()
-
-    def _located(self, path: str, shard: int, start: int, size: int):
-        """`_members` of a plain local tar by its headers, where members are wanted that the index does not have.
-
-        tarfile.ReadError for another tar, before anything is read.
-        """
-        samples, picked, wanted = locate_samples(path), self.source.picked, self._wanted
-        numbers = None if picked is None else picked[self.source.starts[shard] : self.source.starts[shard + 1]].tolist()
-        first = next(samples, None)
-
-        def read():
-            seen = 0  # of the source's own samples
-            try:
-                with closing(samples), opened(path) as descriptor:
-                    for number, (key, members) in enumerate(
-                        itertools.chain([first] if first is not None else [], samples)
-                    ):
-                        if numbers is not None and (seen == len(numbers) or number != numbers[seen]):
-                            continue
-                        seen += 1
-                        if seen > start:
-                            yield self._member(
-                                key, {name: _content(descriptor, at) for name, at in members.items() if name in wanted}
-                            )
-            except ShardError as error:
-                raise ShardError(error.reason, str(error), seen) from error
-            _require(seen, size)
-
-        return read()
-
-    def _member(self, key: str, members: Mapping[str, bytes | None]) -> _Member:
-        """What `_members` yields of a sample."""
-        if self._fields:
-            return key, captions_of(members, self.source.captions), image_of(members), members
-        return key, self._captions(members.get(TEXT_EXTENSION)), image_of(members), members
-
-    @property
-    def _fields(self) -> tuple[str, ...]:
-        """The fields that `--captions` names; () for none."""
-        return field_names(self.source.captions)
-
-    @property
-    def _wanted(self) -> frozenset[str]:
-        """Suffixes of the members that are read of a sample."""
-        others = () if self.teachers is None else self.teachers.members
-        return WANTED | {member_of(field) for field in self._fields} | frozenset(others)
-
-    def _indexed(self, path: str, start: int, size: int):
-        """`_members` of a plain local tar, by its index."""
-        index = open_index(path)
-
-        def read():
-            with opened(path) as descriptor:
-                for number in range(start, len(index)):
-                    text = _content(descriptor, _extent(index.text, number))
-                    image = _content(descriptor, _extent(index.image, number))
-                    yield index.key(number), self._captions(text), image, {}
-            index.raise_if_torn()
-            _require(len(index), size)
-
-        return read()
-
-    def _picked(self, path: str, shard: int, start: int):
-        """`_members` of the samples that the source picks out of a plain local tar, by its index."""
-        source = self.source
-        assert source.picked is not None
-        numbers = source.picked[source.starts[shard] : source.starts[shard + 1]]
-        try:
-            index = open_index(path)
-        except tarfile.ReadError as error:
-            raise ShardError("unreadable shard", str(error)) from error
-        readable = int(np.searchsorted(numbers, len(index)))
-        rows = [
-            (index.key(number), _extent(index.text, number), _extent(index.image, number))
-            for number in numbers[start:readable].tolist()
-        ]
-        torn = (str(index.torn[0]), str(index.torn[1]))
-
-        def read():
-            with opened(path) as descriptor:
-                for key, text, image in _read_ahead(descriptor, rows):
-                    yield key, self._captions(_content(descriptor, text)), _content(descriptor, image), {}
-            if readable < len(numbers) and torn[0]:
-                raise ShardError(*torn, readable)
-            _require(readable, len(numbers))
-
-        return read()
-
-    def _each_caption(self, path: str, start: int, size: int):
-        """`_members` of a plain local tar where each caption of an image is a sample of its own."""
-        index = open_index(path)
-
-        def read():
-            ends = np.cumsum(index.captions)
-            first = int(np.searchsorted(ends, start, side="right"))
-            with opened(path) as descriptor:
-                for number in range(first, len(index)):
-                    text = _content(descriptor, _extent(index.text, number))
-                    image = _content(descriptor, _extent(index.image, number))
-                    lines = caption_lines(text) or [b""] if text is not None else [None]
-                    begin = start - int(ends[number] - index.captions[number]) if number == first else 0
-                    for line in lines[begin:]:
-                        yield index.key(number), None if line is None else [line], image, {}
-            if index.torn[0]:
-                raise ShardError(str(index.torn[0]), str(index.torn[1]), int(ends[-1]))
-            _require(int(ends[-1]) if len(index) else 0, size)
-
-        return read()
-
-    def _captions(self, text: bytes | None) -> list[bytes] | None:
-        """The captions in a `txt` member: the whole text, or one a line where the source has several an image."""
-        if text is None:
-            return None
-        return [text] if self.source.captions is None else caption_lines(text)
-
     def _raw(
         self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
     ) -> RawSample:
@@ -410,7 +227,7 @@ class Reading:
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
         elif texts is None:
-            fault = Fault("no caption", f"has no caption ({', '.join(self._fields) or 'txt'})")
+            fault = Fault("no caption", f"has no caption ({', '.join(field_names(self.source.captions)) or 'txt'})")
         elif isinstance(texts, Fault):
             fault = texts
         else:
@@ -486,45 +303,6 @@ def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generat
         except OSError as error:
             unreadable(error)  # too many open files are no fault of the disk
             raise ShardError("truncated shard", f"sample {count}: {words_of(error)}", count) from error
-
-
-def _require(count: int, size: int) -> None:
-    """ShardError where a shard gave fewer samples than were counted."""
-    if count < size:
-        raise ShardError("short shard", f"it holds {count} of {size} samples", count)
-
-
-def _read_ahead(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
-    """The rows (key, text, image) of scattered samples, whose bytes the system is asked to fetch a little ahead.
-
-    The system then fetches several samples at a time. Its own read-ahead is switched off: it would fetch what lies between
-    them.
-    """
-    advise = getattr(os, "posix_fadvise", None)  # Linux
-    if advise is None:
-        yield from rows
-        return
-    advise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    asked = 0
-    for number, row in enumerate(rows):
-        for _, *extents in rows[asked : number + _READAHEAD_SAMPLES]:
-            for offset, size in extents:
-                if size > 0:  # 0 would mean the rest of the file
-                    advise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-        asked = number + _READAHEAD_SAMPLES
-        yield row
-
-
-def _extent(extents: np.ndarray, number: int) -> Extent:
-    offset, size = extents[number].tolist()
-    return offset, size
-
-
-def _content(descriptor: int, extent: Extent | None) -> bytes | None:
-    """The bytes of a member, None where there is none."""
-    if extent is None or extent[0] < 0:
-        return None
-    return os.pread(descriptor, extent[1], extent[0])
 
 
 def wrong_size(source: Source, shard: int, found: int | str) -> str:
