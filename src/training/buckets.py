@@ -16,7 +16,8 @@ from torch import Tensor
 
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
-from open_clip_zerovl.dga.step import Prepare, unwrapped
+from open_clip_zerovl.dga.step import Prepare
+from open_clip_zerovl.dga.wrappers import unwrapped
 
 
 def settle_buckets(

@@ -24,6 +24,7 @@ from open_clip_zerovl.precision import ieee_products
 log = logging.getLogger(__name__)
 
 FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D) with C texts of each sample
+TEXTS = FEATURES[1]
 OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
 SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 

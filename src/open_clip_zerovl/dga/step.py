@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.dga.deferred import deferred
 from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
-from open_clip_zerovl.dga.objective import FEATURES, SCALARS, Objective, OwnGradients
+from open_clip_zerovl.dga.objective import FEATURES, SCALARS, TEXTS, Objective, OwnGradients
+from open_clip_zerovl.dga.outputs import backpropagate, checked_outputs, detached_copy, paired
 from open_clip_zerovl.dga.replay import (
     BufferState,
     FrozenTowers,
@@ -47,6 +47,8 @@ from open_clip_zerovl.dga.replay import (
     replay_tolerance,
 )
 from open_clip_zerovl.dga.retain import Decision, Retention
+from open_clip_zerovl.dga.step_plan import StepPlan
+from open_clip_zerovl.dga.wrappers import one_graph_alone, unwrapped, wrapped_inside
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.randomness import RngState
 
@@ -54,50 +56,7 @@ __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
 
-TEXTS = FEATURES[1]
 Prepare = Callable[..., tuple[Any, Any]]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Which of a step's K micro-batches keep their graph of the first pass, and in which order all are backpropagated.
-
-    K = 5, R = 2:  forwarded 0 1 2 3 4, with graph 3 4; backpropagated 3 4 0 1 2, synchronised in 2
-    K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
-
-    Attributes:
-        sizes: samples of each micro-batch.
-        graphs: R.
-        texts_per_image: C.
-    """
-
-    sizes: list[int]
-    graphs: int
-    texts_per_image: int = 1
-
-    def rows(self, modality: str) -> list[int]:
-        """Rows of each micro-batch's features, of FEATURES."""
-        return [size * self.texts_per_image for size in self.sizes] if modality == TEXTS else self.sizes
-
-    @property
-    def retained(self) -> range:
-        """The micro-batches whose graph is kept: the last R."""
-        return range(len(self.sizes) - self.graphs, len(self.sizes))
-
-    @property
-    def replayed(self) -> range:
-        """The others, which are forwarded twice."""
-        return range(len(self.sizes) - self.graphs)
-
-    @property
-    def backward_order(self) -> list[int]:
-        """Retained ones first, which frees their memory for the replays."""
-        return [*self.retained, *self.replayed]
-
-    @property
-    def synchronises(self) -> int:
-        """The micro-batch in whose backward pass DDP averages gradients: the last."""
-        return self.backward_order[-1]
 
 
 @dataclass
@@ -178,7 +137,7 @@ class DecoupledGradientAccumulation:
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
         inner, self._ddp, _ = unwrapped(model)
         if self._ddp is None:
-            self._ddp = _wrapped_inside(inner)
+            self._ddp = wrapped_inside(inner)
         if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
             raise UserError(
                 "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
@@ -209,7 +168,7 @@ class DecoupledGradientAccumulation:
         self._check = ReplayCheck(check)
         self._replay_rng = replay_rng
         self._input_room = input_room(self._device)
-        self._towers = FrozenTowers(inner, self._device, splits=not _one_graph_alone(model))
+        self._towers = FrozenTowers(inner, self._device, splits=not one_graph_alone(model))
 
     def backward(
         self,
@@ -342,7 +301,7 @@ class DecoupledGradientAccumulation:
         plan = StepPlan(sizes, self._retention.graphs(sizes) if graphs is None else graphs, texts_per_image)
         inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
         first = self._first_pass(plan, inputs)
-        losses, gradients, own = self._objective.gradients(_paired(first.features, order) | first.scalars, loss_inputs)
+        losses, gradients, own = self._objective.gradients(paired(first.features, order) | first.scalars, loss_inputs)
         if order is not None:
             gradients[TEXTS] = gradients[TEXTS][order]
         return HalfStep(plan, inputs, first, losses, gradients, own)
@@ -382,10 +341,10 @@ class DecoupledGradientAccumulation:
                 with torch.no_grad():
                     outputs = self._forward(plan, k, inputs)
             for name in FEATURES:
-                features[name].append(_detached_copy(outputs[name]))
+                features[name].append(detached_copy(outputs[name]))
         return FirstPass(
             features={name: torch.cat(parts) for name, parts in features.items()},
-            scalars={name: _detached_copy(outputs[name]) for name in SCALARS if name in outputs},
+            scalars={name: detached_copy(outputs[name]) for name in SCALARS if name in outputs},
             graphs=graphs,
             rng_before=rng_before,
         )
@@ -416,7 +375,7 @@ class DecoupledGradientAccumulation:
                     if k == plan.synchronises:
                         self._check.verdict(self._tolerance(), self._device, self._world_size)
                         wanted |= {name: gradients[name] for name in first.scalars}
-                    _backpropagate(outputs, wanted)
+                    backpropagate(outputs, wanted)
                 del outputs  # frees this graph before the next one is built
 
     def _with_graph(self, plan: StepPlan, k: int, inputs: DeviceInputs) -> dict[str, Tensor]:
@@ -429,7 +388,7 @@ class DecoupledGradientAccumulation:
         prepared = inputs.take(k)
         with self._autocast():
             outputs = self._model(*prepared)
-        return _checked_outputs(outputs, {name: plan.rows(name)[k] for name in FEATURES})
+        return checked_outputs(outputs, {name: plan.rows(name)[k] for name in FEATURES})
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -453,95 +412,3 @@ class DecoupledGradientAccumulation:
 
     def _tolerance(self) -> float:
         return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
-
-
-def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
-    """The model inside of DDP and torch.compile in any order, the DDP wrapper if there is one, and whether compiled."""
-    ddp, compiled = None, False
-    while True:
-        compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
-        if isinstance(model, DistributedDataParallel):
-            ddp, model = model, model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            compiled, model = True, model._orig_mod
-        else:
-            return model, ddp, compiled
-
-
-def _wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper of the model inside of an adapter, where the adapter itself is not wrapped; None if there is none.
-
-    Raises:
-        UserError: parameters that this DDP does not average.
-    """
-    found = [module for module in adapter.modules() if isinstance(module, DistributedDataParallel)]
-    if not found:
-        return None
-    averaged = {id(parameter) for ddp in found for parameter in ddp.parameters()}
-    outside = [name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged]
-    if len(found) > 1 or outside:
-        what = f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
-        raise UserError(
-            f"{type(adapter).__name__} wraps a model in DistributedDataParallel and {what}, so that gradients would not be "
-            "averaged together; put the whole adapter into one DistributedDataParallel."
-        )
-    return found[0]
-
-
-def _one_graph_alone(model: nn.Module) -> bool:
-    """Whether the model was compiled with fullgraph=True, with which torch refuses to split it into several graphs."""
-    while isinstance(model, nn.Module):
-        if getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False):
-            return True
-        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return False
-
-
-def _checked_outputs(outputs: Any, rows: dict[str, int]) -> dict[str, Tensor]:
-    """The model's output dict, with these rows of features; a pair becomes one. UserError for an output that would get no
-    gradient."""
-    if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
-        outputs = dict(zip(FEATURES, outputs, strict=True))
-    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
-        seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-        raise UserError(
-            "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
-            f"returned {seen}; create open_clip models with output_dict=True, and put others in an adapter (docs/dga.md)."
-        )
-    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
-    if extra:
-        kind = (
-            "token logits for a caption loss (CoCa)"
-            if {"logits", "labels"} & set(extra)
-            else "a teacher's outputs (distillation)"
-            if any(name.startswith("dist_") for name in extra)
-            else "outputs unknown to it"
-        )
-        raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
-    for name, size in rows.items():
-        if outputs[name].ndim != 2 or len(outputs[name]) != size:
-            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
-    return outputs
-
-
-def _paired(features: dict[str, Tensor], order: Tensor | None) -> dict[str, Tensor]:
-    """The same with text features in the order of their images: row order[j] is what was row j."""
-    if order is None:
-        return features
-    texts = features[TEXTS]
-    return features | {TEXTS: torch.empty_like(texts).index_copy_(0, order, texts)}
-
-
-def _detached_copy(output: Tensor) -> Tensor:
-    """A copy in fp32 or fp64. Always a copy, because a compiled model may overwrite its output in the next call."""
-    return output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
-
-
-def _backpropagate(outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-    """One backward pass from all outputs that depend on a trainable parameter; in several passes DDP would miss some."""
-    roots = {name: gradient for name, gradient in gradients.items() if outputs[name].requires_grad}
-    if roots:
-        torch.autograd.backward(
-            [outputs[name] for name in roots],
-            [gradient.to(outputs[name].dtype) for name, gradient in roots.items()],
-        )

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, unwrapped
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.dga.wrappers import unwrapped
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
