@@ -38,8 +38,8 @@ from open_clip_zerovl.bias.pools import MIXED_POOL_NOTE, POOLS
 from open_clip_zerovl.bias.run import measure_bias
 from open_clip_zerovl.bias.samples import SourceSample
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
-from open_clip_zerovl.datasets.emoji import EMOJI
+from open_clip_zerovl.datasets.drawn.emoji import EMOJI
+from open_clip_zerovl.datasets.drawn.make import load_drawn_split, prepare_drawn
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.emoji.page import demo_page

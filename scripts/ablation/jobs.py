@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.datasets.drawn_data import DrawnData
-from open_clip_zerovl.datasets.emoji import EMOJI
-from open_clip_zerovl.datasets.icons import ICONS
+from open_clip_zerovl.datasets.drawn.data import DrawnData
+from open_clip_zerovl.datasets.drawn.emoji import EMOJI
+from open_clip_zerovl.datasets.drawn.icons import ICONS
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, Condition
 from scripts.ablation.protocol import Choices, unseen_source

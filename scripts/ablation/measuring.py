@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.bias.pools import pool_metrics
-from open_clip_zerovl.datasets.drawn import DrawnSample, load_drawn_split
+from open_clip_zerovl.datasets.drawn.make import DrawnSample, load_drawn_split
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
 from scripts.ablation.sources import CONTEXT_SOURCE, ContextPairs, measure_contexts, rsum_of, shared_information

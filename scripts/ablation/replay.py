@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.datasets.drawn import DrawnSample, load_drawn_split
-from open_clip_zerovl.datasets.emoji import EMOJI
+from open_clip_zerovl.datasets.drawn.emoji import EMOJI
+from open_clip_zerovl.datasets.drawn.make import DrawnSample, load_drawn_split
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.markdown import markdown_table

@@ -157,8 +157,8 @@ HOW = f"""\
   at 1, 5 and 10 in both directions, 0 to 600, on 200 (emoji) or 150 (icons) held-out pairs. The text tower's vocabulary was
   made from the training captions of all four.
 - **Paired by seed**: two conditions share initialisation and unseen source; the difference is taken seed by seed, and its 95 %
-  interval is Student's over the seeds, at least {LEAST_SEEDS}. Seeds s and s + 4 leave out the same source: the interval speaks of
-  these four sources and says nothing about others.
+  interval is Student's over the seeds, at least {LEAST_SEEDS}. Seeds s and s + 4 leave out the same source: the interval speaks
+  of these four sources and says nothing about others.
 - **{NO_DIFFERENCE}**: the interval lies within {MARGIN_RSUM:g} RSUM of zero, a margin fixed beforehand. **{REPRODUCED}**: it
   lies on the paper's side of zero (or within the margin, where the paper has nearly the same). **{CONTRADICTED}**: on the
   other side. **{UNDECIDED}**: all else; more seeds would be needed. Rows that are not in the paper: **{BETTER}**, **{WORSE}**.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.datasets.drawn import prepare_drawn
+from open_clip_zerovl.datasets.drawn.make import prepare_drawn
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.comparisons import TABLES

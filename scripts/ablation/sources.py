@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from open_clip_zerovl.bias.pools import SourceFeatures
-from open_clip_zerovl.datasets.drawn import DrawnSample
+from open_clip_zerovl.datasets.drawn.make import DrawnSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics

@@ -16,7 +16,7 @@ import time
 from open_clip.tokenizer import HFTokenizer
 
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.datasets.vocabulary import write_bert
+from open_clip_zerovl.datasets.drawn.vocabulary import write_bert
 from open_clip_zerovl.randomness import Purpose, stream_seed
 
 WORDS = (

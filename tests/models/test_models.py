@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import open_clip_zerovl
-from open_clip_zerovl.datasets.vocabulary import write_bert
+from open_clip_zerovl.datasets.drawn.vocabulary import write_bert
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.datasets.drawn import DrawnSample
+from open_clip_zerovl.datasets.drawn.make import DrawnSample
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.tar.members import Sample, read_samples
 from open_clip_zerovl.tar.shards import write_retrieval_set, write_source

@@ -58,9 +58,9 @@ def add_data(commands) -> None:
 
 
 def _run_drawn(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.drawn import prepare_drawn
-    from open_clip_zerovl.datasets.emoji import EMOJI
-    from open_clip_zerovl.datasets.icons import ICONS
+    from open_clip_zerovl.datasets.drawn.emoji import EMOJI
+    from open_clip_zerovl.datasets.drawn.icons import ICONS
+    from open_clip_zerovl.datasets.drawn.make import prepare_drawn
 
     data = {"emoji": EMOJI, "icons": ICONS}[arguments.drawn]
     prepare_drawn(data, arguments.out, px=arguments.px, seed=arguments.seed, force=arguments.force)

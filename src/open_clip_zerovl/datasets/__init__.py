@@ -1,1 +1,1 @@
-"""One module a dataset: from the files that its makers publish to webdataset shards with `sizes.json`."""
+"""A module a dataset, `drawn` for drawings, `pack` for your own pairs: from what makers publish to webdataset shards."""

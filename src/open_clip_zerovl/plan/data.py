@@ -15,8 +15,8 @@ from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampl
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.schedule import Batching, few_steps, source_schedule
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
-from open_clip_zerovl.datasets.emoji_sources import SOURCES as EMOJI_SOURCES
-from open_clip_zerovl.datasets.icons import SOURCES as ICON_SOURCES
+from open_clip_zerovl.datasets.drawn.emoji_sources import SOURCES as EMOJI_SOURCES
+from open_clip_zerovl.datasets.drawn.icons import SOURCES as ICON_SOURCES
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from open_clip_zerovl.datasets.drawn_data import Drawings, DrawnData
+from open_clip_zerovl.datasets.drawn.data import Drawings, DrawnData
 
 
 def data_card(

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.datasets.drawings import iconify_svg
-from open_clip_zerovl.datasets.drawn_data import SPLITS, Drawing, DrawnData, Licence, Split
-from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
+from open_clip_zerovl.datasets.drawn.data import SPLITS, Drawing, DrawnData, Licence, Split
+from open_clip_zerovl.datasets.drawn.drawings import iconify_svg
+from open_clip_zerovl.datasets.drawn.packages import NpmPackage, read_npm_package
 from open_clip_zerovl.errors import UserError
 
 #: 4 MB in all. The hashes are npm's `dist.integrity`.

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.datasets.drawings import iconify_svg
-from open_clip_zerovl.datasets.drawn_data import Drawing, Licence
-from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
+from open_clip_zerovl.datasets.drawn.data import Drawing, Licence
+from open_clip_zerovl.datasets.drawn.drawings import iconify_svg
+from open_clip_zerovl.datasets.drawn.packages import NpmPackage, read_npm_package
 
 #: The packages of the demo's data, 48 MB in all. The hashes are npm's `dist.integrity`. Another version changes the data's
 #: fingerprint.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.datasets.drawn_data import SPLITS, DrawnData
-from open_clip_zerovl.datasets.emoji_sources import CAPTION_STYLES, LICENCES, PACKAGES, SOURCES, read_sources
+from open_clip_zerovl.datasets.drawn.data import SPLITS, DrawnData
+from open_clip_zerovl.datasets.drawn.emoji_sources import CAPTION_STYLES, LICENCES, PACKAGES, SOURCES, read_sources
 from open_clip_zerovl.errors import UserError
 
 

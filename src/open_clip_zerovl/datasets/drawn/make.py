@@ -25,11 +25,11 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from open_clip_zerovl.datasets.drawings import is_blank, rasterise
-from open_clip_zerovl.datasets.drawn_card import data_card
-from open_clip_zerovl.datasets.drawn_data import SPLITS, Drawing, Drawings, DrawnData, Split, licence_text
-from open_clip_zerovl.datasets.fetch import fetch_npm_package
-from open_clip_zerovl.datasets.vocabulary import write_bert
+from open_clip_zerovl.datasets.drawn.card import data_card
+from open_clip_zerovl.datasets.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split, licence_text
+from open_clip_zerovl.datasets.drawn.drawings import is_blank, rasterise
+from open_clip_zerovl.datasets.drawn.packages import fetch_npm_package
+from open_clip_zerovl.datasets.drawn.vocabulary import write_bert
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.tar.members import Sample, read_samples

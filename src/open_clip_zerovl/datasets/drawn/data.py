@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.datasets.fetch import NpmPackage, read_npm_package
+from open_clip_zerovl.datasets.drawn.packages import NpmPackage, read_npm_package
 
 SPLITS = ("test", "val")
 
