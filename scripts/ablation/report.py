@@ -37,8 +37,11 @@ from scripts.ablation.verdicts import (
     UNDECIDED,
     WORSE,
     Verdict,
+    interval,
     judge,
 )
+
+EARLIER = "earlier.md"  # in the folder of the figures
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed
@@ -141,8 +144,8 @@ def our_words(comparison: Comparison, verdict: Verdict) -> str:
         return f"x {middle:.2f} (x {low:.2f} to x {high:.2f})"
     if math.isinf(verdict.low):
         return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f}"
-    interval = f"({verdict.low:+.1f} to {verdict.high:+.1f})"
-    return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f} {interval}"
+    ends = f"({verdict.low:+.1f} to {verdict.high:+.1f})"
+    return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f} {ends}"
 
 
 def label(comparison: Comparison) -> str:
@@ -171,8 +174,8 @@ HOW = f"""\
 - Each row is one test of many: of 20 rows without effect, about one interval misses zero by chance."""
 
 
-def introduction(records: Records) -> str:
-    """What was run: seeds, epochs, samples, and time; and how far it has got."""
+def introduction(records: Records, folder: Path) -> str:
+    """What was run: seeds, epochs, samples, and time; how far it has got, and what an earlier protocol found."""
     every = [record for by_seed in records.values() for record in by_seed.values()]
     seeds = sorted({record["seed"] for record in every})
     hours = sum(record["cpu_seconds"] for record in every) / 3600
@@ -193,11 +196,16 @@ def introduction(records: Records) -> str:
             "",
             f"**Not finished**: {len(missing)} of {len(CONDITIONS)} conditions have fewer than {LEAST_SEEDS} seeds.",
         ]
+        if (folder / EARLIER).is_file():
+            lines[-1] += (
+                f" [Most tables under an earlier protocol]({folder.name}/{EARLIER}): three seeds, scored on the sources that "
+                "were trained on."
+            )
     return "\n".join(lines)
 
 
 def takeaways(records: Records) -> str:
-    """The page's first lines: a few comparisons a theme, each with difference, interval and verdict."""
+    """The page's first lines: some comparisons a theme, of those that have runs, with difference, interval and verdict."""
     tables = {table.name: table for table in TABLES}
     lines = ["## In short", "", "Differences of RSUM in a source that was not trained on, with 95 % intervals:", ""]
     for title, names in TAKEAWAYS:
@@ -205,28 +213,56 @@ def takeaways(records: Records) -> str:
             f"{one.headline} {short_words(verdict)}"
             for name in names
             for one in tables[name].comparisons
-            if one.headline and (verdict := judged(records, one, tables[name]))
+            if one.headline and (verdict := judged(records, one, tables[name])).verdict != NOT_RUN
         ]
-        lines.append(f"- **{title}**: {'; '.join(found)}.")
+        if found:
+            lines.append(f"- **{title}**: {'; '.join(found)}.")
     return "\n".join(lines)
 
 
 def short_words(verdict: Verdict) -> str:
     """`+12.3 (+2.0 to +22.6, better)`."""
-    if not verdict.seeds or math.isinf(verdict.low):
+    if math.isnan(verdict.low) or math.isinf(verdict.low):
         return f"({verdict.verdict})"
     return f"{verdict.difference:+.1f} ({verdict.low:+.1f} to {verdict.high:+.1f}, {verdict.verdict})"
 
 
 def summary(records: Records) -> str:
-    """One line for each comparison."""
-    rows = []
+    """One line for each comparison that has runs, and the names of the others."""
+    rows, waiting = [], []
     for table in TABLES:
         for one in table.comparisons:
             result = judged(records, one, table)
-            seeds = str(result.seeds) if result.verdict != NOT_RUN else "0"
-            rows.append((table.name, label(one), our_words(one, result), seeds, papers_words(one), result.verdict))
-    return markdown_table(("table", "what", "here", "seeds", "the paper", "verdict"), rows)
+            words = (label(one), our_words(one, result), str(result.seeds), papers_words(one), result.verdict)
+            if result.verdict == NOT_RUN:
+                waiting.append(f"{table.name}, {one.run} against {one.against}")
+            else:
+                rows.append((table.name, *words))
+    shown = markdown_table(("table", "what", "here", "seeds", "the paper", "verdict"), rows)
+    return f"{shown}\n\nNot run yet: {'; '.join(waiting)}." if waiting else shown
+
+
+def by_unseen_source(records: Records, comparison: Comparison) -> str:
+    """The mean difference of the scores for each unseen source: `noto -10.5, twemoji +33.5`; "" where there is none."""
+    runs, others = records[comparison.run], records[comparison.against]
+    found: dict[str, list[float]] = {}
+    for seed in runs.keys() & others.keys():
+        if (unseen := runs[seed]["unseen"]) is not None:
+            found.setdefault(unseen, []).append(runs[seed]["score"] - others[seed]["score"])
+    return ", ".join(f"{source} {sum(values) / len(values):+.1f}" for source, values in sorted(found.items()))
+
+
+def on_trained_sources(records: Records, comparison: Comparison) -> str:
+    """The differences within, across and over the trained sources, with intervals; "" where no pool was measured."""
+    runs, others = records[comparison.run], records[comparison.against]
+    words = []
+    for pool in POOLS:
+        pairs = [(runs[seed]["rsum"].get(pool), others[seed]["rsum"].get(pool)) for seed in runs.keys() & others.keys()]
+        differences = [run - against for run, against in pairs if None not in (run, against)]
+        if len(differences) > 1:
+            mean, low, high = interval(differences)
+            words.append(f"{pool} {mean:+.1f} ({low:+.1f} to {high:+.1f})")
+    return ", ".join(words)
 
 
 def choices_table() -> str:
@@ -265,21 +301,27 @@ def conditions_table(records: Records, names: Sequence[str]) -> str:
 
 
 def section(records: Records, table: PaperTable, folder: Path) -> str:
-    """The page's section on a table of the paper: setting, comparisons, figure, measurements. Draws the figure's file."""
+    """The page's section on a table of the paper: setting, comparisons, figure, measurements; "" before its first runs.
+
+    Draws the figure's file.
+    """
     comparisons = [(one, judged(records, one, table)) for one in table.comparisons]
-    parts = [
-        f"## {table.name}: {table.title}",
-        table.setting,
-        "\n".join(
-            f"- {label(one)}: {our_words(one, result)}; the paper: {papers_words(one)}. **{result.verdict}**"
-            for one, result in comparisons
-        ),
-    ]
+    comparisons = [(one, result) for one, result in comparisons if result.verdict != NOT_RUN]
+    if not comparisons:
+        return ""
+    lines = []
+    for one, result in comparisons:
+        lines.append(f"- {label(one)}: {our_words(one, result)}; the paper: {papers_words(one)}. **{result.verdict}**")
+        if one.measure == "score" and result.seeds:
+            found = (by_unseen_source(records, one), on_trained_sources(records, one))
+            titles = ("by unseen source", "on the trained sources")
+            lines += [f"    - {title}: {words}" for title, words in zip(titles, found, strict=True) if words]
+    parts = [f"## {table.name}: {table.title}", table.setting, "\n".join(lines)]
     if any(result.seeds and one.measure == "score" for one, result in comparisons):
         name = "".join(letter for letter in table.name.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
         write_atomically(folder / f"{name}.png", differences_figure(table, comparisons))
         parts.append(f"![{table.name}]({folder.name}/{name}.png)")
-    parts.append(conditions_table(records, table.conditions))
+    parts.append(conditions_table(records, [name for name in table.conditions if records[name]]))
     return "\n\n".join(parts)
 
 
@@ -292,7 +334,7 @@ def write_page(records: Records, page: Path) -> str:
     overview = summary(records)
     sections = (section(records, table, folder) for table in TABLES)
     measured = replay_section(folder / REPLAY_FILE)
-    parts = [introduction(records), takeaways(records), HOW, overview, *sections, measured, choices_table()]
+    parts = [introduction(records, folder), takeaways(records), HOW, overview, *sections, measured, choices_table()]
     write_atomically(page, "\n\n".join(part for part in parts if part) + "\n")
     return overview
 

@@ -452,8 +452,24 @@ def test_few_seeds_and_missing_runs_are_said(tmp_path):
     page = tmp_path / "results.md"
     ablation_report.write_page(ablation_report.read_records(runs), page)
     text = page.read_text()
-    assert "Not finished" in text and TOO_FEW in text and NOT_RUN in text
-    assert "- **Debiased sampling over random**: on the emoji (too few seeds); on the icons (not run);" in text
+    assert "Not finished" in text and TOO_FEW in text and "earlier" not in text
+    assert (
+        "- **Debiased sampling over random**: on the emoji (too few seeds)." in text and "**Large batches**" not in text
+    )
+    assert "Not run yet: Table 3, icons-debiased against icons-random; " in text
+    assert "## Table 3: Debiased sampling\n" in text and "## Table 5" not in text  # sections of what was begun
+    (tmp_path / "results" / "earlier.md").touch()
+    ablation_report.write_page(ablation_report.read_records(runs), page)
+    assert "[Most tables under an earlier protocol](results/earlier.md)" in page.read_text()
+
+
+def test_a_comparison_shows_each_unseen_source_and_the_trained_ones(tmp_path):
+    runs = write_records(tmp_path / "runs", ("random", "debiased"), range(5))
+    ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    # Seeds 0 and 4 leave noto out: differences 50 and 54. All pools are the same in both, so that nothing differs there.
+    assert "\n    - by unseen source: fluent +53.0, noto +52.0, openmoji +52.0, twemoji +51.0\n" in text
+    assert "\n    - on the trained sources: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0)\n" in text
 
 
 def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
