@@ -22,7 +22,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.files import locked
 from open_clip_zerovl.finetune.data import open_sources
-from open_clip_zerovl.finetune.run import Prepared, Request, _before, _micro_batch_that_fits
+from open_clip_zerovl.finetune.request import Prepared, Request
+from open_clip_zerovl.finetune.run import _before, _micro_batch_that_fits
 from open_clip_zerovl.finetune.settings import Facts, choose_settings
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH

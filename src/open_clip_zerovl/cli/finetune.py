@@ -65,7 +65,8 @@ def add_finetune(commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.finetune.run import Request, run_finetune
+    from open_clip_zerovl.finetune.request import Request
+    from open_clip_zerovl.finetune.run import run_finetune
     from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
     request = Request(

@@ -18,106 +18,33 @@ Each stage that has finished is not done again.
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import model_card
-from open_clip_zerovl.checkpoints.export import loading_notes, write_local_dir
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.plot import require_matplotlib
 from open_clip_zerovl.files import check_writable, locked, write_atomically
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.names import PATIENCE
-from open_clip_zerovl.finetune.page import report_page, training_picture
+from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
+from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.settings import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
-from open_clip_zerovl.interpolation.compare import in_percent, recall_table
-from open_clip_zerovl.interpolation.curve import Curve
-from open_clip_zerovl.interpolation.page import curve_picture, labelled
-from open_clip_zerovl.interpolation.run import CurveSettings, score_curve, write_between
 from open_clip_zerovl.launch import visible_gpus
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.processes import usable_cores
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
-from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.retrieval.run import score_set
 
-REQUEST, COMPARED, SETTINGS, RESULT = "request.json", "compared.json", "settings.json", "finetune.json"
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a fine-tuning.
-
-    Attributes:
-        start: the model to start from; its device also trains, and its batch size and workers are those of evaluations.
-        data: pairs, see `data`.
-        out: folder to write.
-        retrieval_data: held-out sets of the new pairs; None for those that come with the data, or a part of it.
-        kept: retrieval sets of the ability to keep.
-        given: training flags that replace the chosen ones.
-        patience: epochs without a better score after which training ends; 0 for never.
-        seed: of the split and of the training.
-        compare_pictures: refuse held-out pictures that are trained on.
-        alphas, rule, kept_share: of the curve, see `CurveSettings`.
-    """
-
-    start: Encoder
-    data: str
-    out: Path
-    retrieval_data: str | None = None
-    kept: str | None = None
-    given: Settings = field(default_factory=dict)
-    patience: int = PATIENCE
-    seed: int = 0
-    compare_pictures: bool = True
-    alphas: Sequence[float] = CurveSettings.alphas
-    rule: str | None = None
-    kept_share: float = CurveSettings.kept_share
-
-    def of_training(self) -> dict[str, Any]:
-        """What a folder's training was asked with; the rest may differ in a later call."""
-        return {
-            "--from": self.start.model,
-            "--data": self.data,
-            "--retrieval-data": self.retrieval_data,
-            "--seed": self.seed,
-            **{f"--set {flag}": value for flag, value in self.given.items()},
-        }
-
-    def of_curve(self) -> dict[str, Any]:
-        """What the curve was asked with."""
-        return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What training needs.
-
-    Attributes:
-        before: the model as a folder.
-        train_data, new: for `--train-data` and `--retrieval-data`.
-        sources: opened.
-        notes: sentences for the report.
-    """
-
-    before: str
-    train_data: str
-    new: str
-    sources: tuple[Source, ...]
-    notes: tuple[str, ...]
+REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
 
 
 def run_finetune(request: Request, *, say: Say) -> Path:
@@ -147,13 +74,8 @@ def run_finetune(request: Request, *, say: Say) -> Path:
             return out / "model"
         _announce(prepared, settings, say)
         epoch, checkpoint = train(training, say)
-        _finish(request, prepared, settings, training, epoch, checkpoint, say)
+        write_outcome(request, prepared, settings, training, epoch, checkpoint, say)
     return out / "model"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stages before training
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _same_request(request: Request) -> None:
@@ -342,96 +264,3 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stages after training
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _finish(
-    request: Request,
-    prepared: Prepared,
-    settings: Sequence[Setting],
-    training: Training,
-    epoch: int,
-    checkpoint: Path,
-    say: Say,
-) -> None:
-    out = request.out
-    scorer = Encoder(
-        prepared.before, device=request.start.device, batch_size=request.start.batch_size, workers=request.start.workers
-    )
-    asked = CurveSettings(prepared.new, request.kept, tuple(request.alphas), request.rule, request.kept_share)
-    say(f"weights between before and epoch {epoch}, the best:")
-    ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
-    curve = score_curve(ends, scorer, asked, say=say)
-    model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
-    shown: list[GallerySet] = []
-    for name, dataset in pairs.sets_of(prepared.new).items():
-        for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
-            loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
-            scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
-            assert scored is not None
-            shown.append(scored)
-    write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
-    notes = [*prepared.notes, *_reading_notes(curve)]
-    picture = training_picture(_mean(curve, training.sets), training.scores(), epoch)
-    facts = [f"From {request.start.model} on {request.data}.", *notes]
-    write_atomically(
-        out / "report.html",
-        report_page("A fine-tuning", facts, settings, picture, curve, curve_picture(curve)),
-    )
-    table = before_after(curve, notes)
-    content = {
-        **request.of_training(),
-        "best epoch": epoch,
-        "checkpoint": str(checkpoint),
-        "epochs": {str(number): score for number, score in training.scores().items()},
-        "curve": {"asked": request.of_curve(), **curve.as_dict()},
-        "model": str(model),
-        "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
-    }
-    write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
-    print(content["table"])
-
-
-def _mean(curve: Curve, names: Sequence[str]) -> float:
-    return curve.points[0].mean_rsum(names)
-
-
-def _reading_notes(curve: Curve) -> list[str]:
-    """What to know of the numbers, as sentences."""
-    notes = [
-        "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
-        "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
-    ]
-    if not curve.kept:
-        notes.append("No kept set was given, so that nothing says what was forgotten; call again with --kept NAME=SET.")
-    if curve.chosen.alpha == 0:
-        notes.append("No point is better than the model before: more pairs, or another --set lr, may help.")
-    return notes
-
-
-def before_after(curve: Curve, notes: Sequence[str]) -> str:
-    """A table for each set, then the curve and the notes, as text."""
-    parts = []
-    for name in (*curve.new, *curve.kept):
-        row = curve.points[0].metrics[name]
-        columns = {label: in_percent(point.metrics[name]) for label, point in labelled(curve)}
-        kind = "kept" if name in curve.kept else "new"
-        parts.append(
-            f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
-        )
-    parts.append(f"\n{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
-    return "\n".join([*parts, *notes])
-
-
-def next_command(model: Path, new: str, kept: str | None) -> str:
-    """How to load and score the chosen model."""
-    data = shlex.quote("::".join(filter(None, (new, kept))))
-    lines = [
-        f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
-        f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
-    ]
-    return "\n".join([*lines, *loading_notes(model)])

@@ -1,0 +1,116 @@
+"""After the training of a fine-tuning: the curve between before and after, the chosen model, the reports."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from open_clip_zerovl.checkpoints.between import open_ends
+from open_clip_zerovl.checkpoints.export import loading_notes
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.finetune import data as pairs
+from open_clip_zerovl.finetune.page import report_page, training_picture
+from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.settings import Setting
+from open_clip_zerovl.finetune.training import Training
+from open_clip_zerovl.interpolation.compare import in_percent, recall_table
+from open_clip_zerovl.interpolation.curve import Curve
+from open_clip_zerovl.interpolation.page import curve_picture, labelled
+from open_clip_zerovl.interpolation.run import CurveSettings, score_curve, write_between
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.retrieval.run import score_set
+
+RESULT = "finetune.json"
+
+
+def write_outcome(
+    request: Request,
+    prepared: Prepared,
+    settings: Sequence[Setting],
+    training: Training,
+    epoch: int,
+    checkpoint: Path,
+    say: Say,
+) -> None:
+    """Choose the weights between before and a trained epoch; write model, gallery, report, `finetune.json`; print the table."""
+    out = request.out
+    scorer = Encoder(
+        prepared.before, device=request.start.device, batch_size=request.start.batch_size, workers=request.start.workers
+    )
+    asked = CurveSettings(prepared.new, request.kept, tuple(request.alphas), request.rule, request.kept_share)
+    say(f"weights between before and epoch {epoch}, the best:")
+    ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
+    curve = score_curve(ends, scorer, asked, say=say)
+    model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
+    shown: list[GallerySet] = []
+    for name, dataset in pairs.sets_of(prepared.new).items():
+        for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
+            loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
+            scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
+            assert scored is not None
+            shown.append(scored)
+    write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
+    notes = [*prepared.notes, *_reading_notes(curve)]
+    picture = training_picture(_mean(curve, training.sets), training.scores(), epoch)
+    facts = [f"From {request.start.model} on {request.data}.", *notes]
+    write_atomically(
+        out / "report.html",
+        report_page("A fine-tuning", facts, settings, picture, curve, curve_picture(curve)),
+    )
+    table = before_after(curve, notes)
+    content = {
+        **request.of_training(),
+        "best epoch": epoch,
+        "checkpoint": str(checkpoint),
+        "epochs": {str(number): score for number, score in training.scores().items()},
+        "curve": {"asked": request.of_curve(), **curve.as_dict()},
+        "model": str(model),
+        "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
+    }
+    write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
+    print(content["table"])
+
+
+def _mean(curve: Curve, names: Sequence[str]) -> float:
+    return curve.points[0].mean_rsum(names)
+
+
+def _reading_notes(curve: Curve) -> list[str]:
+    """What to know of the numbers, as sentences."""
+    notes = [
+        "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
+        "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
+    ]
+    if not curve.kept:
+        notes.append("No kept set was given, so that nothing says what was forgotten; call again with --kept NAME=SET.")
+    if curve.chosen.alpha == 0:
+        notes.append("No point is better than the model before: more pairs, or another --set lr, may help.")
+    return notes
+
+
+def before_after(curve: Curve, notes: Sequence[str]) -> str:
+    """A table for each set, then the curve and the notes, as text."""
+    parts = []
+    for name in (*curve.new, *curve.kept):
+        row = curve.points[0].metrics[name]
+        columns = {label: in_percent(point.metrics[name]) for label, point in labelled(curve)}
+        kind = "kept" if name in curve.kept else "new"
+        parts.append(
+            f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
+        )
+    parts.append(f"\n{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
+    return "\n".join([*parts, *notes])
+
+
+def next_command(model: Path, new: str, kept: str | None) -> str:
+    """How to load and score the chosen model."""
+    data = shlex.quote("::".join(filter(None, (new, kept))))
+    lines = [
+        f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
+        f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
+    ]
+    return "\n".join([*lines, *loading_notes(model)])
