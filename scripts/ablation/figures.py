@@ -1,16 +1,32 @@
-"""The figures of docs/results.md: one for each table, a row for each comparison."""
+"""The figures of docs/results.md: differences with their intervals, a row each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, colours_of, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, new_figure, plain_axes, png_bytes
 from scripts.ablation.comparisons import Comparison, PaperTable
 from scripts.ablation.verdicts import Verdict
 
 _DPI = 110
 _PAPER = "the paper (COCO, Flickr30K)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A difference in RSUM; an infinite end of its interval is not drawn.
+
+    Attributes:
+        paper: the paper's differences.
+    """
+
+    label: str
+    difference: float
+    low: float
+    high: float
+    paper: tuple[float, ...] = ()
 
 
 def differences_figure(table: PaperTable, judged: Sequence[tuple[Comparison, Verdict]]) -> bytes:
@@ -19,26 +35,40 @@ def differences_figure(table: PaperTable, judged: Sequence[tuple[Comparison, Ver
     Raises:
         UserError: matplotlib is missing.
     """
-    rows = [(one, verdict) for one, verdict in judged if verdict.seeds and one.measure == "score"]
+    shown = [(one, verdict) for one, verdict in judged if verdict.seeds and one.measure == "score"]
+    rows = []
+    for one, verdict in shown:
+        paper = () if one.paper is None else tuple(ours - theirs for ours, theirs in zip(*one.paper, strict=True))
+        label = f"{one.run} - {one.against}"
+        rows.append(Row(label, verdict.difference, verdict.low, verdict.high, paper))
+    return rows_figure(f"{table.name}: {table.title}".replace("`", ""), rows, shown[0][0].margin if shown else 0)
+
+
+def rows_figure(title: str, rows: Sequence[Row], margin: float) -> bytes:
+    """PNG of differences, from the first row down.
+
+    Args:
+        margin: what lies within it counts as no difference.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
     figure = new_figure(7.2, 1.3 + 0.42 * max(1, len(rows)), dpi=_DPI)
     axes = figure.subplots()
-    colour = colours_of(["here"], MODEL_COLOURS)["here"]
-    for position, (one, verdict) in enumerate(rows):
-        reach = (verdict.high - verdict.low) / 2
+    for position, row in enumerate(rows):
+        reach = (row.high - row.low) / 2
         bar = 0 if math.isinf(reach) else reach
         axes.errorbar(
-            verdict.difference, position, xerr=bar, fmt="o", color=colour, capsize=3, label="here, 95 % interval"
+            row.difference, position, xerr=bar, fmt="o", color=MODEL_COLOURS[0], capsize=3, label="here, 95 % interval"
         )
-        if one.paper is not None:
-            of_paper = [ours - theirs for ours, theirs in zip(*one.paper, strict=True)]
-            axes.plot(of_paper, [position + 0.25] * len(of_paper), "|", color=INK, markersize=9, label=_PAPER)
-    margin = rows[0][0].margin if rows else 0
+        if row.paper:
+            axes.plot(row.paper, [position + 0.25] * len(row.paper), "|", color=INK, markersize=9, label=_PAPER)
     axes.axvspan(-margin, margin, color=INK, alpha=0.08, linewidth=0, label=f"counts as none (within {margin:g})")
     axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{one.run} - {one.against}" for one, _ in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("difference in RSUM", fontsize=9, color=INK)
-    axes.set_title(f"{table.name}: {table.title}", fontsize=10, loc="left", color=INK)
+    figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left", color=INK)
     plain_axes(axes)
     axes.tick_params(length=0)
     handles, labels = axes.get_legend_handles_labels()

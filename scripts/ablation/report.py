@@ -24,7 +24,7 @@ from open_clip_zerovl.figures.markdown import markdown_table
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.comparisons import TABLES, TAKEAWAYS, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
-from scripts.ablation.figures import differences_figure
+from scripts.ablation.figures import Row, differences_figure, rows_figure
 from scripts.ablation.protocol import CHOICES_FILE, MARGIN_RSUM
 from scripts.ablation.replay import REPLAY_FILE, replay_section
 from scripts.ablation.verdicts import (
@@ -252,17 +252,44 @@ def by_unseen_source(records: Records, comparison: Comparison) -> str:
     return ", ".join(f"{source} {sum(values) / len(values):+.1f}" for source, values in sorted(found.items()))
 
 
-def on_trained_sources(records: Records, comparison: Comparison) -> str:
-    """The differences within, across and over the trained sources, with intervals; "" where no pool was measured."""
+def pool_differences(records: Records, comparison: Comparison) -> dict[str, tuple[float, float, float]]:
+    """Pool of the trained sources -> mean difference and its interval; without pools that were not measured twice."""
     runs, others = records[comparison.run], records[comparison.against]
-    words = []
+    found = {}
     for pool in POOLS:
         pairs = [(runs[seed]["rsum"].get(pool), others[seed]["rsum"].get(pool)) for seed in runs.keys() & others.keys()]
         differences = [run - against for run, against in pairs if None not in (run, against)]
         if len(differences) > 1:
-            mean, low, high = interval(differences)
-            words.append(f"{pool} {mean:+.1f} ({low:+.1f} to {high:+.1f})")
-    return ", ".join(words)
+            found[pool] = interval(differences)
+    return found
+
+
+def on_trained_sources(records: Records, comparison: Comparison) -> str:
+    """`within +0.5 (-23.8 to +24.9), across ...`."""
+    differences = pool_differences(records, comparison).items()
+    return ", ".join(f"{pool} {mean:+.1f} ({low:+.1f} to {high:+.1f})" for pool, (mean, low, high) in differences)
+
+
+def debiasing_figure(records: Records, folder: Path) -> str:
+    """A line with the figure of what debiased sampling changes, in each pool of both miniatures; "" before its runs."""
+    rows = []
+    for comparison, data in zip(TABLES[0].comparisons, ("emoji", "icons"), strict=True):
+        verdict = _judged(records, comparison)
+        if verdict.seeds < 2:
+            continue
+        rows.append(Row(f"{data}: a source not trained on", verdict.difference, verdict.low, verdict.high))
+        pools = {
+            "within": "within a trained source",
+            "across": "across trained sources",
+            "mixed": "all trained sources in one pool",
+        }
+        for pool, values in pool_differences(records, comparison).items():
+            rows.append(Row(f"{data}: {pools[pool]}", *values))
+    if not rows:
+        return ""
+    title = "Debiased sampling less random sampling, held-out pairs"
+    write_atomically(folder / "debiasing.png", rows_figure(title, rows, MARGIN_RSUM))
+    return f"![What debiased sampling changes]({folder.name}/debiasing.png)"
 
 
 def choices_table() -> str:
@@ -334,7 +361,16 @@ def write_page(records: Records, page: Path) -> str:
     overview = summary(records)
     sections = (section(records, table, folder) for table in TABLES)
     measured = replay_section(folder / REPLAY_FILE)
-    parts = [introduction(records, folder), takeaways(records), HOW, overview, *sections, measured, choices_table()]
+    parts = [
+        introduction(records, folder),
+        takeaways(records),
+        debiasing_figure(records, folder),
+        HOW,
+        overview,
+        *sections,
+        measured,
+        choices_table(),
+    ]
     write_atomically(page, "\n\n".join(part for part in parts if part) + "\n")
     return overview
 

@@ -415,7 +415,9 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
     for table in TABLES:
         assert f"## {table.name}: {table.title}" in text
     pictures = [page.parent / line[line.index("(") + 1 : -1] for line in text.splitlines() if line.startswith("![")]
-    assert len(pictures) == len(TABLES) == len(set(pictures)) and all(Image.open(one).size[0] > 500 for one in pictures)
+    assert len(pictures) == len(TABLES) + 1 == len(set(pictures)) and all(
+        Image.open(one).size[0] > 500 for one in pictures
+    )
 
     # By hand: differences 50 to 54, mean 52, sd 1.5811, half an interval 1.9632.
     row = next(line for line in text.splitlines() if line.startswith("| Table 3 | Debiased sampling (*debiased*"))
@@ -470,6 +472,8 @@ def test_a_comparison_shows_each_unseen_source_and_the_trained_ones(tmp_path):
     # Seeds 0 and 4 leave noto out: differences 50 and 54. All pools are the same in both, so that nothing differs there.
     assert "\n    - by unseen source: fluent +53.0, noto +52.0, openmoji +52.0, twemoji +51.0\n" in text
     assert "\n    - on the trained sources: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0)\n" in text
+    assert "![What debiased sampling changes](results/debiasing.png)" in text
+    assert Image.open(tmp_path / "results" / "debiasing.png").size[0] > 500
 
 
 def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
