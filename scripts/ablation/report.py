@@ -165,9 +165,9 @@ HOW = f"""\
 - **{NO_DIFFERENCE}**: the interval lies within {MARGIN_RSUM:g} RSUM of zero, a margin fixed beforehand. **{REPRODUCED}**: it
   lies on the paper's side of zero (or within the margin, where the paper has nearly the same). **{CONTRADICTED}**: on the
   other side. **{UNDECIDED}**: all else; more seeds would be needed. Rows that are not in the paper: **{BETTER}**, **{WORSE}**.
-- **Chosen on validation**: learning rates, clusters and the length of the long runs were chosen by pilot runs with other
-  seeds (`scripts/ablation/choices.json`), before the runs; the other settings are the demo's (docs/models.md). The test split
-  was scored once. The rules are in `scripts/ablation/protocol.py`.
+- **Chosen on validation**: learning rates, clusters and the length of the long runs are chosen by pilot runs with other seeds
+  (`scripts/ablation/choices.json`), before the runs that use them; the other settings are the demo's (docs/models.md). The test
+  split was scored once. The rules are in `scripts/ablation/protocol.py`.
 - *within*, *across*, *mixed*: the same on the sources that were trained on. *within*: pictures and captions of one source;
   *across*: pictures of one, captions of the same concepts in another (emoji only); *mixed*: all in one pool, where a model that
   recognises sources has less to search. **probe**: accuracy in percent of a linear probe that guesses the source.
