@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, new_figure, plain_axes, png_bytes
 from scripts.ablation.comparisons import Comparison, PaperTable
+from scripts.ablation.protocol import MARGIN_RSUM
 from scripts.ablation.verdicts import Verdict
 
 _DPI = 110
@@ -35,20 +36,18 @@ def differences_figure(table: PaperTable, judged: Sequence[tuple[Comparison, Ver
     Raises:
         UserError: matplotlib is missing.
     """
-    shown = [(one, verdict) for one, verdict in judged if verdict.seeds and one.measure == "score"]
     rows = []
-    for one, verdict in shown:
+    for one, verdict in judged:
+        if one.measure != "score":
+            continue
         paper = () if one.paper is None else tuple(ours - theirs for ours, theirs in zip(*one.paper, strict=True))
         label = f"{one.run} - {one.against}"
         rows.append(Row(label, verdict.difference, verdict.low, verdict.high, paper))
-    return rows_figure(f"{table.name}: {table.title}".replace("`", ""), rows, shown[0][0].margin if shown else 0)
+    return rows_figure(f"{table.name}: {table.title}".replace("`", ""), rows)
 
 
-def rows_figure(title: str, rows: Sequence[Row], margin: float) -> bytes:
-    """PNG of differences, from the first row down.
-
-    Args:
-        margin: what lies within it counts as no difference.
+def rows_figure(title: str, rows: Sequence[Row]) -> bytes:
+    """PNG of differences, from the first row down, and of the margin.
 
     Raises:
         UserError: matplotlib is missing.
@@ -63,7 +62,8 @@ def rows_figure(title: str, rows: Sequence[Row], margin: float) -> bytes:
         )
         if row.paper:
             axes.plot(row.paper, [position + 0.25] * len(row.paper), "|", color=INK, markersize=9, label=_PAPER)
-    axes.axvspan(-margin, margin, color=INK, alpha=0.08, linewidth=0, label=f"counts as none (within {margin:g})")
+    label = f"counts as none (within {MARGIN_RSUM:g})"
+    axes.axvspan(-MARGIN_RSUM, MARGIN_RSUM, color=INK, alpha=0.08, linewidth=0, label=label)
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)

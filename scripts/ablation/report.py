@@ -34,6 +34,7 @@ from scripts.ablation.verdicts import (
     NO_DIFFERENCE,
     NOT_RUN,
     REPRODUCED,
+    TOO_FEW,
     UNDECIDED,
     WORSE,
     Verdict,
@@ -97,14 +98,20 @@ def judged(records: Records, comparison: Comparison, table: PaperTable) -> Verdi
 _NOT_OF_PAPER = {REPRODUCED: BETTER, CONTRADICTED: WORSE}
 
 
-def _judged(records: Records, comparison: Comparison) -> Verdict:
+def paired(records: Records, comparison: Comparison) -> dict[int, tuple[Record, Record]]:
+    """Seed -> both records of a comparison, of the seeds that both conditions have."""
     runs, others = records[comparison.run], records[comparison.against]
+    return {seed: (runs[seed], others[seed]) for seed in sorted(runs.keys() & others.keys())}
+
+
+def _judged(records: Records, comparison: Comparison) -> Verdict:
+    pairs = paired(records, comparison)
     if comparison.measure == "score":
-        ours, theirs = ({seed: record["score"] for seed, record in one.items()} for one in (runs, others))
+        ours, theirs = ({seed: pair[side]["score"] for seed, pair in pairs.items()} for side in (0, 1))
         return judge(comparison.claim, ours, theirs, comparison.margin)
-    ratios = {seed: reach(runs[seed], others[seed]) for seed in runs.keys() & others.keys()}
+    ratios = {seed: reach(run, against) for seed, (run, against) in pairs.items()}
     if any(math.isinf(ratio) for ratio in ratios.values()):  # no mean: what was not reached has no cost
-        return Verdict(UNDECIDED if len(ratios) >= LEAST_SEEDS else "too few seeds", len(ratios))
+        return Verdict(UNDECIDED if len(ratios) >= LEAST_SEEDS else TOO_FEW, len(ratios))
     return judge(comparison.claim, ratios, dict.fromkeys(ratios, 0.0), comparison.margin)
 
 
@@ -134,9 +141,7 @@ def papers_words(comparison: Comparison) -> str:
 
 
 def our_words(comparison: Comparison, verdict: Verdict) -> str:
-    """The difference with its interval."""
-    if not verdict.seeds:
-        return "-"
+    """The difference with its interval, of a comparison that has runs."""
     if comparison.measure == "reach":
         if math.isnan(verdict.difference):
             return "the score is not reached by every seed"
@@ -233,31 +238,29 @@ def summary(records: Records) -> str:
     for table in TABLES:
         for one in table.comparisons:
             result = judged(records, one, table)
-            words = (label(one), our_words(one, result), str(result.seeds), papers_words(one), result.verdict)
             if result.verdict == NOT_RUN:
                 waiting.append(f"{table.name}, {one.run} against {one.against}")
-            else:
-                rows.append((table.name, *words))
+                continue
+            words = (our_words(one, result), str(result.seeds), papers_words(one), result.verdict)
+            rows.append((table.name, label(one), *words))
     shown = markdown_table(("table", "what", "here", "seeds", "the paper", "verdict"), rows)
     return f"{shown}\n\nNot run yet: {'; '.join(waiting)}." if waiting else shown
 
 
 def by_unseen_source(records: Records, comparison: Comparison) -> str:
     """The mean difference of the scores for each unseen source: `noto -10.5, twemoji +33.5`; "" where there is none."""
-    runs, others = records[comparison.run], records[comparison.against]
     found: dict[str, list[float]] = {}
-    for seed in runs.keys() & others.keys():
-        if (unseen := runs[seed]["unseen"]) is not None:
-            found.setdefault(unseen, []).append(runs[seed]["score"] - others[seed]["score"])
+    for run, against in paired(records, comparison).values():
+        if run["unseen"] is not None:
+            found.setdefault(run["unseen"], []).append(run["score"] - against["score"])
     return ", ".join(f"{source} {sum(values) / len(values):+.1f}" for source, values in sorted(found.items()))
 
 
 def pool_differences(records: Records, comparison: Comparison) -> dict[str, tuple[float, float, float]]:
     """Pool of the trained sources -> mean difference and its interval; without pools that were not measured twice."""
-    runs, others = records[comparison.run], records[comparison.against]
     found = {}
     for pool in POOLS:
-        pairs = [(runs[seed]["rsum"].get(pool), others[seed]["rsum"].get(pool)) for seed in runs.keys() & others.keys()]
+        pairs = [tuple(one["rsum"].get(pool) for one in pair) for pair in paired(records, comparison).values()]
         differences = [run - against for run, against in pairs if None not in (run, against)]
         if len(differences) > 1:
             found[pool] = interval(differences)
@@ -273,7 +276,8 @@ def on_trained_sources(records: Records, comparison: Comparison) -> str:
 def debiasing_figure(records: Records, folder: Path) -> str:
     """A line with the figure of what debiased sampling changes, in each pool of both miniatures; "" before its runs."""
     rows = []
-    for comparison, data in zip(TABLES[0].comparisons, ("emoji", "icons"), strict=True):
+    for comparison in TABLES[0].comparisons:
+        data = CONDITIONS[comparison.run].miniature
         verdict = _judged(records, comparison)
         if verdict.seeds < 2:
             continue
@@ -288,7 +292,7 @@ def debiasing_figure(records: Records, folder: Path) -> str:
     if not rows:
         return ""
     title = "Debiased sampling less random sampling, held-out pairs"
-    write_atomically(folder / "debiasing.png", rows_figure(title, rows, MARGIN_RSUM))
+    write_atomically(folder / "debiasing.png", rows_figure(title, rows))
     return f"![What debiased sampling changes]({folder.name}/debiasing.png)"
 
 
@@ -310,7 +314,7 @@ def choices_table() -> str:
 
 
 def conditions_table(records: Records, names: Sequence[str]) -> str:
-    """One line for each condition, with all that was measured."""
+    """One line for each of these conditions, which have runs, with all that was measured."""
     rows = []
     for name in names:
         runs = list(records[name].values())
@@ -318,11 +322,10 @@ def conditions_table(records: Records, names: Sequence[str]) -> str:
         cells += [mean_and_range([run["rsum"][pool] for run in runs]) for pool in POOLS]
         probes = [[run[key] for run in runs if run[key] is not None] for key in ("probe_images", "probe_texts")]
         cells += [mean_and_range([100 * value for value in values], 0) for values in probes]
-        epochs = str(runs[0]["epochs"]) if runs else "-"
         shared = [run["shared_information"] for run in runs if "shared_information" in run]
         more = f"; NMI with the sources {mean_and_range(shared, 2)}" if shared else ""
         cpu = mean_and_range([run["cpu_seconds"] for run in runs], 0)
-        rows.append((f"{CONDITIONS[name].label}{more}", str(len(runs)), epochs, *cells, cpu))
+        rows.append((f"{CONDITIONS[name].label}{more}", str(len(runs)), str(runs[0]["epochs"]), *cells, cpu))
     header = ("run", "seeds", "epochs", "score", *POOLS, "probe images %", "probe texts %", "CPU s")
     return markdown_table(header, rows)
 
@@ -339,12 +342,12 @@ def section(records: Records, table: PaperTable, folder: Path) -> str:
     lines = []
     for one, result in comparisons:
         lines.append(f"- {label(one)}: {our_words(one, result)}; the paper: {papers_words(one)}. **{result.verdict}**")
-        if one.measure == "score" and result.seeds:
+        if one.measure == "score":
             found = (by_unseen_source(records, one), on_trained_sources(records, one))
             titles = ("by unseen source", "on the trained sources")
             lines += [f"    - {title}: {words}" for title, words in zip(titles, found, strict=True) if words]
     parts = [f"## {table.name}: {table.title}", table.setting, "\n".join(lines)]
-    if any(result.seeds and one.measure == "score" for one, result in comparisons):
+    if any(one.measure == "score" for one, _ in comparisons):
         name = "".join(letter for letter in table.name.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
         write_atomically(folder / f"{name}.png", differences_figure(table, comparisons))
         parts.append(f"![{table.name}]({folder.name}/{name}.png)")

@@ -110,7 +110,7 @@ def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, Re
     """Warn of retrieval sets that are read from the files that are trained on (`zerovl data near` compares pictures)."""
     for name, held_out in retrieval.items():
         for source in sources:
-            if count := held_out.in_files(dict.fromkeys(source.shards)):
+            if count := held_out.in_files(source.shards):
                 logging.warning(
                     f"{count:,} of the {len(held_out):,} pictures of the retrieval set {name} lie in files that are trained on "
                     f"(source {source.name}): its scores show what was memorised; hold a part out with "

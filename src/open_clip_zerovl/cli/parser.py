@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         commands = self._commands()
         word = message.partition("invalid choice: '")[2].partition("'")[0]
         if commands and word:
-            known = [name for name, _ in _below(commands)]
+            known = list(_below(commands))
             # 'pack' is nearer to 'data pack' than letters tell.
             near = next((name for name in known if name.split()[-1] == word), None) or nearest(word, known)
             sentence = f"there is no command '{word}'; " + (
@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
         return {} if action is None else dict(action.choices)
 
 
-def _below(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """All commands with those below them: `data`, `data pack`."""
+def _below(commands: dict[str, argparse.ArgumentParser]) -> Iterator[str]:
+    """The names of all commands with those below them: `data`, `data pack`."""
     for name, parser in commands.items():
-        yield name, parser
+        yield name
         if isinstance(parser, Parser):
-            yield from ((f"{name} {under}", one) for under, one in _below(parser._commands()))
+            yield from (f"{name} {under}" for under in _below(parser._commands()))

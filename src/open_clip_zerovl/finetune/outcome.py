@@ -55,7 +55,7 @@ def write_outcome(
             shown.append(scored)
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
     notes = [*prepared.notes, *_reading_notes(curve)]
-    picture = training_picture(_mean(curve, training.sets), training.scores(), epoch)
+    picture = training_picture(curve.points[0].mean_rsum(training.sets), training.scores(), epoch)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     write_atomically(
         out / "report.html",
@@ -73,10 +73,6 @@ def write_outcome(
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
     print(content["table"])
-
-
-def _mean(curve: Curve, names: Sequence[str]) -> float:
-    return curve.points[0].mean_rsum(names)
 
 
 def _reading_notes(curve: Curve) -> list[str]:

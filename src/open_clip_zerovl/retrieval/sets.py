@@ -68,10 +68,12 @@ class RetrievalSet:
 
     def in_files(self, paths: Iterable[str]) -> int:
         """Number of images that lie in one of these files; all, if the set itself is one of them (a table)."""
-        files = {os.path.realpath(path) for path in paths}
+        files = {os.path.realpath(path) for path in set(paths)}
         if os.path.realpath(self.path) in files:
             return len(self)
-        held = {file for file in {sample.file for sample in self.samples} if os.path.realpath(file) in files}
+        # Pictures in files of their own are left out: there may be very many of them, and no path of a source is a picture.
+        tars = {sample.file for sample in self.samples if sample.size_bytes >= 0}
+        held = {file for file in tars if os.path.realpath(file) in files}
         return sum(sample.file in held for sample in self.samples)
 
     def read_image(self, index: int) -> Image.Image:
