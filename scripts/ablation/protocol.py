@@ -5,7 +5,7 @@
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
    A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
-   to `choices.json`, which is committed before the runs that use them. The test split is scored once. `FIXED` settings are
+   to `choices.json`, each choice committed before the runs that use it. The test split is scored once. `FIXED` settings are
    those of the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every row of `comparisons.py` is reported, whatever comes out.
 """
@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from open_clip_zerovl.errors import UserError
 
@@ -70,10 +70,10 @@ FIXED: Choices = {"epochs": "16", "icon-epochs": "8"}
 
 #: In the order in which they are made: a pilot uses the choices before its own, and the quick values of those after it.
 CHOICES: dict[str, Choice] = {
+    "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
     "lr-16": Choice("learning rate at batch 16", ("2.5e-4", "5e-4", "1e-3"), ("batch-16",), "best", "1e-3"),
     "lr-256": Choice("learning rate at batch 256", ("1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"),
     "clusters": Choice("clusters, by features of", ("image-4", "image-16", "text-8"), ("clusters",), "best", "image-4"),
-    "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
 }
 
 QUICK: Choices = {"epochs": "2", "icon-epochs": "1", **{name: choice.quick for name, choice in CHOICES.items()}}
@@ -85,17 +85,21 @@ def unseen_source(sources: Sequence[str], seed: int) -> str:
 
 
 def read_choices(path: Path = CHOICES_FILE) -> Choices:
-    """The choices that the pilot runs made, and the fixed settings; these alone before the pilots.
+    """The fixed settings, and the choices that pilot runs have made so far."""
+    return {**FIXED, **{name: one["chosen"] for name, one in read_pilots(path).items()}}
+
+
+def read_pilots(path: Path = CHOICES_FILE) -> dict[str, dict[str, Any]]:
+    """What the pilot runs found, by choice: "what", "rule", "scores" (of each value), "chosen". Empty before the pilots.
 
     Raises:
         UserError: the file is of another protocol.
     """
     if not path.is_file():
-        return FIXED
-    chosen = {name: one["chosen"] for name, one in json.loads(path.read_text(encoding="utf-8")).items()}
-    if set(chosen) != set(CHOICES):
-        differing = sorted(set(chosen) ^ set(CHOICES))
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if unknown := sorted(set(found) - set(CHOICES)):
         raise UserError(
-            f"{path.name} is of another protocol ({', '.join(differing)}): run `make ablation PILOT=1` again"
+            f"{path.name} is of another protocol ({', '.join(unknown)}): remove it and run `make ablation PILOT=1` again"
         )
-    return {**FIXED, **chosen}
+    return found

@@ -25,7 +25,7 @@ from open_clip_zerovl.files import write_atomically
 from scripts.ablation.comparisons import TABLES, TAKEAWAYS, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import Row, differences_figure, rows_figure
-from scripts.ablation.protocol import CHOICES_FILE, MARGIN_RSUM
+from scripts.ablation.protocol import MARGIN_RSUM, read_pilots
 from scripts.ablation.replay import REPLAY_FILE, replay_section
 from scripts.ablation.verdicts import (
     BETTER,
@@ -298,7 +298,8 @@ def debiasing_figure(records: Records, folder: Path) -> str:
 
 def choices_table() -> str:
     """What the pilots chose, if they are done."""
-    if not CHOICES_FILE.is_file():
+    found = read_pilots()
+    if not found:
         return "## What was chosen on validation\n\nNothing yet."
     rows = [
         (
@@ -307,7 +308,7 @@ def choices_table() -> str:
             one["rule"],
             one["chosen"],
         )
-        for one in json.loads(CHOICES_FILE.read_text(encoding="utf-8")).values()
+        for one in found.values()
     ]
     table = markdown_table(("setting", "validation RSUM", "rule", "chosen"), rows)
     return f"## What was chosen on validation\n\n{table}"

@@ -32,7 +32,16 @@ from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.measuring import Measurements
 from scripts.ablation.processes import Processes
-from scripts.ablation.protocol import CHOICES, CHOICES_FILE, FIXED, PILOT_SEEDS, QUICK, SEEDS, Choices, read_choices
+from scripts.ablation.protocol import (
+    CHOICES,
+    CHOICES_FILE,
+    PILOT_SEEDS,
+    QUICK,
+    SEEDS,
+    Choices,
+    read_choices,
+    read_pilots,
+)
 from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
 from scripts.emoji.runs import flag_value
 
@@ -141,15 +150,17 @@ def prepare(ablation: Ablation, job: Job) -> None:
 def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) -> None:
     """Make the protocol's choices by pilot runs on the validation split, and write them to `CHOICES_FILE`.
 
-    Finished pilots are kept. The file is written after the last choice.
+    Finished pilots are kept. The file is written after each choice, and choices that it holds are not made again.
 
     Raises:
         UserError: a pilot failed.
         OutOfTime: pilots are left.
     """
-    chosen: Choices = FIXED
-    report = {}
+    report = read_pilots(CHOICES_FILE)
+    chosen = read_choices(CHOICES_FILE)
     for name, choice in CHOICES.items():
+        if name in report:
+            continue
         scores: dict[str, float] = {}
         for value in choice.grid:
             if choice.is_settled(scores):
@@ -170,7 +181,7 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
         rounded = {value: round(score, 1) for value, score in scores.items()}
         report[name] = {"what": choice.what, "rule": choice.rule, "scores": rounded, "chosen": chosen[name]}
         print(f"{choice.what}: {chosen[name]}, of {rounded}", flush=True)
-    write_atomically(CHOICES_FILE, json.dumps(report, indent=1) + "\n")
+        write_atomically(CHOICES_FILE, json.dumps(report, indent=1) + "\n")
     print(f"The choices are in {CHOICES_FILE}: commit it, then run the ablation.")
 
 
@@ -235,7 +246,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in CONDITIONS]:
         raise UserError(f"there is no condition {unknown[0]!r}; --list shows them")
     if arguments.list:
-        print(listing(read_choices() if CHOICES_FILE.is_file() else QUICK))
+        print(listing({**QUICK, **read_choices()}))
         return 0
     seeds = _seeds(arguments.seeds) if arguments.seeds else ((0,) if arguments.quick else SEEDS)
     if arguments.jobs < 1:
@@ -274,7 +285,8 @@ def _check_chosen(names: Sequence[str], choices: Choices) -> None:
     if waiting := [name for name in names if not CONDITIONS[name].choices <= set(choices)]:
         raise UserError(
             f"{len(waiting)} conditions ({', '.join(waiting[:3])} ...) depend on settings that pilots choose, and "
-            f"{CHOICES_FILE.name} does not exist: run `make ablation PILOT=1` first, or name other conditions with --only"
+            f"{CHOICES_FILE.name} does not have all of them: run `make ablation PILOT=1` first, or name other conditions "
+            "with --only"
         )
 
 

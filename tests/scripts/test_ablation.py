@@ -246,6 +246,14 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     Recorder.seen = []
     run.choose(quick.data, tmp_path / "pilots", 2, None)  # nothing is trained again
     assert Recorder.seen == [] and len(list((tmp_path / "pilots").rglob("*.json"))) == before
+    # A choice that was made stands where its pilots are gone, and those after it are still made.
+    found = json.loads((tmp_path / "choices.json").read_text())
+    kept = {name: found[name] for name in ("long-epochs", "lr-16", "lr-256")}
+    (tmp_path / "choices.json").write_text(json.dumps(kept))
+    assert "clusters" not in read_choices(tmp_path / "choices.json")
+    run.choose(quick.data, tmp_path / "elsewhere", 2, None)
+    assert json.loads((tmp_path / "choices.json").read_text()) == found
+    assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {"clusters"}
 
 
 def test_before_the_pilots_only_what_depends_on_none_is_run(quick, monkeypatch, tmp_path, capsys):
@@ -277,7 +285,7 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
 
 def test_choices_of_another_protocol_are_a_sentence(tmp_path):
     (tmp_path / "choices.json").write_text(json.dumps({"epochs": {"chosen": "8"}}))
-    with pytest.raises(UserError, match=r"of another protocol \(clusters, epochs, "):
+    with pytest.raises(UserError, match=r"of another protocol \(epochs\): remove it"):
         read_choices(tmp_path / "choices.json")
 
 
