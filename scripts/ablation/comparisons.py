@@ -109,7 +109,8 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "Negatives of other sources",
         "`--cross-source-weight` beside debiased sampling",
-        "Not in the paper. Batches are random; negatives of another source count with weight W.",
+        "Not in the paper. Batches are random; negatives of another source count with weight W. A W that is learned with the "
+        "same loss becomes 0: each negative that counts less lowers the loss.",
         (
             Comparison("weight-0", "debiased", "higher", "W = 0", headline="weight 0 over debiased sampling, emoji"),
             Comparison("weight-0.05", "debiased", "higher", "W = 0.05"),
@@ -125,6 +126,12 @@ TABLES: tuple[PaperTable, ...] = (
                 headline="`--cross-source-weight 0.05` over random, emoji",
             ),
             Comparison("icons-weight-0.05", "icons-random", "higher", "W = 0.05", headline="the same, icons"),
+            Comparison("weight-0.02", "random", "higher", "W = 0.02"),
+            Comparison("weight-0.1", "random", "higher", "W = 0.1"),
+            Comparison("icons-weight-0.02", "icons-random", "higher", "W = 0.02"),
+            Comparison("icons-weight-0.1", "icons-random", "higher", "W = 0.1"),
+            Comparison("weight-0-192", "debiased", "higher", "W = 0 with as many negatives of a sample's own source"),
+            Comparison("go-on-weight", "go-on-random", "higher", f"W = 0.05 after {START_EPOCHS} epochs of 1"),
         ),
         of_paper=False,
     ),
