@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
+from support import warm
 from support.tiny_clip import NATIVE_VISION, add_file, bert_text, picture, random_model, register, write_bert, write_run
 
 # NumPy 2.4 ended float(array of one element), which open_clip 3.3 and CLIP_benchmark 1.6.2 use in their accuracy.
@@ -57,6 +58,7 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
     command = [
+        warm.python(),
         program,
         "eval",
         "--model",

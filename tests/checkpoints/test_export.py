@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from open_clip_zerovl.checkpoints.export import export_local_dir, load_model, read_model_spec, relocation_note
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.errors import UserError
+from support import warm
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
@@ -95,7 +95,7 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     shutil.move(home / "bert", home / "hidden-bert")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", STRANGER, str(folder), str(home / "image.png"), json.dumps(TEXTS)],
+            [warm.python(), "-c", STRANGER, str(folder), str(home / "image.png"), json.dumps(TEXTS)],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -9,8 +9,6 @@ the program: `test_ranks.py FOLDER CASE ...`.
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +25,8 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
-from support.dga_reference import TOLERANCE, batches, bert_clip, bert_folder, error, one_graph
+from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
+from support.programs import run_ranks
 
 STEPS = 2
 EXACT = TOLERANCE[torch.float64]
@@ -336,22 +334,12 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def worker(rank: int, world_size: int, port: int, folder: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    run_cases(folder, names, whole=names != list(SLOW_CASES))
-
-
-def run_cases(folder: str, names: list[str], *, whole: bool) -> None:
-    """What this process of a group finds, into `RANK.pt`.
-
-    Args:
-        whole: also what is not a case.
-    """
+def run_cases(folder: str, names: list[str]) -> None:
+    """What this process of a group finds, into `RANK.pt`. With all the cases also what is not a case."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cases = CASES | SLOW_CASES | {name: case for name, (case, _) in CONTROLS.items()}
     found: dict[str, Any] = {name: run_case(cases[name], rank, world_size) for name in names}
-    if whole:
+    if set(CASES) <= set(names):
         found["losses"] = global_loss(rank, world_size)
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
@@ -454,15 +442,7 @@ def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 
 def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    bert_folder()
-    # forkserver with the library imported once: starting four processes costs one import of torch and transformers.
-    mp.get_context("forkserver").set_forkserver_preload(["open_clip_zerovl.dga", "transformers"])
-    mp.start_processes(
-        worker, (world_size, port, str(folder), names), nprocs=world_size, start_method="forkserver", join=True
-    )
+    run_ranks(world_size, __file__, str(folder), *names, timeout=600)
     return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
@@ -612,14 +592,7 @@ def test_several_texts_and_teachers_on_four_ranks_of_torchrun(tmp_path):
     names = [name for name, case in CASES.items() if case.texts > 1]
     controls = [name for name in CONTROLS if name.startswith("two texts")]
     assert len(names) >= 8 and len(controls) == 3
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--", __file__]
-    paths = [*sys.path, os.path.dirname(os.path.dirname(__file__))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [*command, str(tmp_path), *names, *controls], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    found = start(4, [*names, *controls], tmp_path)
     for name in names:
         for step, wanted in enumerate(reference(CASES[name], 4)):
             for of_rank in found:
@@ -633,4 +606,4 @@ def test_several_texts_and_teachers_on_four_ranks_of_torchrun(tmp_path):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    run_cases(sys.argv[1], sys.argv[2:], whole=False)
+    run_cases(sys.argv[1], sys.argv[2:])

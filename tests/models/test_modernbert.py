@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 
 import open_clip
 import pytest
@@ -27,6 +26,7 @@ from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
+from support import warm
 from support.dga_reference import TOLERANCE, error, gradients, one_graph
 from support.hf_towers import micro_batches_of, small_model
 from support.tiny_clip import (
@@ -238,7 +238,7 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     # transformers 4 knows this name alone, 5 both.
     assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
-    command = [sys.executable, "-c", LOADS, str(folder), str(features), *TEXTS]
+    command = [warm.python(), "-c", LOADS, str(folder), str(features), *TEXTS]
     finished = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=tmp_path, timeout=240)
     assert finished.returncode == 0, finished.stderr[-2000:]
     by_itself = hasattr(hf_model.HFTextEncoder, "layer_groups")  # open_clip 4

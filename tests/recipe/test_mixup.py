@@ -3,15 +3,13 @@
 import copy
 import io
 import math
-import os
-import socket
+import sys
 
 import numpy as np
 import open_clip
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
@@ -19,6 +17,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
+from support.programs import run_ranks
 
 EXACT = TOLERANCE[torch.float64]
 TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
@@ -367,9 +366,9 @@ def test_compiled_graphs_take_any_lambda():
 RANK_SIZES = ([3, 2], [2, 4])
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     torch.manual_seed(100 + rank)  # ranks differ in all but the mixup's seed
     model = bert_clip()
     mixup = CoinFlipMixup(0.5, seed=5)  # images first, then texts
@@ -388,10 +387,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
 
 
 def test_two_ranks_give_the_one_graph_gradient(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    run_ranks(2, __file__, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert {coin for coin, _, _ in first} == {True, False}
     for step, ((coin, weight, grads), (other_coin, other_weight, other_grads)) in enumerate(
@@ -417,3 +413,7 @@ def test_two_ranks_give_the_one_graph_gradient(tmp_path):
                 **mix.loss_inputs([*RANK_SIZES[0], *RANK_SIZES[1]]),
             )
         assert error(grads, reference) < EXACT
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

@@ -25,6 +25,7 @@ from open_clip_zerovl.retrieval.encode import encode_retrieval, evaluate_retriev
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
 from open_clip_zerovl.retrieval.run import format_retrieval
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
     NATIVE_VISION,
@@ -378,7 +379,17 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     write_retrieval_set(tmp_path / "set", counts)
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
-    command = [program, "eval", "--model", f"local-dir:{export}", "--pretrained", "none", "--dataset", "wds/set"]
+    command = [
+        warm.python(),
+        program,
+        "eval",
+        "--model",
+        f"local-dir:{export}",
+        "--pretrained",
+        "none",
+        "--dataset",
+        "wds/set",
+    ]
     command += ["--dataset_root", str(tmp_path / "set"), "--task", "zeroshot_retrieval", "--recall_k", "1", "5", "10"]
     command += ["--no_amp", "--num_workers", "0", "--batch_size", "20", "--output", str(tmp_path / "theirs.json")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

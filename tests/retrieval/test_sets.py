@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,6 +27,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.retrieval.gallery import pick
 from open_clip_zerovl.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
 from open_clip_zerovl.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
     NATIVE_VISION,
@@ -381,7 +381,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
     (tmp_path / "score.py").write_text(SCORE)
 
     def score(data: str, output: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += [str(tmp_path / "score.py"), str(export), "--data", data, "--device", "cpu"]
         command += ["--output", str(tmp_path / output)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -43,7 +43,7 @@ from scripts.paper.table import (
     described,
     find_recipe,
 )
-from support import ROOT
+from support import ROOT, warm
 from support.reinforced import members_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
@@ -74,7 +74,7 @@ def recipes(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
 
 
 def zerovl(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "open_clip_zerovl.cli", *arguments]
+    command = [warm.python(), "-m", "open_clip_zerovl.cli", *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -469,7 +469,7 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
     data, base = workplace / "data", workplace / "logs" / "train-14m" / "checkpoints" / "epoch_1.pt"
     with open(workplace / "trainings.err", "w") as errors:
         server = subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "support" / "forking_training.py"],
+            [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
             env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     assert server.stdin is not None and server.stdout is not None
@@ -573,7 +573,7 @@ def test_a_fine_tuning_ends_with_one_table_before_and_after(workplace):
     assert result["before"] != {**result["after"], "checkpoint": str(before)}
     assert result["paper"]["rsum"] == 485.0 and "| RSUM" in markdown and "485.0" in markdown
     refused = subprocess.run(
-        [sys.executable, "-m", "scripts.paper.finetune_report", start / "base"],
+        [warm.python(), "-m", "scripts.paper.finetune_report", start / "base"],
         env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert refused.returncode == 2 and "was trained without --init-from" in refused.stderr

@@ -11,8 +11,23 @@ from pathlib import Path
 
 import torch
 
+from support import warm
+
 SCRIPT = Path(__file__).parent / "training_script.py"
 COMMON = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--log-every-n-steps", "1", "--warmup", "2"]
+
+
+def torchrun(ranks: int) -> list[str]:
+    """What stands between Python and a program that is to run in so many processes; nothing for one."""
+    return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def run_ranks(ranks: int, file: str, *arguments: str, timeout: float = 240) -> None:
+    """Run a file of tests as a program under torchrun, with this process's `sys.path`; all its ranks have to succeed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [warm.python(), *torchrun(ranks), file, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def launch(
@@ -26,11 +41,10 @@ def launch(
     gradient: Path | None = None,
 ):
     """Run the training script in `ranks` processes (torchrun) and return the finished process."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), program, str(config), *(["--record", str(record)] if record else [])]
-    command += [*(["--gradient", str(gradient)] if gradient else []), "--", *arguments]
+    command = [warm.python(), *torchrun(ranks), str(SCRIPT), program, str(config)]
+    for flag, file in (("--record", record), ("--gradient", gradient)):
+        command += [flag, str(file)] if file else []
+    command += ["--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
 
@@ -63,10 +77,7 @@ def descendants(pid: int) -> list[int]:
 
 def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
     """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
+    command = [sys.executable, *torchrun(ranks), str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         command,

@@ -20,7 +20,7 @@ import torch
 from open_clip_zerovl.processes import children_of
 from open_clip_zerovl.runs.record import read_record
 from scripts.soak import processes_of
-from support import ROOT
+from support import ROOT, warm
 from support.programs import SCRIPT
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
@@ -41,7 +41,7 @@ class Trainings:
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
         self.server = subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "support" / "forking_training.py"],
+            [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

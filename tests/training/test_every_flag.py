@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from open_clip_zerovl.releases import LINE_4, line_here
-from support import ROOT
+from support import ROOT, warm
 from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.params import open_clip_parser
@@ -245,7 +244,7 @@ def place(tmp_path_factory) -> Path:
 def train(place):
     """Runs training with some arguments: exit status (None: hung), and what it printed."""
     program = subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "support" / "forking_training.py"],
+        [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert program.stdin is not None and program.stdout is not None

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from open_clip_zerovl.checkpoints import load_model
-from support import ROOT
+from support import ROOT, warm
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "made_before_rooms.tar.gz"
 EPOCH_1 = "logs/run/checkpoints/epoch_1.pt"
@@ -101,7 +100,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory, place) -> Callable[[str], Ended]:
-    """Each command's end; all of them run two at a time, since most of their time is Python's imports."""
+    """Each command's end; two run at a time."""
     commands = commands_of(manifest_of(place))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -110,7 +109,7 @@ def ended(tmp_path_factory, place) -> Callable[[str], Ended]:
         prepare(name, folder)
         before = marks_of(folder)
         done = subprocess.run(
-            [sys.executable, *commands[name]],
+            [warm.python(), *commands[name]],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import ROOT
+from support import ROOT, warm
 from support.programs import COMMON, flat_tensors, state_of
 from support.shard_server import ShardServer, shard_server
 from support.tars import write_source
@@ -32,7 +31,7 @@ def place(tmp_path_factory):
     for name, first in (("a", 0), ("b", 1000)):
         write_source(folder / name, first, 60, 13)
     trainer = subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "support" / "forking_training.py"],
+        [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
