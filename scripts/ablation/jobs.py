@@ -14,7 +14,7 @@ from open_clip_zerovl.datasets.drawn.emoji import EMOJI
 from open_clip_zerovl.datasets.drawn.icons import ICONS
 from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, Condition
-from scripts.ablation.protocol import Choices, unseen_source
+from scripts.ablation.protocol import ALL_UNSEEN, Choices, unseen_source
 from scripts.ablation.sources import CONTEXT_SOURCE, ClusterSettings, cluster_data, context_data
 from scripts.emoji.runs import TrainingRun, drawn_flags
 
@@ -129,9 +129,15 @@ class Ablation:
         }  # fmt: skip
 
     def is_recorded(self, job: Job) -> bool:
-        """Whether the job's JSON exists and has the job's settings."""
+        """Whether the job's JSON exists, has the job's settings and the present score."""
+        record = self._record(job)
+        scored_alike = job.condition.score != "unseen" or self.split != "test" or ALL_UNSEEN in record.get("rsum", ())
+        return self._is_of(job, record) and scored_alike
+
+    def _record(self, job: Job) -> dict[str, Any]:
+        """The job's JSON; empty where there is none."""
         file = self.record_file(job)
-        return file.is_file() and self._is_of(job, json.loads(file.read_text(encoding="utf-8")))
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def _is_of(self, job: Job, record: dict[str, Any]) -> bool:
         """Whether a record is of this job with its present settings."""
@@ -144,7 +150,7 @@ class Ablation:
         taken = 0
         for record in json.loads(runs.read_text(encoding="utf-8")) if runs.is_file() else ():
             job = Job(record["seed"], record["condition"])
-            if job.name in CONDITIONS and not self.is_recorded(job) and self._is_of(job, record):
+            if job.name in CONDITIONS and not self._is_of(job, self._record(job)) and self._is_of(job, record):
                 self.write_record(job, record)
                 taken += 1
         return taken

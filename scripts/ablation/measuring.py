@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,7 +14,9 @@ from open_clip_zerovl.bias.pools import pool_metrics
 from open_clip_zerovl.datasets.drawn.make import DrawnSample, load_drawn_split
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
+from scripts.ablation.protocol import ALL_UNSEEN
 from scripts.ablation.sources import CONTEXT_SOURCE, ContextPairs, measure_contexts, rsum_of, shared_information
+from scripts.ablation.unseen import unseen_pools, unseen_rsum
 from scripts.emoji.records import read_training_log
 from scripts.emoji.runs import Encoder, Pool, signs_of_bias
 
@@ -28,6 +31,7 @@ class Measurements:
         self._samples: dict[str, dict[str, list[DrawnSample]]] = {}
         self._contexts: ContextPairs | None = None
         self._ready: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        self._pools: dict[str, list[list[DrawnSample]]] = {}
 
     def samples(self, miniature: str) -> dict[str, list[DrawnSample]]:
         """The held-out pairs of all sources of a miniature."""
@@ -35,6 +39,13 @@ class Measurements:
             folder = self.ablation.data[miniature]
             self._samples[miniature] = load_drawn_split(MINIATURES[miniature], folder, self.ablation.split)
         return self._samples[miniature]
+
+    def pools(self, miniature: str, source: str) -> list[list[DrawnSample]]:
+        """Of a source that was not trained on (`unseen.py`)."""
+        if source not in self._pools:
+            folder = self.ablation.data[miniature]
+            self._pools[source] = unseen_pools(folder, source, self.samples(miniature)[source])
+        return self._pools[source]
 
     def write(self, ended: Ended) -> dict[str, Any]:
         """Measure a finished run and write its JSON."""
@@ -45,7 +56,9 @@ class Measurements:
         result = {
             **ablation.asked(job),
             **measured,
-            "score": measured["rsum"][condition.score],
+            "score": self._score(job, measured),
+            "data": json.loads((ablation.data[condition.miniature] / "manifest.json").read_text())["fingerprint"],
+            "torch": torch.__version__,
             "loss_curve": thinned(curve),
             "epochs": condition.run_epochs(ablation.choices),
             "samples": curve[-1][0],
@@ -55,13 +68,18 @@ class Measurements:
         }
         if condition.every_epoch:
             result["score_by_epoch"] = [
-                self._measure(job, run.checkpoint.with_name(f"epoch_{epoch}.pt"))["rsum"][condition.score]
+                self._score(job, self._measure(job, run.checkpoint.with_name(f"epoch_{epoch}.pt")))
                 for epoch in range(1, result["epochs"] + 1)
             ]
         if condition.kind == "clusters":
             result["shared_information"] = round(shared_information(ablation.clusters(job)), 3)
         ablation.write_record(job, result)
         return result
+
+    def _score(self, job: Job, measured: dict[str, Any]) -> float:
+        """The number by which a run is compared: over all pairs of an unseen source; in pilots over its validation pairs."""
+        rsum = measured["rsum"]
+        return rsum.get(ALL_UNSEEN, rsum["unseen"]) if job.condition.score == "unseen" else rsum[job.condition.score]
 
     def _measure(self, job: Job, checkpoint: Path) -> dict[str, Any]:
         """RSUM by pool, and the signs of bias where there is more than one source; None for what there is not."""
@@ -84,6 +102,8 @@ class Measurements:
             rsum["seen"] = (rsum["within"] + rsum["across"]) / 2
         if job.unseen is not None:
             rsum["unseen"] = rsum_of([encoder(samples[job.unseen])])
+            if self.ablation.split == "test":
+                rsum[ALL_UNSEEN] = unseen_rsum(encoder, self.pools(job.condition.miniature, job.unseen))
         images, texts = pool.features(trained)
         return {"rsum": rsum, **signs_of_bias(images, texts, encoder.logit_scale, pool, job.seed)}
 

@@ -27,6 +27,8 @@ MARGIN_RSUM = 10.0  # differences within it count as none; a random order of 200
 MARGIN_RATIO = 0.05  # the same for ratios of times
 STILL_RISING = 5.0  # RSUM by which a longer training has to be better to be chosen
 
+ALL_UNSEEN = "all unseen"  # the score's name among a record's RSUMs; "unseen" is that of the held-out test pairs alone
+
 CHOICES_FILE = Path(__file__).with_name("choices.json")
 
 Choices = Mapping[str, str]  # by name; a value as it stands in a command line

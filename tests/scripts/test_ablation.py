@@ -21,7 +21,7 @@ from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.measuring import thinned
 from scripts.ablation.processes import Ended, Processes
-from scripts.ablation.protocol import PILOT_SEEDS, QUICK, read_choices
+from scripts.ablation.protocol import ALL_UNSEEN, PILOT_SEEDS, QUICK, read_choices
 from scripts.ablation.verdicts import (
     CONTRADICTED,
     NO_DIFFERENCE,
@@ -155,7 +155,11 @@ class Recorder:
         score = min(100.0, 10.0 * ended.job.condition.run_epochs(self.which.choices)) + 5 * (
             "1e-3" in self.which.training_run(ended.job).flags
         )
-        record = {**self.which.asked(ended.job), "rsum": {"unseen": score, "across": None}, "score": score}
+        record = {
+            **self.which.asked(ended.job),
+            "rsum": {"unseen": score, ALL_UNSEEN: score, "across": None},
+            "score": score,
+        }
         self.which.record_file(ended.job).write_text(json.dumps(record))
         return record
 
