@@ -131,7 +131,7 @@ CONDITIONS: dict[str, Condition] = {
     "weight-0.02": Condition("random, W = 0.02", "random", _weighted("0.02")),
     "weight-0.1": Condition("random, W = 0.1", "random", _weighted("0.1")),
     "weight-0.3": Condition("random, W = 0.3", "random", _weighted("0.3")),
-    "weight-0-192": Condition("random, W = 0, batch 192", "random", _batch(96, 2, *_weighted("0"))),
+    "weight-0-192": Condition("random, W = 0, batch 192", "random", _batch(96, 2, "--lr", "{lr-256}", *_weighted("0"))),
     "icons-random": Condition("icons, random", "random", miniature="icons", epochs="icon-epochs"),
     "icons-debiased": Condition("icons, debiased", miniature="icons", epochs="icon-epochs"),
     "icons-share-0.5": Condition(
@@ -152,7 +152,7 @@ CONDITIONS: dict[str, Condition] = {
     "random-256": Condition("random, batch 256", "random", _batch(256, 1, "--lr", "{lr-256}")),
     "batch-256": Condition("batch 256", flags=_batch(256, 1, "--lr", "{lr-256}")),
     "steps-16": Condition("batch 16, steps of 64", flags=_batch(16, 1, "--lr", "{lr-16}"), share=0.25),
-    "steps-256": Condition("batch 256, steps of 64", flags=_batch(256, 1, "--lr", "{lr-256}"), share=4),
+    "steps-256": Condition("batch 256, steps of 64", flags=_batch(256, 1, "--lr", "{lr-256}"), share=4.57),
     "dga-256": Condition("batch 256, DGA 8 x 32", flags=_batch(32, 8, "--lr", "{lr-256}")),
     "replay": Condition("batch 64 as 8 x 8", flags=_SPLIT_64),
     "no-replay": Condition("the same, other masks", flags=(*_SPLIT_64, "--ablate", "no-replay")),

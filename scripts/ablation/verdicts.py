@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from scipy import stats
 
 from open_clip_zerovl.bias.resampling import interval_over_seeds
 from scripts.ablation.protocol import CONFIDENCE
@@ -26,7 +28,8 @@ class Verdict:
         verdict: one of the words above.
         seeds: pairs of runs.
         run, against: means.
-        difference, low, high: mean difference over pairs (run - against), and its interval; infinite with one pair.
+        difference, low, high: mean difference (run - against), and its interval; infinite with one pair.
+        by_source: whether these are over the unseen sources, see `interval_over_sources`.
     """
 
     verdict: str
@@ -36,6 +39,7 @@ class Verdict:
     difference: float = math.nan
     low: float = math.nan
     high: float = math.nan
+    by_source: bool = False
 
 
 def interval(differences: list[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
@@ -44,7 +48,39 @@ def interval(differences: list[float], confidence: float = CONFIDENCE) -> tuple[
     return sum(differences) / len(differences), low, high
 
 
-def judge(claim: Claim, run: Mapping[int, float], against: Mapping[int, float], margin: float) -> Verdict:
+def interval_over_sources(
+    differences: Mapping[str, Sequence[float]], confidence: float = CONFIDENCE
+) -> tuple[float, float, float] | None:
+    """The mean over unseen sources, each counted once, and its interval from the spread between seeds of the same source.
+
+    It speaks of these sources: that they differ from each other does not make it wider. Student's t with (seeds - sources)
+    degrees of freedom.
+
+    Args:
+        differences: by unseen source, one for each seed.
+
+    Returns:
+        Mean, low and high end; None where a source has fewer than two seeds.
+    """
+    if len(differences) < 2 or any(len(values) < 2 for values in differences.values()):
+        return None
+    means = {source: sum(values) / len(values) for source, values in differences.items()}
+    freedom = sum(map(len, differences.values())) - len(differences)
+    within = sum((value - means[source]) ** 2 for source, values in differences.items() for value in values) / freedom
+    error = math.sqrt(sum(within / len(values) for values in differences.values())) / len(differences)
+    reach = float(stats.t.ppf((1 + confidence) / 2, freedom)) * error
+    mean = sum(means.values()) / len(means)
+    return mean, mean - reach, mean + reach
+
+
+def judge(
+    claim: Claim,
+    run: Mapping[int, float],
+    against: Mapping[int, float],
+    margin: float,
+    sources: Mapping[int, str] | None = None,
+    floor: float = -math.inf,
+) -> Verdict:
     """Whether two conditions bear the paper's claim out, from their values by seed.
 
         the interval of run - against ...        higher         lower          same            different
@@ -59,13 +95,23 @@ def judge(claim: Claim, run: Mapping[int, float], against: Mapping[int, float], 
         claim: the paper's.
         run, against: values by seed; only seeds that both have are compared.
         margin: fixed beforehand; what lies within it counts as no difference.
+        sources: the unseen source of each seed. Where each has two seeds the interval is `interval_over_sources`, else
+            Student's over all seeds, which is wider because sources differ.
+        floor: where no mean is above it, a small difference decides nothing: there is little to differ in.
     """
     seeds = sorted(run.keys() & against.keys())
     if not seeds:
         return Verdict(NOT_RUN)
-    mean, low, high = interval([run[seed] - against[seed] for seed in seeds])
-    ours, theirs = (sum(values[seed] for seed in seeds) / len(seeds) for values in (run, against))
-    return Verdict(_word(claim, low, high, margin, len(seeds)), len(seeds), ours, theirs, mean, low, high)
+    by_source: dict[str, list[float]] = {}
+    for seed in seeds:
+        by_source.setdefault((sources or {}).get(seed, ""), []).append(run[seed] - against[seed])
+    found = interval_over_sources(by_source)
+    mean, low, high = found or interval([run[seed] - against[seed] for seed in seeds])
+    theirs = sum(against[seed] for seed in seeds) / len(seeds)
+    word = _word(claim, low, high, margin, len(seeds))
+    if -margin <= low and high <= margin and max(theirs, theirs + mean) < floor and word != TOO_FEW:
+        word = UNDECIDED
+    return Verdict(word, len(seeds), theirs + mean, theirs, mean, low, high, found is not None)
 
 
 def _word(claim: Claim, low: float, high: float, margin: float, seeds: int) -> str:

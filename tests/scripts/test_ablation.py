@@ -19,9 +19,10 @@ from scripts.ablation import sources as ablation_sources
 from scripts.ablation.comparisons import TABLES
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
-from scripts.ablation.measuring import thinned
+from scripts.ablation.measuring import Measurements, thinned
 from scripts.ablation.processes import Ended, Processes
 from scripts.ablation.protocol import ALL_UNSEEN, PILOT_SEEDS, QUICK, read_choices
+from scripts.ablation.unseen import unseen_pools
 from scripts.ablation.verdicts import (
     CONTRADICTED,
     NO_DIFFERENCE,
@@ -30,6 +31,7 @@ from scripts.ablation.verdicts import (
     TOO_FEW,
     UNDECIDED,
     interval,
+    interval_over_sources,
     judge,
 )
 from scripts.emoji import runs as emoji_runs
@@ -359,6 +361,29 @@ def test_the_interval_is_students():
     assert interval([7.0]) == (7.0, -math.inf, math.inf)
 
 
+def test_the_interval_over_sources_leaves_their_differences_out():
+    """Means 2 and 12; squares within 2 + 8 = 10 over 2 degrees of freedom; sqrt(5/2 + 5/2) / 2 times t(0.975, 2) = 4.3027."""
+    mean, low, high = interval_over_sources({"a": [1.0, 3.0], "b": [10.0, 14.0]})
+    assert (mean, round(low, 4), round(high, 4)) == (7.0, 2.1895, 11.8105)
+    assert interval_over_sources({"a": [1.0, 3.0], "b": [10.0]}) is None
+    assert interval_over_sources({"a": [1.0, 3.0]}) is None
+
+
+def test_each_source_twice_decides_what_its_difference_from_others_would_hide():
+    differences = [-28.0, 6.0, 20.0, 54.0, -24.0, 10.0, 24.0, 58.0]  # seed and seed + 4 leave out the same source
+    against = dict.fromkeys(range(8), 100.0)
+    ours = {seed: 100 + difference for seed, difference in enumerate(differences)}
+    alone = judge("higher", ours, against, 10.0)
+    assert alone.verdict == UNDECIDED and not alone.by_source
+    sources = {seed: f"source {seed % 4}" for seed in range(8)}
+    result = judge("higher", ours, against, 10.0, sources)
+    assert (result.verdict, result.by_source, result.difference, result.run) == (REPRODUCED, True, 15.0, 115.0)
+    # Until the last source has its second seed, the wider interval stands.
+    assert judge("higher", {seed: ours[seed] for seed in range(7)}, against, 10.0, sources) == judge(
+        "higher", {seed: ours[seed] for seed in range(7)}, against, 10.0
+    )
+
+
 @pytest.mark.parametrize(
     ("claim", "differences", "verdict"),
     [
@@ -385,6 +410,14 @@ def test_the_rule(claim, differences, verdict):
     against = {seed: 50.0 * seed for seed in range(len(differences))}  # the spread over seeds does not matter, pairs do
     ours = {seed: against[seed] + difference for seed, difference in enumerate(differences)}
     assert judge(claim, ours, against, 10.0).verdict == verdict
+
+
+def test_near_chance_a_small_difference_decides_nothing():
+    ours, against = {seed: 20.0 + seed for seed in range(5)}, dict.fromkeys(range(5), 19.0)
+    assert judge("higher", ours, against, 10.0).verdict == NO_DIFFERENCE
+    assert judge("higher", ours, against, 10.0, floor=36.0).verdict == UNDECIDED
+    assert judge("higher", ours, against, 10.0, floor=21.9).verdict == NO_DIFFERENCE
+    assert judge("higher", {0: 20.0}, {0: 19.0}, 10.0, floor=36.0).verdict == TOO_FEW
 
 
 def test_only_seeds_that_both_have_are_compared():
@@ -449,13 +482,18 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
 
 
 def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
-    runs = write_records(tmp_path, ("vit",), range(5), score=100.0, cpu_seconds=50.0)
+    whole = {"score": 100.0, "cpu_seconds": 50.0, "epochs": 4}
+    runs = write_records(tmp_path, ("vit",), range(5), score_by_epoch=[60.0, 80.0, 90.0, 100.0], **whole)
     # Reached in the second of four epochs, of 30 CPU seconds in all: 15 of 50.
     write_records(runs, ("auxiliary",), range(5), score_by_epoch=[60.0, 100.0, 90.0, 95.0], epochs=4, cpu_seconds=30.0)
     table = next(table for table in TABLES if table.name == "Table 8")
     comparison = next(one for one in table.comparisons if one.measure == "reach")
     result = ablation_report.judged(ablation_report.read_records(runs), comparison, table)
     assert round(math.exp(result.difference), 6) == 0.3 and result.verdict == REPRODUCED
+    # The whole run, too, is charged until it first reaches its score: 15 of 37.5.
+    write_records(runs, ("vit",), range(5), score_by_epoch=[60.0, 80.0, 110.0, 100.0], **whole)
+    result = ablation_report.judged(ablation_report.read_records(runs), comparison, table)
+    assert round(math.exp(result.difference), 6) == 0.4
     write_records(runs, ("auxiliary",), (4,), score_by_epoch=[60.0, 70.0, 90.0, 95.0], epochs=4)
     result = ablation_report.judged(ablation_report.read_records(runs), comparison, table)
     assert result.verdict == UNDECIDED and "not reached" in ablation_report.our_words(comparison, result)
@@ -466,7 +504,7 @@ def test_few_seeds_and_missing_runs_are_said(tmp_path):
     page = tmp_path / "results.md"
     ablation_report.write_page(ablation_report.read_records(runs), page)
     text = page.read_text()
-    assert "Not finished" in text and TOO_FEW in text and "earlier" not in text
+    assert "Not finished" in text and TOO_FEW in text and "under an earlier protocol" not in text
     assert (
         "- **Debiased sampling over random**: on the emoji (too few seeds)." in text and "**Large batches**" not in text
     )
@@ -482,10 +520,43 @@ def test_a_comparison_shows_each_unseen_source_and_the_trained_ones(tmp_path):
     ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     # Seeds 0 and 4 leave noto out: differences 50 and 54. All pools are the same in both, so that nothing differs there.
-    assert "\n    - by unseen source: fluent +53.0, noto +52.0, openmoji +52.0, twemoji +51.0\n" in text
+    by_source = "fluent +53.0 (1), noto +52.0 (2), openmoji +52.0 (1), twemoji +51.0 (1)"
+    # Means 51, 52, 52, 53: sd 0.8165, t(0.975, 3) = 3.1824, so 52 -/+ 1.2992.
+    assert f"\n    - by unseen source: {by_source}; four sources as a sample: +50.7 to +53.3\n" in text
     assert "\n    - on the trained sources: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0)\n" in text
     assert "![What debiased sampling changes](results/debiasing.png)" in text
     assert Image.open(tmp_path / "results" / "debiasing.png").size[0] > 500
+
+
+def test_scores_of_other_pairs_are_never_compared(tmp_path):
+    """Runs of before and after the score on all pairs meet in the held-out ones, which both have."""
+    runs = write_records(tmp_path / "runs", ("random", "debiased"), range(5))
+    for seed in range(5):  # of 70 on all pairs, and 240 or so on the held-out ones
+        file = runs / f"debiased-seed{seed}.json"
+        one = json.loads(file.read_text())
+        file.write_text(json.dumps({**one, "rsum": {**one["rsum"], ALL_UNSEEN: 70.0}, "score": 70.0}))
+    ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
+    row = "190.0 -> 242.0: +52.0 (+50.0 to +54.0), held-out pairs |"
+    assert row in (tmp_path / "results.md").read_text()
+    for seed in range(5):
+        file = runs / f"random-seed{seed}.json"
+        one = json.loads(file.read_text())
+        file.write_text(json.dumps({**one, "rsum": {**one["rsum"], ALL_UNSEEN: 50.0 + seed}, "score": 50.0 + seed}))
+    ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
+    assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) |" in (tmp_path / "results.md").read_text()
+
+
+def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
+    data = tiny_emoji(tmp_path / "data", pairs=500)
+    test = Measurements(Ablation({"emoji": data}, tmp_path / "out", QUICK)).samples("emoji")["fluent"]
+    pools = unseen_pools(data, "fluent", test)
+    pairs = [sample for pool in pools for sample in pool]
+    assert [len(pool) for pool in pools] == [200, 200]  # of 500 training and 12 test pairs
+    assert {sample.source for sample in pairs} == {"fluent"} and len({sample.concept for sample in pairs}) == 400
+    held_out = {sample.concept for sample in test if sample.held_out}
+    assert held_out & {sample.concept for sample in pairs} and all(sample.held_out for sample in pairs)
+    again = [sample for pool in unseen_pools(data, "fluent", test) for sample in pool]
+    assert [sample.concept for sample in pairs] == [sample.concept for sample in again]
 
 
 def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
