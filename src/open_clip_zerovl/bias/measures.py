@@ -225,7 +225,7 @@ def source_probe_guesses(
     try:
         from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
     except ImportError as error:
-        raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
+        raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
     x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
     y = np.asarray(source)
     if x.ndim != 2 or y.shape != (len(x),):

@@ -118,7 +118,7 @@ def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise UserError("the embedding map needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
+        raise UserError("the embedding map needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
     if len(features) < 5:
         raise UserError(f"a map of {len(features)} samples shows nothing; take at least 5")
     if not torch.isfinite(features).all():

@@ -2,7 +2,7 @@
 
 `parse_sources` reads open_clip's `--train-data` syntax with names added:
 
-    sbu=/d/sbu/{00000..00086}.tar::vg=/d/vg::/d/cc3m/{00000..00281}.tar
+    sbu=/d/sbu/{00000..00099}.tar::vg=/d/vg::/d/cc3m/{00000..00331}.tar
 
 Components are separated by `::`. A component is one of
 

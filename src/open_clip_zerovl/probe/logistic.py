@@ -69,7 +69,7 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
-        raise UserError("the quick probe needs scikit-learn; pip install 'open_clip_zerovl[demo]'") from error
+        raise UserError("the quick probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
     if len(features) < 5:
         raise UserError(f"a fifth of {len(features)} training images cannot choose C; give at least 5")
     x, y = features.double().numpy(), targets.numpy()
