@@ -42,6 +42,7 @@ from scripts.ablation.verdicts import (
     interval,
     judge,
 )
+from scripts.emoji.runs import flag_values
 
 EARLIER = "earlier.md"  # in the folder of the figures
 
@@ -57,7 +58,8 @@ def read_records(path: Path) -> Records:
     """The records of a folder of JSONs, or of a `runs.json`.
 
     Raises:
-        UserError: no records, or runs of different choices or splits, which cannot be compared.
+        UserError: no records, runs of different choices or splits, which cannot be compared, or runs of a condition that was
+            another one when they were trained.
     """
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -73,10 +75,26 @@ def read_records(path: Path) -> Records:
     for name in {name for one in settings for name in one}:
         if len(values := {one[name] for one in settings if name in one}) > 1:
             raise UserError(f"{path} holds runs with several values of {name}, {sorted(values)}; train them alike")
+    for record in found:
+        _check_settings(record, path)
     return {
         name: {record["seed"]: record for record in sorted(found, key=lambda one: one["seed"]) if record["condition"] == name}
         for name in CONDITIONS
     }  # fmt: skip
+
+
+def _check_settings(record: Record, path: Path) -> None:
+    condition = CONDITIONS[record["condition"]]
+    today = flag_values(condition.run_flags(record["choices"])) | {
+        "--sampling": [condition.sampling],
+        "--epochs": [str(condition.run_epochs(record["choices"]))],
+    }
+    then = flag_values(record["flags"])
+    if differing := [name for name, values in today.items() if then.get(name) != values]:
+        raise UserError(
+            f"{record['condition']}-seed{record['seed']} of {path} was trained with other settings than the condition has now "
+            f"({', '.join(differing)}); remove its record, or run `make ablation` again"
+        )
 
 
 def reach(run: Record, against: Record) -> float:

@@ -80,13 +80,18 @@ def flag_names(flags: Sequence[str]) -> list[str]:
     return [group[0] for group in _groups(flags)]
 
 
+def flag_values(flags: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each flag, by its name; of a flag that comes twice the last ones."""
+    return {group[0]: group[1:] for group in _groups(flags)}
+
+
 def flag_value(flags: Sequence[str], name: str) -> str:
     """The last single value of a flag.
 
     Raises:
         KeyError: the flag is not there.
     """
-    return {group[0]: group[-1] for group in _groups(flags)}[name]
+    return flag_values(flags)[name][-1]
 
 
 def _words(flags: Sequence[str]) -> list[str]:

@@ -433,7 +433,8 @@ def record(name: str, seed: int, **change) -> dict:
     return {
         "condition": name, "seed": seed, "unseen": Job(seed, name).unseen, "split": "test", "ranks": 1,
         "choices": {name: QUICK[name] for name in condition.choices},
-        "flags": [], "built_on": {}, "score": score, "epochs": epochs, "samples": 128, "loss_curve": [[64, 5.0], [128, 4.0]],
+        "flags": ["--sampling", condition.sampling, "--epochs", str(epochs), *condition.run_flags(QUICK)], "built_on": {},
+        "score": score, "epochs": epochs, "samples": 128, "loss_curve": [[64, 5.0], [128, 4.0]],
         "rsum": {"within": 200.0 + seed, "across": None, "mixed": 150.0, condition.score: score},
         "probe_images": 0.63, "probe_texts": 0.9, "probe_chance": 0.25, "log_p_same_source": -20.0,
         "log_p_other_source": -25.0, "started": "2026-11-22T05:00:00+00:00", "wall_seconds": 9.0, "cpu_seconds": 36.0,
@@ -565,6 +566,12 @@ def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
     write_records(tmp_path, ("random",), (0,))
     write_records(tmp_path, ("debiased",), (0,), choices={"epochs": "9"})
     with pytest.raises(UserError, match=r"several values of epochs, \['2', '9'\]"):
+        ablation_report.read_records(tmp_path)
+    flags = record("random", 0)["flags"]
+    write_records(tmp_path, ("debiased",), (0,), flags=["--cross-source-weight", "0.5", *flags])
+    with pytest.raises(
+        UserError, match=r"debiased-seed0 of .* other settings than the condition has now \(--sampling\)"
+    ):
         ablation_report.read_records(tmp_path)
 
 
