@@ -139,9 +139,11 @@ def replay_section(file: Path) -> str:
     return f"""\
 ## Table 6, measured: how wrong the gradient is without replay
 
-One batch of 64 pairs as {MICRO_BATCHES} x {MICRO_BATCH}, drawn many times with and without replayed masks, at checkpoints of
-a run (`python -m scripts.ablation.replay`). *bias*: the length of the difference of the two mean gradients over the length of
-the mean with replay, chance taken off (0: within chance); *chance alone*: the length that chance gives.
+One batch of 64 training pairs of OpenMoji, the first by code point, as {MICRO_BATCHES} x {MICRO_BATCH}. Its masks are drawn
+many times with and without replay, at checkpoints of a run with dropout 0.1 and without the other rows' augmentation; other
+rates of dropout are set on its checkpoints (`python -m scripts.ablation.replay`). *bias*: the length of the difference of
+the two mean gradients over the length of the mean with replay, chance taken off (0: within chance); *chance alone*: the
+length that chance gives.
 
 {table(found)}"""
 
