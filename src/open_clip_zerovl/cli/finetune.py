@@ -17,8 +17,9 @@ def add_finetune(commands) -> None:
     command = commands.add_parser(
         "finetune",
         help="fine-tune a model on your own pairs, and keep what it could",
-        description="Chooses every setting for 1 K to 1 M pairs and says why; trains both towers, keeps the best epoch on "
-        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one was stopped.",
+        description="Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the "
+        "best epoch on held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one "
+        "was stopped.",
         epilog="Training flags (python -m training.main --help) replace the chosen ones: --set lr=5e-6, or "
         "all of them after --.",
     )

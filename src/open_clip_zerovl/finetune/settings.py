@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning on 1 K to 1 M pairs, each with its reason in a line.
+"""The settings of a fine-tuning on a thousand to some million pairs, each with its reason in a line.
 
 N  effective batch    B  micro-batch per rank    K  DGA steps    W  ranks
 """
