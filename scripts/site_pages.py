@@ -5,6 +5,7 @@ The site's home page is README.md. Links of pages to files that are no pages (a 
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,25 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def relinked(markdown: str, folder: Path) -> str:
-    """Markdown whose links, relative to `folder`, are relative to the site's pages; links that lead out of it are text."""
+    """Markdown whose links, relative to `folder`, are relative to the page's place on the site.
+
+    Links that lead out of the site are text.
+
+    Args:
+        folder: of the page: the repository, whose pages lie at the site's top, or a folder in docs.
+    """
+    inside = ROOT / "docs"
+    place_of_page = folder.relative_to(inside).as_posix() if folder.is_relative_to(inside) else "."
 
     def redirect(match: re.Match[str]) -> str:
         picture, text, target, anchor = match.groups()
         there = (folder / target).resolve()
-        inside = ROOT / "docs"
         if there.is_relative_to(inside):
             place = there.relative_to(inside).as_posix()
         elif there.is_relative_to(ROOT) and there.relative_to(ROOT).as_posix() in PAGES:
             place = PAGES[there.relative_to(ROOT).as_posix()]
         else:
             return text
-        return f"{picture}[{text}]({place}{anchor or ''})"
+        return f"{picture}[{text}]({posixpath.relpath(place, place_of_page)}{anchor or ''})"
 
     return LINK.sub(redirect, markdown)

@@ -37,6 +37,10 @@ def test_links_of_the_repository_become_links_of_the_site():
         relinked("[log](../CHANGELOG.md) [dga](dga.md#retain)", ROOT / "docs")
         == "[log](changelog.md) [dga](dga.md#retain)"
     )
+    assert (
+        relinked("[page](../results.md#a) ![p](earlier/a4.png) [log](../../CHANGELOG.md)", ROOT / "docs" / "results")
+        == "[page](../results.md#a) ![p](earlier/a4.png) [log](../changelog.md)"
+    )
 
 
 def test_names_of_the_reference_exist():
