@@ -227,7 +227,7 @@ HOW = f"""\
   **{BETTER}**, **{WORSE}**.
 - **Chosen on validation**: the learning rates of batch 16 and 256, the clusters and the length of the long runs, by pilot
   runs with two other seeds, which leave out Noto and OpenMoji (`scripts/ablation/choices.json`); each choice was committed
-  before the runs that use it. The towers were chosen with debiased batches (docs/models.md); the learning rate of batch 64
+  before the runs that use it. The towers were chosen with debiased batches ([models](models.md)); the learning rate of batch 64
   and the other lengths were given. The end of a run is scored once (Table 8: each epoch); the test pairs had served the
   earlier protocol too. The rules are in `scripts/ablation/protocol.py`.
 - *within*, *across*, *mixed*: the same on the sources that were trained on. *within*: pictures and captions of one source;
@@ -254,15 +254,16 @@ def introduction(records: Records, folder: Path) -> str:
     every = [record for by_seed in records.values() for record in by_seed.values()]
     seeds = sorted({record["seed"] for record in every})
     hours = sum(record["cpu_seconds"] for record in every) / 3600
+    days = sorted({record["started"][:10] for record in every})
     lines = [
         "# The paper's tables in miniature",
         "",
         "Made by `make ablation` (`scripts/ablation/run.py`, then `scripts/ablation/report.py`): do not edit. "
         "`python -m scripts.ablation.report --runs docs/results/runs.json` makes the same page.",
         "",
-        f"{len(every)} runs of `training.main` on four emoji sets and four icon families (docs/data.md), seeds "
-        f"{', '.join(map(str, seeds))}, {min(record['started'] for record in every)[:10]} to "
-        f"{max(record['started'] for record in every)[:10]}, on a CPU with one thread a process, {hours:.1f} CPU hours in all, "
+        f"{len(every)} runs of `training.main` on four emoji sets and four icon families ([datasets](datasets.md)), seeds "
+        f"{', '.join(map(str, seeds))}, {' to '.join(days[:1] + days[1:][-1:])}, on a CPU with one thread "
+        f"a process, {hours:.1f} CPU hours in all, "
         f"scored on the {every[0]['split']} split. No row is left out.",
     ]
     missing = [name for name in CONDITIONS if len(records[name]) < LEAST_SEEDS]
