@@ -92,6 +92,12 @@ def test_the_documented_command_line_is_taken_as_it_stands():
     assert choose_batching(settings, 8, 1).effective_batch == 16384
 
 
+def test_flags_of_training_are_passed_over_in_either_form():
+    line = "--model m --train-data a=/x --lr=1e-3 --zeroshot-freq 2 --resume latest --report-to tensorboard"
+    found = parse_plan(line.split())["passed_over"]
+    assert [flag.partition(" ")[0] for flag in found] == ["--lr", "--zeroshot-freq", "--resume", "--report-to"]
+
+
 def test_training_knows_every_flag_of_the_plan_under_its_name():
     from training.params import parse
 
@@ -117,6 +123,8 @@ def test_training_knows_every_flag_of_the_plan_under_its_name():
         ("--model m --train-data a=/x --epochs two", "invalid int"),
         ("--model m --train-data a=/x --token-drop 1.5", "--token-drop 1.5"),
         ("word --model m --train-data a=/x", "'word' belongs to no flag"),
+        ("--model m --train-data a=/x --dga-stepz 4", "there is no flag --dga-stepz; did you mean --dga-steps?"),
+        ("--model m --train-data a=/x --batch-sise=3", "there is no flag --batch-sise; did you mean --batch-size?"),
         ("--model m --train-data a=/x --sampling random --debiased-sampling", "contradict"),
         ("--model m --train-data a=/x --assume p100:8", "--assume p100:8 names no GPU"),
         ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),

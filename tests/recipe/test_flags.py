@@ -14,6 +14,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
 from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
+from open_clip_zerovl.recipe.open_clip_flags import check_known, open_clip_options
 from open_clip_zerovl.releases import LINE_4, line_here
 from support import ROOT
 from training.config import all_flags
@@ -69,6 +70,13 @@ def test_training_and_plan_agree_on_every_flag_of_ours():
 # What open_clip 4 has otherwise than 3.3: flags that are gone, and more choices.
 GONE = ("--torchscript", "--trace", "--horovod") if line_here() is LINE_4 else ()
 MORE = {"--dataset-type": ("webdataset-audio", "synthetic-audio")} if line_here() is LINE_4 else {}
+
+
+def test_the_names_of_open_clips_flags_are_read_without_importing_its_program():
+    assert open_clip_options() == set(actions(open_clip_parser())) - {"--help"}
+    check_known(["--lr", "--zeroshot-freq", "--dga-steps"], ["--dga-steps"], "help")
+    with pytest.raises(UserError, match="there is no flag --zeroshott-freq; did you mean --zeroshot-frequency"):
+        check_known(["--lr", "--zeroshott-freq"], [], "help")
 
 
 def test_open_clips_flags_are_as_open_clip_has_them():

@@ -50,7 +50,8 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
     """The values of `PlanSettings`, and `json`.
 
     Raises:
-        UserError: a flag without a value, a value of the wrong kind, a word that belongs to no flag.
+        UserError: a flag without a value, a value of the wrong kind, a flag that training does not have, a word that belongs
+            to no flag.
     """
     words = [word for word in argv if word != "--"]
     known, rest = _parser().parse_known_args(words)
@@ -67,9 +68,12 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
         raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):
         raise UserError(f"zerovl plan: {rest[0]!r} belongs to no flag; write it as --flag value")
+    from open_clip_zerovl.recipe.open_clip_flags import check_known
+
     values = {name: value for name, value in values_of(known).items() if value is not None}
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))
+    check_known([*passed_over], [each.option for each in flags_of(AllFlags)], "zerovl train --help")
     values["passed_over"] = tuple(f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over)
     if "effective_batch" in values:
         values.setdefault("dga_retain", "auto")  # B, K and R are chosen together
