@@ -125,16 +125,23 @@ def paired(records: Records, comparison: Comparison) -> dict[int, tuple[Record, 
 
 
 def scores(records: Records, comparison: Comparison) -> dict[int, tuple[float, float]]:
-    """Seed -> the scores of both conditions, of the same pairs: the held-out ones alone where a run has no other score."""
+    """Seed -> the scores of both conditions, of the same pairs: see `on_all_pairs`."""
     pairs = paired(records, comparison)
-    if CONDITIONS[comparison.run].score == "unseen" and not on_all_pairs(records, comparison):
-        return {seed: (run["rsum"]["unseen"], against["rsum"]["unseen"]) for seed, (run, against) in pairs.items()}
-    return {seed: (run["score"], against["score"]) for seed, (run, against) in pairs.items()}
+    if CONDITIONS[comparison.run].score != "unseen":
+        return {seed: (run["score"], against["score"]) for seed, (run, against) in pairs.items()}
+    chosen = on_all_pairs(records, comparison)
+    key, seeds = (ALL_UNSEEN, chosen) if chosen else ("unseen", [*pairs])
+    return {seed: (pairs[seed][0]["rsum"][key], pairs[seed][1]["rsum"][key]) for seed in seeds}
 
 
-def on_all_pairs(records: Records, comparison: Comparison) -> bool:
-    """Whether all runs of a comparison were scored on all pairs of their unseen source (`unseen.py`)."""
-    return all(ALL_UNSEEN in one["rsum"] for pair in paired(records, comparison).values() for one in pair)
+def on_all_pairs(records: Records, comparison: Comparison) -> list[int]:
+    """The seeds whose runs were both scored on all pairs of their unseen source (`unseen.py`), where they are enough.
+
+    Else none, and all seeds are compared on the held-out pairs.
+    """
+    pairs = paired(records, comparison)
+    seeds = [seed for seed, pair in pairs.items() if all(ALL_UNSEEN in one["rsum"] for one in pair)]
+    return seeds if len(seeds) >= min(LEAST_SEEDS, len(pairs)) else []
 
 
 def _judged(records: Records, comparison: Comparison) -> Verdict:
@@ -329,10 +336,10 @@ def by_unseen_source(records: Records, comparison: Comparison) -> str:
     With all four sources also Student's interval of their means; "" where no source is left out.
     """
     found: dict[str, list[float]] = {}
-    both = scores(records, comparison)
-    for seed, (run, _) in paired(records, comparison).items():
-        if run["unseen"] is not None:
-            found.setdefault(run["unseen"], []).append(both[seed][0] - both[seed][1])
+    pairs = paired(records, comparison)
+    for seed, (ours, theirs) in scores(records, comparison).items():
+        if (source := pairs[seed][0]["unseen"]) is not None:
+            found.setdefault(source, []).append(ours - theirs)
     means = {source: sum(values) / len(values) for source, values in sorted(found.items())}
     words = ", ".join(f"{source} {mean:+.1f} ({len(found[source])})" for source, mean in means.items())
     if len(means) < 4:

@@ -545,6 +545,10 @@ def test_scores_of_other_pairs_are_never_compared(tmp_path):
         file.write_text(json.dumps({**one, "rsum": {**one["rsum"], ALL_UNSEEN: 50.0 + seed}, "score": 50.0 + seed}))
     ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
     assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) |" in (tmp_path / "results.md").read_text()
+    # A sixth seed of before is left out, now that there are five.
+    write_records(runs, ("random", "debiased"), (5,))
+    ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
+    assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) | 5 |" in (tmp_path / "results.md").read_text()
 
 
 def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
