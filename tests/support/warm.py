@@ -46,11 +46,10 @@ def python() -> str:
         import subprocess
         import tempfile
 
-        folder = tempfile.mkdtemp(prefix="warm-python-")
+        # A socket's address has 107 bytes at most.
+        folder = tempfile.mkdtemp(prefix="warm-python-", dir=None if len(tempfile.gettempdir()) < 70 else "/tmp")
         listener = socket.socket(socket.AF_UNIX)
-        address = os.path.join(
-            folder, "socket"
-        )  # shorter than one in pytest's folders, for which 108 bytes are not enough
+        address = os.path.join(folder, "socket")
         listener.bind(address)
         listener.listen(64)  # programs may call before the imports are done
         fd = listener.fileno()
