@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.bias.pools import pool_metrics
-from open_clip_zerovl.datasets.drawn.make import DrawnSample, load_drawn_split
+from open_clip_zerovl.datasets.drawn.make import DrawnSample, fingerprint_of, load_drawn_split
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
 from scripts.ablation.protocol import ALL_UNSEEN
@@ -57,7 +56,7 @@ class Measurements:
             **ablation.asked(job),
             **measured,
             "score": self._score(job, measured),
-            "data": json.loads((ablation.data[condition.miniature] / "manifest.json").read_text())["fingerprint"],
+            "data": fingerprint_of(ablation.data[condition.miniature]),
             "torch": torch.__version__,
             "loss_curve": thinned(curve),
             "epochs": condition.run_epochs(ablation.choices),

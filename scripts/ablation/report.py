@@ -197,10 +197,14 @@ def our_words(comparison: Comparison, verdict: Verdict) -> str:
 
 def here(records: Records, comparison: Comparison, verdict: Verdict) -> str:
     """`our_words`, and of which pairs where not of all."""
-    first = comparison.measure == "score" and CONDITIONS[comparison.run].score == "unseen"
-    return our_words(comparison, verdict) + (
-        ", held-out pairs" if first and not on_all_pairs(records, comparison) else ""
-    )
+    words = our_words(comparison, verdict)
+    if (
+        comparison.measure == "reach"
+        or CONDITIONS[comparison.run].score != "unseen"
+        or on_all_pairs(records, comparison)
+    ):
+        return words
+    return f"{words}, held-out pairs"
 
 
 def label(comparison: Comparison) -> str:
@@ -371,15 +375,15 @@ def debiasing_figure(records: Records, folder: Path) -> str:
     The emoji's long runs, where they are done; else those of Table 3.
     """
     rows = []
-    by_run = {one.run: one for table in TABLES for one in table.comparisons if one.against.endswith("random")}
-    shown = [by_run[name] for name in ("long-debiased", "debiased", "icons-debiased")]
-    found = [one for one in shown if _judged(records, one).seeds > 1]
-    if by_run["long-debiased"] in found:
-        found = [one for one in found if one.run != "debiased"]
-    for comparison in found:
-        condition = CONDITIONS[comparison.run]
-        data = f"{condition.miniature}{', long' if comparison.run.startswith('long') else ''}"
+    emoji, icons = TABLES[0].comparisons
+    (long,) = (
+        one for table in TABLES for one in table.comparisons if one.run == "long-debiased" and not table.of_paper
+    )
+    has_long = _judged(records, long).seeds > 1
+    for data, comparison in (("emoji, long", long) if has_long else ("emoji", emoji), ("icons", icons)):
         verdict = _judged(records, comparison)
+        if verdict.seeds < 2:
+            continue
         rows.append(Row(f"{data}: a source not trained on", verdict.difference, verdict.low, verdict.high))
         pools = {
             "within": "within a trained source",

@@ -46,7 +46,7 @@ def write_contexts(data: Path, out: Path) -> None:
     if (out / "context.json").is_file():
         return
     pairs = pairs_of(data, CONTEXT_SOURCE)  # shuffled on disk: their order is kept
-    by_length = sorted(range(len(pairs)), key=lambda i: (caption_length(caption_of(pairs[i])), pairs[i].key))
+    by_length = sorted(range(len(pairs)), key=lambda i: (caption_length(_caption(pairs[i])), pairs[i].key))
     longer = set(by_length[len(pairs) // 2 :])
     halves: Mapping[str, list[Sample]] = {
         "long": [_framed_pair(pair) for i, pair in enumerate(pairs) if i in longer],
@@ -54,7 +54,7 @@ def write_contexts(data: Path, out: Path) -> None:
     }
     for context, half in halves.items():
         write_source(out / context, half, shard_size=256)
-    shortest = min(caption_length(caption_of(pairs[i])) for i in longer)
+    shortest = min(caption_length(_caption(pairs[i])) for i in longer)
     facts = {"source": CONTEXT_SOURCE, "pairs": {c: len(half) for c, half in halves.items()}, "long_from": shortest}
     write_atomically(out / "context.json", json.dumps(facts) + "\n")
 
@@ -67,7 +67,7 @@ def pairs_of(data: Path, source: str) -> list[Sample]:
     return [pair for shard in shards for pair in read_samples(shard)]
 
 
-def caption_of(pair: Sample) -> str:
+def _caption(pair: Sample) -> str:
     return pair.files["txt"].decode().strip()
 
 
@@ -233,7 +233,7 @@ def write_groups(data: Path, sources: Sequence[str], out: Path) -> None:
         grouped = set(sorted(pair.key for pair in pairs)[::2])
         written = [_with_group(pair) if pair.key in grouped else pair for pair in pairs]
         write_source(out / source, written, shard_size=256)
-        counts[source] = {"pairs": len(pairs), "captions": len({caption_of(pair) for pair in written})}
+        counts[source] = {"pairs": len(pairs), "captions": len({_caption(pair) for pair in written})}
     write_atomically(out / "groups.json", json.dumps(counts) + "\n")
 
 

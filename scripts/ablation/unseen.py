@@ -7,16 +7,13 @@ pairs. They are compared in pools of `POOL` pairs, fixed and disjoint, whose RSU
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from open_clip_zerovl.datasets.drawn.make import DrawnSample
-from scripts.ablation.sources import caption_of, pairs_of, rsum_of
+from open_clip_zerovl.datasets.drawn.make import DrawnSample, drawn_sample
+from scripts.ablation.sources import pairs_of, rsum_of
 from scripts.emoji.runs import Encoder
 
 POOL = 200
@@ -31,10 +28,7 @@ def unseen_pools(folder: Path, source: str, test: Sequence[DrawnSample]) -> list
         test: the source's samples of the test split.
     """
     samples = [sample for sample in test if sample.held_out]
-    for pair in pairs_of(folder, source):
-        facts = json.loads(pair.files["json"])
-        image = Image.open(io.BytesIO(pair.files["png"])).convert("RGB")
-        samples.append(DrawnSample(image, caption_of(pair), facts["concept"], source, facts["group"], held_out=True))
+    samples += [drawn_sample(pair, source, held_out=True) for pair in pairs_of(folder, source)]
     order = np.random.default_rng(0).permutation(len(samples))
     return [[samples[i] for i in order[start : start + POOL]] for start in range(0, len(samples) - POOL + 1, POOL)]
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from open_clip_zerovl.errors import UserError, argparse_sentence
 from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
+from open_clip_zerovl.recipe.open_clip_flags import check_known
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,8 +69,6 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
         raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):
         raise UserError(f"zerovl plan: {rest[0]!r} belongs to no flag; write it as --flag value")
-    from open_clip_zerovl.recipe.open_clip_flags import check_known
-
     values = {name: value for name, value in values_of(known).items() if value is not None}
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))

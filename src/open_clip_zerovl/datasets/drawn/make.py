@@ -139,13 +139,22 @@ def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, 
     for source in data.sources:
         samples[source] = []
         for sample in read_retrieval_set(folder / source):
-            facts = json.loads(sample.files["json"])
-            image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
-            caption = sample.files["txt"].decode().strip()
-            samples[source].append(
-                DrawnSample(image, caption, facts["concept"], source, facts["group"], facts["held_out"] == split)
-            )
+            held_out = json.loads(sample.files["json"])["held_out"] == split
+            samples[source].append(drawn_sample(sample, source, held_out=held_out))
     return samples
+
+
+def drawn_sample(sample: Sample, source: str, *, held_out: bool) -> DrawnSample:
+    """A pair of a drawn source, as it lies in a tar."""
+    facts = json.loads(sample.files["json"])
+    image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
+    return DrawnSample(image, sample.files["txt"].decode().strip(), facts["concept"], source, facts["group"], held_out)
+
+
+def fingerprint_of(out: str | Path) -> str | None:
+    """What the data in a folder was made from, as a hash; None where it is not of `prepare_drawn`, or not whole."""
+    manifest = _read_manifest(Path(out))
+    return None if manifest is None else manifest["fingerprint"]
 
 
 def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str, progress: bool) -> dict[str, Any]:
