@@ -44,6 +44,7 @@ from scripts.paper.table import (
     find_recipe,
 )
 from support import ROOT, warm
+from support.programs import ForkedTrainings
 from support.reinforced import members_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
@@ -467,12 +468,7 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(600)
 def test_every_recipe_starts_and_takes_its_steps(workplace):
     data, base = workplace / "data", workplace / "logs" / "train-14m" / "checkpoints" / "epoch_1.pt"
-    with open(workplace / "trainings.err", "w") as errors:
-        server = subprocess.Popen(
-            [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
-            env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
-    assert server.stdin is not None and server.stdout is not None
+    trainings = ForkedTrainings(ENVIRONMENT)
     try:
         for name in TRAININGS:
             recipe = RECIPES[name]
@@ -492,16 +488,13 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             assert shown.returncode == 0 and "missing" not in shown.stderr, shown.stderr
             line = shlex.split(shown.stdout.splitlines()[1])
             assert line[1:3] == ["-m", "training.main"]
-            server.stdin.write(json.dumps(line[3:]) + "\n")
-            server.stdin.flush()
-            status = server.stdout.readline().strip()
-            assert status == "0", f"{name}: {status}\n{(workplace / 'trainings.err').read_text()[-3000:]}"
+            answer, printed = trainings(line[3:], workplace / f"{name}.txt")
+            assert answer["statuses"] == [0], f"{name}: {answer}\n{printed[-3000:]}"
             words = (workplace / "logs" / name / "out.log").read_text()
             assert words.count("Train Epoch: 0 [") == steps and f" {steps} steps of 4 samples" in words, name
             assert "rsum" in words  # of the sets under DATA
     finally:
-        server.stdin.close()
-        server.wait(timeout=60)
+        trainings.close()
 
 
 def test_the_linear_probe_runs_through_the_launcher(workplace, tmp_path):

@@ -1,7 +1,7 @@
 """Started by tests: many trainings one after the other that share one start of Python, torch and this package.
 
-Reads a request a line and runs `training.main` as a program of its own, in a forked process a rank. A request is a JSON list
-of arguments, or a dict
+Reads a request a line and runs `training.main` as a program of its own, in a forked process a rank; `programs.ForkedTrainings`
+asks it. A request is a JSON dict
 
     arguments   of training.main
     ranks       processes (1); they meet as under torchrun, and nothing but their own sockets tells them of each other's end
@@ -12,8 +12,8 @@ of arguments, or a dict
     limit       seconds after which what still runs is killed (600)
     after       likewise, counted from the end of the first rank (600)
 
-Answers a list of arguments with the exit status, and a dict with a JSON dict: `statuses` of the ranks, None for one that had
-to be killed; `seconds` from the end of the first rank to that of the last; `left`, how many processes they left behind.
+Answers with a JSON dict: `statuses` of the ranks, None for one that had to be killed; `seconds` from the end of the first rank
+to that of the last; `left`, how many processes they left behind.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ def run(request: dict) -> dict:
 
 def main() -> int:
     for line in sys.stdin:
-        request = json.loads(line)
-        answer = run({"arguments": request} if isinstance(request, list) else request)
-        print(answer["statuses"][0] if isinstance(request, list) else json.dumps(answer), flush=True)
+        print(json.dumps(run(json.loads(line))), flush=True)
     return 0
 
 

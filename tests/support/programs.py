@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +49,28 @@ def launch(
     command += ["--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+
+
+class ForkedTrainings:
+    """`forking_training.py` as a program that trains on request, until `close`."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        command = [warm.python(), str(SCRIPT.with_name("forking_training.py"))]
+        self._program = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, arguments: Sequence[str], output: Path, **request: object) -> tuple[dict, str]:
+        """Its answer to a request, and what the processes printed."""
+        assert self._program.stdin is not None and self._program.stdout is not None
+        self._program.stdin.write(json.dumps({"arguments": arguments, "output": str(output), **request}) + "\n")
+        self._program.stdin.flush()
+        return json.loads(self._program.stdout.readline()), output.read_text()
+
+    def close(self) -> None:
+        assert self._program.stdin is not None
+        self._program.stdin.close()
+        self._program.wait(timeout=60)
 
 
 def state_of(folder: Path, name: str, epoch: int = 1) -> dict:

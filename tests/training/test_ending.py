@@ -20,8 +20,7 @@ import torch
 from open_clip_zerovl.processes import children_of
 from open_clip_zerovl.runs.record import read_record
 from scripts.soak import processes_of
-from support import ROOT, warm
-from support.programs import SCRIPT
+from support.programs import SCRIPT, ForkedTrainings
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 from training import ending
@@ -36,14 +35,11 @@ STEPS = 7  # of an epoch: 60 samples in effective batches of 8
 
 
 class Trainings:
-    """`forking_training.py` as a program that trains on request."""
+    """Trains in a folder; each run has a name and a file of output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
-        self.server = subprocess.Popen(
-            [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.program = ForkedTrainings()
 
     def arguments(self, name: str, *extra: str, every: int | None = 2) -> list[str]:
         return [
@@ -59,15 +55,11 @@ class Trainings:
         self.count += 1
         name = name or f"run{self.count}"
         output = self.folder / f"output{self.count}"
-        arguments = self.arguments(name, *extra, every=every)
         request = {
-            "arguments": arguments, "model_config": str(self.folder / "tiny.json"), "fault": fault, "cwd": str(self.folder),
-            "output": str(output), "limit": LIMIT_SECONDS, "after": AFTER_SECONDS, **request,
+            "model_config": str(self.folder / "tiny.json"), "fault": fault, "cwd": str(self.folder),
+            "limit": LIMIT_SECONDS, "after": AFTER_SECONDS, **request,
         }  # fmt: skip
-        assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps(request) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline()), output.read_text(), self.folder / "logs" / name
+        return *self.program(self.arguments(name, *extra, every=every), output, **request), self.folder / "logs" / name
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +70,7 @@ def train(tmp_path_factory):
     write_source(folder / "a", 0, 60, 13)
     trainings = Trainings(folder)
     yield trainings
-    trainings.server.stdin.close()
-    trainings.server.wait(timeout=60)
+    trainings.program.close()
 
 
 # fault -> exit status, and words that the process prints

@@ -7,13 +7,12 @@ traceback, a hang, or a run that works where it should be refused.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from open_clip_zerovl.releases import LINE_4, line_here
-from support import ROOT, warm
+from support.programs import ForkedTrainings
 from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.params import open_clip_parser
@@ -243,11 +242,7 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def train(place):
     """Runs training with some arguments: exit status (None: hung), and what it printed."""
-    program = subprocess.Popen(
-        [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert program.stdin is not None and program.stdout is not None
+    trainings = ForkedTrainings()
     count = 0
 
     def run(arguments: list[str]) -> tuple[int | None, str]:
@@ -259,18 +254,12 @@ def train(place):
             "--train-data": f"a={place}/a::b={place}/b", "--dga-steps": "2", "--save-frequency": "0",
         }  # fmt: skip
         line = [word for flag, value in shared.items() if flag not in arguments for word in (flag, value)]
-        output = place / f"output{count}"
-        request = {
-            "arguments": [*line, *arguments], "model_config": str(place / "tiny.json"), "cwd": str(place),
-            "output": str(output), "limit": LIMIT_SECONDS,
-        }  # fmt: skip
-        program.stdin.write(json.dumps(request) + "\n")
-        program.stdin.flush()
-        return json.loads(program.stdout.readline())["statuses"][0], output.read_text()
+        request = {"model_config": str(place / "tiny.json"), "cwd": str(place), "limit": LIMIT_SECONDS}
+        answer, printed = trainings([*line, *arguments], place / f"output{count}", **request)
+        return answer["statuses"][0], printed
 
     yield run
-    program.stdin.close()
-    program.wait(timeout=60)
+    trainings.close()
 
 
 def problem(status: int | None, said: str, outcome: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import ROOT, warm
-from support.programs import COMMON, flat_tensors, state_of
+from support.programs import COMMON, ForkedTrainings, flat_tensors, state_of
 from support.shard_server import ShardServer, shard_server
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
@@ -30,12 +28,7 @@ def place(tmp_path_factory):
     (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}))
     for name, first in (("a", 0), ("b", 1000)):
         write_source(folder / name, first, 60, 13)
-    trainer = subprocess.Popen(
-        [warm.python(), ROOT / "tests" / "support" / "forking_training.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    trainings = ForkedTrainings()
 
     def train(name: str, where: str, ranks: int, *extra: str, status: int = 0) -> str:
         arguments = [
@@ -43,20 +36,15 @@ def place(tmp_path_factory):
             "--debiased-sampling", "--batch-size", "4", "--dga-steps", "2", "--workers", "1", "--epochs", "2",
             "--aug-cfg", "scale=(0.6,1.0)", "--loader-timeout", "60", "--name", name, *extra,
         ]  # fmt: skip
-        request = {
-            "arguments": arguments, "ranks": ranks, "model_config": str(folder / "tiny.json"), "cwd": str(folder),
-            "output": str(folder / f"{name}.txt"), "limit": 120, "after": 60,
-        }  # fmt: skip
-        trainer.stdin.write(json.dumps(request) + "\n")
-        trainer.stdin.flush()
-        answer = json.loads(trainer.stdout.readline())
-        printed = (folder / f"{name}.txt").read_text()
+        answer, printed = trainings(
+            arguments, folder / f"{name}.txt", ranks=ranks, model_config=str(folder / "tiny.json"), cwd=str(folder),
+            limit=120, after=60,
+        )  # fmt: skip
         assert answer["statuses"] == [status] * ranks and answer["left"] == 0, printed[-3000:]
         return printed
 
     yield folder, train
-    trainer.stdin.close()
-    trainer.wait(timeout=60)
+    trainings.close()
 
 
 @contextmanager
