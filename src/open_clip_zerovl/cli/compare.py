@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_models_flags, encoder_for
+from open_clip_zerovl.cli.encoder import add_models_flags, encoder_of
 from open_clip_zerovl.cli.values import positive, seed
 
 
@@ -62,7 +62,8 @@ def _run_compare(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.bias.compare_run import CompareSettings, name_sides, run_compare
 
     sides = {
-        name: [encoder_for(arguments, model) for model in runs] for name, runs in name_sides(arguments.models).items()
+        name: [encoder_of(arguments, model, one_of_several=True) for model in runs]
+        for name, runs in name_sides(arguments.models).items()
     }
     settings = CompareSettings(
         samples_per_source=arguments.samples,

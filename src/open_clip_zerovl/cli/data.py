@@ -291,7 +291,7 @@ def add_cluster(commands) -> None:
 def _run_cluster(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.clustering.run import ClusterSettings, cluster_source
 
-    encoder = encoder_of(arguments, arguments.model, arguments.batch_size)
+    encoder = encoder_of(arguments, arguments.model)
     settings = ClusterSettings(
         clusters=arguments.clusters,
         min_size=arguments.min_size,

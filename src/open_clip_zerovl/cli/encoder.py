@@ -28,37 +28,27 @@ def add_models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
 
 
-def encoder_of(arguments: argparse.Namespace, model: str, batch_size: int) -> Encoder:
-    """The encoder of a command's one model with the flags of `add_encoder_flags`."""
-    from open_clip_zerovl.checkpoints.loading import Encoder
+def encoder_of(
+    arguments: argparse.Namespace, model: str, batch_size: int | None = None, *, one_of_several: bool = False
+) -> Encoder:
+    """The encoder of a model with a command's flags: those above, `--batch-size` and, where it has it, `--workers`.
 
-    return Encoder(
-        model,
-        model_name=own_model(arguments.model_config) or arguments.model_name,
-        text_model=arguments.text_model,
-        device=arguments.device,
-        batch_size=batch_size,
-        workers=arguments.workers,
-    )
-
-
-def encoder_for(arguments: argparse.Namespace, model: str, *, workers: int = 0) -> Encoder:
-    """The encoder of one of several models, with `--batch-size` and the flags of `add_models_flags`.
-
-    `--model-config` and `--text-model` are of the training checkpoints: an exported folder beside them has its own.
+    Args:
+        batch_size: in place of `--batch-size`.
+        one_of_several: the flags are of the training checkpoints among the command's models; an exported folder beside them
+            has its own config and text tower. Else a folder is given them too, and refuses them.
     """
     from open_clip_zerovl.checkpoints.loading import Encoder
 
-    is_checkpoint = Path(model).expanduser().is_file()
+    flags = not one_of_several or Path(model).expanduser().is_file()
+    name = own_model(arguments.model_config) or getattr(arguments, "model_name", None)
     return Encoder(
         model,
-        model_name=own_model(arguments.model_config) or getattr(arguments, "model_name", None)
-        if is_checkpoint
-        else None,
-        text_model=arguments.text_model if is_checkpoint else None,
+        model_name=name if flags else None,
+        text_model=arguments.text_model if flags else None,
         device=arguments.device,
-        batch_size=arguments.batch_size,
-        workers=workers,
+        batch_size=batch_size or arguments.batch_size,
+        workers=getattr(arguments, "workers", 0),
     )
 
 

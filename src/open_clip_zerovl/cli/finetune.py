@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
     request = Request(
-        encoder_of(arguments, arguments.start, arguments.batch_size),
+        encoder_of(arguments, arguments.start),
         arguments.data,
         arguments.out.expanduser().absolute(),
         retrieval_data=arguments.retrieval_data,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_for
+from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.values import captions, positive, share
 from open_clip_zerovl.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA, RULES
 
@@ -100,8 +100,8 @@ def _run(arguments: argparse.Namespace) -> None:
             RetrievalSettings(arguments.split, arguments.captions),
         )
     folder = run_interpolation(
-        encoder_for(arguments, arguments.before, workers=arguments.workers),
-        encoder_for(arguments, arguments.after, workers=arguments.workers),
+        encoder_of(arguments, arguments.before, one_of_several=True),
+        encoder_of(arguments, arguments.after, one_of_several=True),
         arguments.out,
         alpha=arguments.alpha,
         settings=settings,

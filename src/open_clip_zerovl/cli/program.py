@@ -15,7 +15,7 @@ from open_clip_zerovl import __version__
 from open_clip_zerovl.cli.compare import add_compare
 from open_clip_zerovl.cli.data import add_cluster, add_data
 from open_clip_zerovl.cli.doctor import add_doctor
-from open_clip_zerovl.cli.encoder import add_encoder_flags, add_models_flags, encoder_for, encoder_of
+from open_clip_zerovl.cli.encoder import add_encoder_flags, add_models_flags, encoder_of
 from open_clip_zerovl.cli.export import add_export
 from open_clip_zerovl.cli.finetune import add_finetune
 from open_clip_zerovl.cli.interpolate import add_interpolate
@@ -133,7 +133,7 @@ def _add_retrieval(commands) -> None:
 def _run_retrieval(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
 
-    encoder = encoder_of(arguments, arguments.model, arguments.batch_size)
+    encoder = encoder_of(arguments, arguments.model)
     settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
     files = RetrievalFiles(arguments.output, arguments.csv, arguments.gallery)
     run_retrieval(encoder, arguments.data, settings, files)
@@ -250,7 +250,9 @@ def _add_bias(commands) -> None:
 def _run_bias(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.bias.run import BiasSettings, name_models, run_bias
 
-    encoders = {name: encoder_for(arguments, model) for name, model in name_models(arguments.models).items()}
+    encoders = {
+        name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()
+    }
     settings = BiasSettings(
         samples_per_source=arguments.samples,
         batch_sizes=arguments.batch_sizes,

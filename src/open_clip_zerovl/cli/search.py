@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from open_clip_zerovl.cli.encoder import add_models_flags, encoder_for
+from open_clip_zerovl.cli.encoder import add_models_flags, encoder_of
 from open_clip_zerovl.cli.values import natural, positive
 
 
@@ -52,7 +52,6 @@ def _run_search(arguments: argparse.Namespace) -> None:
         output=arguments.output,
     )
     encoders = {
-        name: encoder_for(arguments, model, workers=arguments.workers)
-        for name, model in name_models(arguments.models).items()
+        name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()
     }
     run_search(encoders, arguments.data, settings)
