@@ -223,15 +223,19 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Non
         raise _refused(path, error) from error
 
 
-def path_nearby(path: str | os.PathLike[str]) -> Path | None:
-    """What a path that does not exist may have meant: the entry of its folder with the most similar name; None for none."""
-    path = Path(path)
+def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
+    """A sentence's end for a path that does not exist: "; did you mean PATH?".
+
+    Args:
+        otherwise: the end where no entry of the path's folder has a similar name.
+    """
+    path = Path(path).expanduser()
     try:
         names = os.listdir(path.parent)
     except OSError:
-        return None
+        return otherwise
     near = nearest(path.name, names, cutoff=0.7)
-    return None if near is None else path.with_name(near)
+    return otherwise if near is None else f"; did you mean {path.with_name(near)}?"
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:

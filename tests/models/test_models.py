@@ -256,6 +256,18 @@ def test_weights_that_cannot_be_had_end_with_a_sentence(monkeypatch, tmp_path, b
         create_model_and_transforms(name, "absent.pt")
 
 
+def test_a_misspelt_folder_that_could_be_a_name_of_the_hub_is_told(monkeypatch, tmp_path, bert):
+    (tmp_path / "bert").symlink_to(bert)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"):
+        with_text_model("zerovl-emoji", "./brt")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    name = with_text_model("zerovl-emoji", "brt")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"; brt is no folder here, so the hub was asked for it; did you mean bert\?\)"):
+        create_model_and_transforms(name)
+
+
 def test_token_drop_of_a_tower_without_tokens_is_refused(bert):
     with pytest.raises(UserError, match="has no tokens to drop"):
         create_model_and_transforms(with_text_model("zerovl-emoji", bert), force_patch_dropout=0.25)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import path_nearby
+from open_clip_zerovl.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
@@ -301,10 +301,9 @@ def _name_and_tag(text: str) -> tuple[str, str]:
     name, _, tag = text.rpartition("/")
     name = name.replace("/", "-")
     if name not in known:
-        near = path_nearby(text)
         raise UserError(
             f"'{text}' is neither a folder with {CONFIG_FILE}, nor a checkpoint file, nor open_clip's NAME/TAG"
-            + (f"; did you mean {near}?" if near else "")
+            + did_you_mean(text)
         )
     if tag not in list_pretrained_tags_by_model(name):
         raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")

@@ -26,7 +26,7 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import path_nearby, regular_file
+from open_clip_zerovl.files import did_you_mean, regular_file
 from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.tar.index import caption_lines, open_index
 from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, ShardError, image_of
@@ -59,8 +59,7 @@ def find_data(data: str) -> Found:
     """
     alone = not (is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data))
     if alone and not Path(data).expanduser().exists():
-        near = path_nearby(Path(data).expanduser())
-        raise UserError(f"--data {data} does not exist" + (f"; did you mean {near}?" if near else "; correct the path"))
+        raise UserError(f"--data {data} does not exist" + did_you_mean(data, "; correct the path"))
     if not alone or not Path(data).expanduser().is_dir():
         parts = [part if NAME.fullmatch(part) else f"{_name_of(part)}={part}" for part in data.split("::")]
         return Found("::".join(parts), "")

@@ -23,6 +23,7 @@ from open_clip.factory import get_model_config, parse_model_name
 from open_clip.hf_configs import arch_dict
 
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 
@@ -134,6 +135,12 @@ def _text_folder(source: str | os.PathLike[str]) -> Path | None:
     return path if path.is_dir() or looks_like_path else None
 
 
+def _hub_text_tower(name: str) -> str | None:
+    """The hub id of a registered model's text tower; None for a folder, and for a tower of open_clip's."""
+    source = ((get_model_config(_registered_name(name)) or {}).get("text_cfg") or {}).get("hf_model_name")
+    return source if source and _text_folder(source) is None else None
+
+
 def _holds_weights(folder: Path) -> bool:
     return any((folder / file).is_file() for file in TEXT_WEIGHTS)
 
@@ -150,7 +157,10 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
             )
         return
     if not folder.is_dir():
-        raise UserError(f"the text tower's folder {source} does not exist (seen from {Path.cwd()}){made_by}")
+        raise UserError(
+            f"the text tower's folder {source} does not exist (seen from {Path.cwd()})"
+            + (made_by or did_you_mean(source))
+        )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -222,9 +232,13 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError), a text tower
         # of an unknown kind (ValueError).
         reason = " ".join(str(error).split())
+        tower = _hub_text_tower(model_name) if isinstance(error, OSError) else None
+        asked = (
+            "" if tower is None else f"; {tower} is no folder here, so the hub was asked for it{did_you_mean(tower)}"
+        )
         raise UserError(
             f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "
-            "(without internet, give local folders or files: a text model folder, pretrained weights)"
+            f"(without internet, give local folders or files: a text model folder, pretrained weights{asked})"
         ) from error
     except TypeError as error:
         if "patch_drop_rate" not in str(error):

@@ -15,7 +15,7 @@ from open_clip_zerovl.datasets.pack.rows import PICTURE_SUFFIXES, Columns, Reade
 from open_clip_zerovl.datasets.pack.table import JsonReader, TableReader
 from open_clip_zerovl.datasets.pack.tars import TarReader
 from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import path_nearby
+from open_clip_zerovl.files import did_you_mean
 
 FORMATS = ("folder", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -53,8 +53,7 @@ def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1)) and not path.exists():
         raise UserError(f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too)")
     if not path.exists():
-        near = path_nearby(path)
-        raise UserError(f"{path} does not exist" + (f"; did you mean {near}?" if near else ": correct the path"))
+        raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()
     found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
     if found == "folder":
