@@ -16,6 +16,7 @@ Claim = Literal["higher", "lower", "same", "different"]
 
 REPRODUCED, CONTRADICTED, NO_DIFFERENCE, UNDECIDED = "reproduced", "contradicted", "no difference", "undecided"
 BETTER, WORSE = "better", "worse"  # the first two of what the paper does not claim
+NEAR_CHANCE = "undecided, near chance"
 TOO_FEW, NOT_RUN = "too few seeds", "not run"
 LEAST_SEEDS = 5
 
@@ -97,7 +98,7 @@ def judge(
         margin: fixed beforehand; what lies within it counts as no difference.
         sources: the unseen source of each seed. Where each has two seeds the interval is `interval_over_sources`, else
             Student's over all seeds, which is wider because sources differ.
-        floor: where no mean is above it, a small difference decides nothing: there is little to differ in.
+        floor: where no mean is above it, a difference within the margin is `NEAR_CHANCE`: there is little to differ in.
     """
     seeds = sorted(run.keys() & against.keys())
     if not seeds:
@@ -110,7 +111,7 @@ def judge(
     theirs = sum(against[seed] for seed in seeds) / len(seeds)
     word = _word(claim, low, high, margin, len(seeds))
     if -margin <= low and high <= margin and max(theirs, theirs + mean) < floor and word != TOO_FEW:
-        word = UNDECIDED
+        word = NEAR_CHANCE
     return Verdict(word, len(seeds), theirs + mean, theirs, mean, low, high, found is not None)
 
 

@@ -25,6 +25,7 @@ from scripts.ablation.protocol import ALL_UNSEEN, PILOT_SEEDS, QUICK, read_choic
 from scripts.ablation.unseen import unseen_pools
 from scripts.ablation.verdicts import (
     CONTRADICTED,
+    NEAR_CHANCE,
     NO_DIFFERENCE,
     NOT_RUN,
     REPRODUCED,
@@ -415,7 +416,7 @@ def test_the_rule(claim, differences, verdict):
 def test_near_chance_a_small_difference_decides_nothing():
     ours, against = {seed: 20.0 + seed for seed in range(5)}, dict.fromkeys(range(5), 19.0)
     assert judge("higher", ours, against, 10.0).verdict == NO_DIFFERENCE
-    assert judge("higher", ours, against, 10.0, floor=36.0).verdict == UNDECIDED
+    assert judge("higher", ours, against, 10.0, floor=36.0).verdict == NEAR_CHANCE
     assert judge("higher", ours, against, 10.0, floor=21.9).verdict == NO_DIFFERENCE
     assert judge("higher", {0: 20.0}, {0: 19.0}, 10.0, floor=36.0).verdict == TOO_FEW
 
