@@ -22,7 +22,7 @@ class Comparison:
             cost of `against` (Table 8).
         paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars, or has
             no such row.
-        headline: a few words, where the page's first lines have it.
+        headline: a few words, for the page's first lines; "" leaves it out of them.
         added: after which results it was added, if after any.
     """
 
@@ -77,7 +77,7 @@ TABLES: tuple[PaperTable, ...] = (
                 "higher",
                 "Debiased sampling",
                 paper=((392.3, 510.1), (371.6, 483.3)),
-                headline="on the emoji",
+                headline="debiased sampling over random, emoji",
             ),
             Comparison(
                 "icons-debiased",
@@ -85,7 +85,7 @@ TABLES: tuple[PaperTable, ...] = (
                 "higher",
                 "Debiased sampling",
                 paper=((392.3, 510.1), (371.6, 483.3)),
-                headline="on the icons",
+                headline="debiased sampling over random, icons",
             ),
         ),
     ),
@@ -101,10 +101,22 @@ TABLES: tuple[PaperTable, ...] = (
                 "random-short",
                 "higher",
                 "Debiased sampling, short",
-                headline="trained a quarter as long",
+                headline="debiased sampling over random, a quarter as long",
             ),
-            Comparison("long-debiased", "long-random", "higher", "Debiased sampling, long", headline="trained long"),
-            Comparison("batch-256", "random-256", "higher", "Debiased sampling, batch 256", headline="at batch 256"),
+            Comparison(
+                "long-debiased",
+                "long-random",
+                "higher",
+                "Debiased sampling, long",
+                headline="debiased sampling over random, long",
+            ),
+            Comparison(
+                "batch-256",
+                "random-256",
+                "higher",
+                "Debiased sampling, batch 256",
+                headline="debiased sampling over random, batch 256",
+            ),
             Comparison("share-0.5", "debiased", "higher", "Half of the steps random"),
             Comparison("share-0.5", "random", "higher", "Half of the steps debiased"),
             Comparison("icons-share-0.5", "icons-debiased", "higher", "Half of the steps random"),
@@ -119,7 +131,13 @@ TABLES: tuple[PaperTable, ...] = (
         "same loss becomes 0: each negative that counts less lowers the loss. In a random batch of 64 a sample has about 21 "
         "negatives of its own source, in a debiased one 63, in a random one of 192 about 64, in a third of the steps.",
         (
-            Comparison("weight-0", "debiased", "higher", "W = 0", headline="weight 0 over debiased sampling, emoji"),
+            Comparison(
+                "weight-0",
+                "debiased",
+                "higher",
+                "W = 0",
+                headline="`--cross-source-weight 0` over debiased sampling, emoji",
+            ),
             Comparison(
                 "weight-0.05", "debiased", "higher", "W = 0.05", headline="weight 0.05 over debiased sampling, emoji"
             ),
@@ -193,7 +211,7 @@ TABLES: tuple[PaperTable, ...] = (
                 "higher",
                 "Keeping the gradient of gathered features",
                 paper=((415.0, 524.1), (402.8, 519.2)),
-                headline="gradient through the gather",
+                headline="the gather's gradient (Table 4)",
             ),
         ),
     ),
@@ -214,7 +232,9 @@ TABLES: tuple[PaperTable, ...] = (
                 headline="batch 256 over 64, equal epochs",
             ),
             Comparison("batch-64", "steps-16", "higher", "Batch 64 (equal steps)"),
-            Comparison("steps-256", "batch-64", "higher", "Batch 256 (equal steps)", headline="the same, equal steps"),
+            Comparison(
+                "steps-256", "batch-64", "higher", "Batch 256 (equal steps)", headline="batch 256 over 64, equal steps"
+            ),
         ),
     ),
     PaperTable(
@@ -237,7 +257,7 @@ TABLES: tuple[PaperTable, ...] = (
                 "higher",
                 "Replaying the masks",
                 paper=((425.2, 535.9), (413.4, 527.1)),
-                headline="replayed masks",
+                headline="replayed masks (Table 6)",
             ),
         ),
     ),
@@ -265,7 +285,7 @@ TABLES: tuple[PaperTable, ...] = (
                 "same",
                 "A frozen text tower",
                 paper=((381.2, 493.9), (379.5, 494.1)),
-                headline="a frozen text tower",
+                headline="a frozen text tower (Table 8)",
             ),
             Comparison("auxiliary", "vit", "lower", "The cost of the same score", "reach", ((110.0,), (240.0,))),
         ),
@@ -335,9 +355,13 @@ TABLES: tuple[PaperTable, ...] = (
         "without it a new one each epoch.",
         (
             Comparison(
-                "student-half", "student", "higher", "Distillation with weight 0.5", headline="a teacher (weight 0.5)"
+                "student-half",
+                "student",
+                "higher",
+                "Distillation with weight 0.5",
+                headline="half distilled over no teacher",
             ),
-            Comparison("student-all", "student", "higher", "Distillation alone", headline="a teacher (weight 1)"),
+            Comparison("student-all", "student", "higher", "Distillation alone", headline="distilled over no teacher"),
         ),
         of_paper=False,
     ),
@@ -357,13 +381,4 @@ TABLES: tuple[PaperTable, ...] = (
         ),
         of_paper=False,
     ),
-)
-
-#: The page's first lines: a title, and the tables whose headlines it has.
-TAKEAWAYS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Debiased sampling over random", ("Table 3", "When it helps")),
-    ("Weights of other sources' negatives, and other ways", ("Negatives of other sources", "A.5", "A.6")),
-    ("Large batches", ("Table 4", "Batch size", "Table 6")),
-    ("Cheaper towers", ("Table 7", "Table 8")),
-    ("More from the same pairs", ("Table 3, mixup", "Teachers", "Repeated captions")),
 )

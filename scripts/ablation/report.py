@@ -22,7 +22,7 @@ from open_clip_zerovl.bias.pools import POOLS
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.figures.markdown import markdown_table
 from open_clip_zerovl.files import write_atomically
-from scripts.ablation.comparisons import TABLES, TAKEAWAYS, Comparison, PaperTable
+from scripts.ablation.comparisons import TABLES, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import Row, differences_figure, rows_figure
 from scripts.ablation.protocol import ALL_UNSEEN, CONFIDENCE, MARGIN_RSUM, read_pilots
@@ -292,32 +292,46 @@ def introduction(records: Records, folder: Path) -> str:
     return "\n".join(lines)
 
 
+#: The page's first lines: what came out, and the verdicts that say so.
+OUTCOMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Higher, beyond what seeds explain", (REPRODUCED, BETTER)),
+    ("Lower, or against the paper", (CONTRADICTED, WORSE)),
+    (f"No difference of {MARGIN_RSUM:g} RSUM", (NO_DIFFERENCE,)),
+    ("Near chance, where nothing can be told", (NEAR_CHANCE,)),
+    ("Undecided", (UNDECIDED,)),
+    (f"Fewer than {LEAST_SEEDS} seeds", (TOO_FEW,)),
+)
+
+
 def takeaways(records: Records) -> str:
-    """The page's first lines: some comparisons a theme, of those that have runs, with difference, interval and verdict."""
-    tables = {table.name: table for table in TABLES}
+    """The page's first lines: the comparisons with a headline that have runs, by outcome; and those on trained sources."""
+    found: dict[str, list[str]] = {}
+    for table in TABLES:
+        for one in table.comparisons:
+            verdict = judged(records, one, table)
+            if one.headline and verdict.verdict != NOT_RUN:
+                word = NO_DIFFERENCE if one.claim == "same" and verdict.verdict == REPRODUCED else verdict.verdict
+                found.setdefault(word, []).append(f"{one.headline} {short_words(verdict)}")
     lines = [
         "## In short",
         "",
         "Differences of RSUM in a source that was not trained on (A.5: in the one that was), with 95 % intervals:",
         "",
     ]
-    for title, names in TAKEAWAYS:
-        found = [
-            f"{one.headline} {short_words(verdict)}"
-            for name in names
-            for one in tables[name].comparisons
-            if one.headline and (verdict := judged(records, one, tables[name])).verdict != NOT_RUN
-        ]
-        if found:
-            lines.append(f"- **{title}**: {'; '.join(found)}.")
+    for title, verdicts in OUTCOMES:
+        if listed := [words for verdict in verdicts for words in found.get(verdict, ())]:
+            lines.append(f"- **{title}**: {'; '.join(listed)}.")
+    trained = [f"{data}: {on_trained_sources(records, one)}" for data, one in debiasing_rows(records)]
+    if trained:
+        lines.append(f"- **On the trained sources, debiased sampling over random**: {'; '.join(trained)}.")
     return "\n".join(lines)
 
 
 def short_words(verdict: Verdict) -> str:
-    """`+12.3 (+2.0 to +22.6, better)`."""
+    """`+12.3 (+2.0 to +22.6)`."""
     if math.isnan(verdict.low) or math.isinf(verdict.low):
-        return f"({verdict.verdict})"
-    return f"{verdict.difference:+.1f} ({verdict.low:+.1f} to {verdict.high:+.1f}, {verdict.verdict})"
+        return f"{verdict.difference:+.1f}"
+    return f"{verdict.difference:+.1f} ({verdict.low:+.1f} to {verdict.high:+.1f})"
 
 
 def summary(records: Records) -> str:
@@ -370,27 +384,28 @@ def on_trained_sources(records: Records, comparison: Comparison) -> str:
     return ", ".join(f"{pool} {mean:+.1f} ({low:+.1f} to {high:+.1f})" for pool, (mean, low, high) in differences)
 
 
-def debiasing_figure(records: Records, folder: Path) -> str:
-    """A line with the figure of what debiased sampling changes, in each pool of both miniatures; "" before its runs.
-
-    The emoji's long runs, where they are done; else those of Table 3.
-    """
-    rows = []
+def debiasing_rows(records: Records) -> list[tuple[str, Comparison]]:
+    """The comparisons of debiased with random sampling that have two seeds: the emoji's, long if there is, and the icons'."""
     emoji, icons = TABLES[0].comparisons
     (long,) = (
         one for table in TABLES for one in table.comparisons if one.run == "long-debiased" and not table.of_paper
     )
     has_long = _judged(records, long).seeds > 1
-    for data, comparison in (("emoji, long", long) if has_long else ("emoji", emoji), ("icons", icons)):
+    rows = [("emoji, long", long) if has_long else ("emoji", emoji), ("icons", icons)]
+    return [(data, one) for data, one in rows if _judged(records, one).seeds > 1]
+
+
+def debiasing_figure(records: Records, folder: Path) -> str:
+    """A line with the figure of what debiased sampling changes, in each pool of both miniatures; "" before its runs."""
+    rows = []
+    pools = {
+        "within": "within a trained source",
+        "across": "across trained sources",
+        "mixed": "all trained sources in one pool",
+    }
+    for data, comparison in debiasing_rows(records):
         verdict = _judged(records, comparison)
-        if verdict.seeds < 2:
-            continue
         rows.append(Row(f"{data}: a source not trained on", verdict.difference, verdict.low, verdict.high))
-        pools = {
-            "within": "within a trained source",
-            "across": "across trained sources",
-            "mixed": "all trained sources in one pool",
-        }
         for pool, values in pool_differences(records, comparison).items():
             rows.append(Row(f"{data}: {pools[pool]}", *values))
     if not rows:

@@ -475,6 +475,14 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
     assert [cell.strip() for cell in row.split("|")][4] == "5" and REPRODUCED in row and row in printed
     same = next(line for line in text.splitlines() if line.startswith("| Table 5 | DGA 2 x 32"))
     assert "+0.0 (+0.0 to +0.0)" in same and REPRODUCED in same
+    shown, alike = (
+        next(line for line in text.splitlines() if line.startswith(f"- **{title}"))
+        for title in ("Higher", "No difference of 10 RSUM")
+    )
+    assert "debiased sampling over random, emoji +52.0 (+50.0 to +54.0); " in shown and "TokenDrop" not in shown
+    assert "TokenDrop +0.0 (+0.0 to +0.0)" in alike
+    trained = "emoji, long: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0); icons: within "
+    assert f"- **On the trained sources, debiased sampling over random**: {trained}" in text
     assert "NMI with the sources 0.50 (0.50-0.50)" in text and "240 -> 110 GPU h (x 0.46)" in text
     assert str(tmp_path) not in text and "Not finished" not in text
 
@@ -507,9 +515,8 @@ def test_few_seeds_and_missing_runs_are_said(tmp_path):
     ablation_report.write_page(ablation_report.read_records(runs), page)
     text = page.read_text()
     assert "Not finished" in text and TOO_FEW in text and "under an earlier protocol" not in text
-    assert (
-        "- **Debiased sampling over random**: on the emoji (too few seeds)." in text and "**Large batches**" not in text
-    )
+    assert "- **Fewer than 5 seeds**: debiased sampling over random, emoji +50.0.\n" in text
+    assert "- **Undecided**" not in text and "**On the trained sources" not in text
     assert "Not run yet: Table 3, icons-debiased against icons-random; " in text
     assert "## Table 3: Debiased sampling\n" in text and "## Table 5" not in text  # sections of what was begun
     (tmp_path / "results" / "earlier.md").touch()
