@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.dga.retain import AUTO_SHARE, Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
@@ -124,7 +126,8 @@ def ours(chunk_size: int = 3, **options: Any) -> dict[str, Any]:
 
 
 def ragged(rank: int) -> list[int]:
-    return [3, 2 + rank, 1, 4 - rank % 2]
+    """Other micro-batches on each rank, and more samples on a later one: 10, 12, 12, 14."""
+    return [3, 2 + rank, 1, 4 + rank % 2]
 
 
 def one_micro_batch(rank: int) -> list[int]:
@@ -343,6 +346,7 @@ def run_cases(folder: str, names: list[str]) -> None:
         found["losses"] = global_loss(rank, world_size)
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
+        found["graphs kept"] = graphs_kept(rank, world_size)
         found["what the loss learns"] = learned_by_the_loss(rank, world_size)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
@@ -410,6 +414,19 @@ def replay_error(rank: int, world_size: int) -> str:
     except ReplayError as caught:
         return str(caught)
     return "no error"
+
+
+def graphs_kept(rank: int, world_size: int) -> list[int]:
+    """By retain="auto", before it can decide and after; the second rank has memory for three graphs, others for five."""
+    sizes, retention = [2] * 6, Retention("auto", torch.device("cpu"), world_size)
+    kept = [retention.graphs(sizes)]
+    with retention.measured(2):
+        graph = torch.zeros(1000)
+    retention.step_done(sizes)
+    others = 2 if rank == 1 else 4
+    free = (2 + others + 0.5) * graph.nbytes / AUTO_SHARE  # two graphs' worth is set aside for the step itself
+    with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: free):
+        return [*kept, retention.graphs(sizes)]
 
 
 class Metric(ContrastiveLoss):
@@ -567,6 +584,11 @@ def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
             own = of_rank["what the loss learns"]
             mine = {key.removeprefix(name): value for key, value in own.items() if key.startswith(name)}
             assert error(mine, wanted) <= EXACT
+
+
+def test_every_rank_keeps_as_many_graphs_as_the_one_with_the_least_memory(ranks):
+    _, found = ranks
+    assert [of_rank["graphs kept"] for of_rank in found] == [[1, 3]] * len(found)
 
 
 def test_a_failed_replay_stops_every_rank(ranks):

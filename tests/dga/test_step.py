@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.dga import retain as retain_module
+from open_clip_zerovl.dga.replay import ReplayCheck
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
@@ -483,6 +484,19 @@ def test_check_first_looks_at_the_first_replay_only():
     first.backward(micro_batches, prepare=prepare)
     with pytest.raises(ReplayError):
         always.backward(micro_batches, prepare=prepare)
+
+
+def test_one_row_that_differs_is_a_difference():
+    """A module may draw other masks for one sample of many: the worst row counts, and not the mean."""
+    cached = torch.ones(64, 4)
+    replayed = cached.clone()
+    replayed[5] *= 1.01
+    check = ReplayCheck("always")
+    check.compare("image_features", 0, replayed, cached)
+    check.verdict(0.02, torch.device("cpu"), 1)
+    check.compare("image_features", 0, replayed, cached)
+    with pytest.raises(ReplayError, match="relative difference 0.01 "):
+        check.verdict(0.005, torch.device("cpu"), 1)
 
 
 def test_equal_nan_is_no_difference():
