@@ -329,6 +329,20 @@ def test_options_in_single_precision(name):
         assert relative(one, reference) <= 2e-5
 
 
+@pytest.mark.parametrize("columns", [7, 16, 40])
+def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch, columns):
+    """40 pairs of 7, 16 and all columns at once: the same loss and gradients as of the teachers in fp32 at once."""
+    monkeypatch.setattr("open_clip_zerovl.losses.logits._WIDENED_ROWS", columns)
+    sides = features(40)
+    inputs = {"teacher_features": teacher_features(40, 0, dtype=torch.float16)}
+    wide = {"teacher_features": [tuple(x.to(sides[0].dtype) for x in pair) for pair in inputs["teacher_features"]]}
+    loss = ContrastiveLoss(chunk_size=9, distill_weight=0.6, distill_temperature=0.1)
+    found = value_and_gradients(loss, *sides, **inputs)
+    wanted = value_and_gradients(loss, *sides, **wide)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 1e-12
+
+
 def test_report_of_sources_and_twins():
     images, texts = features(5)
     ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}
@@ -336,6 +350,9 @@ def test_report_of_sources_and_twins():
     loss(images, texts, torch.tensor(5.0), ids=ids)
     assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
     assert loss.report.twins.tolist() == [True, True, False, True, True]
+    two_texts = {"source": ids["source"], "caption": torch.tensor([7, 8, 9, 8, 6, 1, 2, 3, 4, 2])}
+    loss(images, torch.cat([texts, texts]), torch.tensor(5.0), ids=two_texts, texts_per_image=2)
+    assert loss.report.twins.tolist() == [False, True, False, True, True]  # by either of their captions
     plain = ContrastiveLoss()
     plain(images, texts, torch.tensor(5.0))
     assert plain.report.sources is None and plain.report.twins is None
