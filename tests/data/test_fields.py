@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torchvision import transforms
@@ -98,6 +100,16 @@ def test_captions_are_counted_for_teachers(folder):
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
     (source,) = parse_sources(f"a={folder}", captions=TOGETHER)  # one that lacks a field is never shown
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 13, 17, 18, 22, 23, 24, 28, 32, 36]
+
+
+def test_captions_of_a_cluster_are_counted_for_teachers(folder):
+    """Those of the samples that it takes from its shards."""
+    (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
+    every, starts = np.diff(caption_starts(source)), source.starts
+    taken = [np.arange(1, size, 2) for size in source.sizes]
+    cluster = replace(source, sizes=tuple(map(len, taken)), picked=np.concatenate(taken))
+    wanted = [int(every[begin + i]) for begin, places in zip(starts, taken, strict=False) for i in places]
+    assert np.diff(caption_starts(cluster)).tolist() == wanted
 
 
 TOGETHER = "txt + syn+other.json:long"

@@ -271,3 +271,12 @@ def test_micro_batches_are_divided_anew_with_the_tuples_in_them():
     first, second = _divided(tuple(zip(*step, strict=True)), 3)
     assert first[0].tolist() == [0, 1, 2] and second[0].tolist() == [3, 4, 5]
     assert first[1][0].tolist() == [0, -1, -2] and second[1][1].tolist() == [[3], [4], [5]]
+
+
+def test_ranks_shuffle_their_parts_in_other_orders(tmp_path):
+    """Two ranks with a shard each: the same order in both would make the same neighbours of samples with equal numbers."""
+    data = f"a={write_source(tmp_path / 'a', 0, 80, 40)}"
+    ids = [torch.cat([ids for _, ids in rank]) for rank in epoch_of(data, Batching(4, 1, 2))]
+    orders = [(of_rank - of_rank.min()).tolist() for of_rank in ids]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert orders[0] != orders[1]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
+from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import PIXEL_PATHS
+from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.errors import UserError
 from support.tars import ids_of, noise_jpeg, png, write_tar
@@ -135,3 +140,28 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
     for step in (-1, loader.num_batches + 1):
         with pytest.raises(UserError, match=f"cannot begin at step {step}"):
             loader.set_epoch(0, step)
+
+
+def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered():
+    bad, fault = {3, 4, 5, 8, 9}, Fault("bad", "is bad")
+    raw = [RawSample(b"", "", 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
+    pieces = SimpleNamespace(
+        samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_pieces=()
+    )
+    in_turn = LocalOrder(10, 1, np.random.default_rng)
+    for begin in range(10):
+        share = Share(pieces, in_turn, begin)
+        shown = [share.take(lambda sample: sample.position)[1] for _ in range(begin, 10)]
+        assert shown == [0, 1, 2, 2, 6, 6, 6, 7, 7, 7][begin:]
+
+
+def test_a_sample_that_replaces_another_is_augmented_for_that_place(rotten):
+    """Shown a second time in an epoch, it is another picture than at its own place."""
+    shown: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for images, _, origin in loader_of(rotten, Batching(4)):
+        for image, place in zip(images, origin.tolist(), strict=True):
+            shown.setdefault(tuple(place), []).append(image)
+    twice = [images for images in shown.values() if len(images) > 1]
+    assert len(twice) > 10
+    equal = sum(torch.equal(one, other) for one, other, *_ in twice)
+    assert equal <= len(twice) / 5  # a picture of 12 x 10 has few crops, and two may be the same by chance

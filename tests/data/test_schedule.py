@@ -21,6 +21,7 @@ from open_clip_zerovl.data.schedule import (
 )
 from open_clip_zerovl.data.shares import LocalOrder
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.randomness import stream
 
 batchings = st.builds(
     Batching,
@@ -380,3 +381,54 @@ def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
     drawn = np.array([piece.shard for piece in pieces])
     assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len({piece.position for piece in pieces}) == len(pieces)
     assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in pieces)
+
+
+def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
+    """A position decides a sample's augmentation."""
+    positions: set[int] = set()
+    for epoch in range(4):
+        schedule = source_schedule([300], 30, strategy="debiased", seed=0, epoch=epoch)
+        pieces = epoch_pieces([10] * 30, schedule, 0, resampled=True)
+        own = {piece.position + sample for piece in pieces for sample in range(len(piece))}
+        assert len(own) == 300 and not own & positions
+        positions |= own
+
+
+def test_shards_are_read_in_another_order_in_each_epoch_and_source_and_with_each_seed():
+    """Else the shuffle window alone would tell epochs apart, and neighbours in a set stay neighbours."""
+    orders = []
+    for seed, epoch, source in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0)):
+        schedule = source_schedule([600, 600], 30, strategy="debiased", seed=seed, epoch=epoch)
+        orders.append([piece.shard for piece in epoch_pieces([10] * 60, schedule, source)])
+    *different, again = orders
+    assert again == different[0] and all(sorted(order) == list(range(60)) for order in orders)
+    assert len({tuple(order) for order in different}) == 4
+
+
+def test_steps_that_are_counted_in_several_arrays_are_those_of_one(monkeypatch):
+    """Readers take turns every three steps here, and an array of seven ends within a turn."""
+    batching = Batching(2, 2, 2, 3)
+    schedule = source_schedule([400, 260], batching.effective_batch, strategy="debiased", seed=0, epoch=1)
+
+    def quotas():
+        dealt = deal(schedule, batching)
+        return [dealt.quota(1, reader, step).tolist() for reader in range(3) for step in (8, 25, schedule.steps)]
+
+    whole = quotas()
+    monkeypatch.setattr("open_clip_zerovl.data.dealing._STEPS_AT_ONCE", 7)
+    assert quotas() == whole
+
+
+def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
+    """A node of the tree and its first half would else draw the same numbers, and their counts would go together."""
+    keys = []
+    monkeypatch.setattr("open_clip_zerovl.data.dealing.stream", lambda *key: keys.append(key) or stream(*key))
+    schedule = source_schedule([64, 32], 4, strategy="random", seed=0, epoch=0)
+    next(Shuffled(schedule, Batching(4), leaf_samples=4).counts(0, 0))
+    assert len(keys) >= 5 and len(set(keys)) == len(keys)
+
+
+def test_a_product_that_is_rounded_down_loses_no_step():
+    """0.29 * 100 is 28.999999999999996."""
+    schedule = source_schedule([100, 290], 29, strategy="debiased", seed=0, epoch=0, weights=[0.29, 1])
+    assert schedule.taken.tolist() == [29, 290]
