@@ -20,6 +20,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.towers import freeze
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients
 from support.tiny_clip import WORDS, write_bert
@@ -212,6 +213,34 @@ def test_features_are_equal_to_1e6_and_evaluation_goes_past_the_cache(tmp_path):
     store.prepare(texts, texts, ORIGIN)
     with pytest.raises(UserError, match="4 samples were announced to the cache, 3 came"):
         model.encode_text(texts[:3])
+
+
+def test_features_in_float16_are_the_same_from_the_tower_and_from_the_disk(tmp_path):
+    """To the bit, so that a run that is resumed with a cache half full trains as one that was not interrupted."""
+    model = frozen_model()
+    texts = batches([4], torch.float32)[0][1]
+    exact = model.encode_text(texts)
+    store = cache(tmp_path, dtype="float16")
+    store.attach(model)
+    found = []
+    for _ in range(2):
+        store.prepare(texts, texts, ORIGIN)
+        found.append(model.encode_text(texts))
+    assert torch.equal(*found) and not torch.equal(found[0], exact)
+
+
+def test_evaluation_after_a_step_goes_past_the_cache(tmp_path):
+    """The replay announces its samples, and the frozen tower, which is not run again, takes no notice of them."""
+    model, micro_batches = frozen_model(), batches([3, 4], torch.float32)
+    other = batches([3], torch.float32, seed=2)[0][1]
+    expected = model.encode_text(other)
+    store = cache(tmp_path)
+    store.attach(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    step = RecipeStep(model, ContrastiveLoss(), optimizer, precision="fp32", cache=store)
+    origins = [torch.tensor([[source, k] for k in range(3 + source)]) for source in range(2)]
+    step.take([(*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)], 0)
+    assert torch.allclose(model.encode_text(other), expected, atol=1e-6) and len(store) == 7
 
 
 def test_mixup_applies_to_what_was_looked_up(tmp_path):

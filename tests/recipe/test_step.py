@@ -13,9 +13,9 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.randomness import seed_step
+from open_clip_zerovl.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.recipe.optimizer import parameter_groups
-from open_clip_zerovl.recipe.step import RecipeStep
+from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.config import RecipeConfig
 from training.params import parse
@@ -53,7 +53,7 @@ def groups_of(planned: PlannedModel) -> list[list[tuple[torch.Tensor, torch.Tens
     return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
 
 
-def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer) -> None:
+def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer, rank: int = 0) -> None:
     """One epoch of training's loop over `groups_of`."""
     batches = [pair for group in groups_of(planned) for pair in group]
 
@@ -62,7 +62,7 @@ def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.
 
     data = SimpleNamespace(dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None)
     args = argparse.Namespace(
-        device="cpu", precision=settings.precision, seed=SEED, rank=0, world_size=1, distributed=False, batch_size=4,
+        device="cpu", precision=settings.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
         workers=0, skip_scheduler=True, grad_clip_norm=settings.grad_clip_norm, log_every_n_steps=1, wandb=False,
         checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False, train_num_samples=None,
         dataset_resampled=False,
@@ -95,6 +95,31 @@ def test_training_and_plan_prepare_and_step_alike(model, precision):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     start = planned_of(model, precision)[0].model.state_dict()
     assert not all(torch.equal(weights[0][name], start[name]) for name in start)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_draws_masks_of_its_own(model, rank):
+    """Else samples in the same row on two ranks would lose the same tokens."""
+    planned, settings = planned_of(model, "fp32")
+    train(planned, settings, Stepper(planned, settings).optimizer, rank)
+    assert torch.initial_seed() == stream_seed(SEED, Purpose.MODEL, STEPS - 1, rank)
+
+
+def test_captions_and_embeddings_of_a_step_stand_as_its_texts_do():
+    """Micro-batches of two samples and one, two texts each, one teacher: all first texts, then all second ones."""
+    origins = [[[0, 5, 10, 20, 30], [1, 6, 11, 21, 31]], [[0, 7, 12, 22, 32]]]
+    micro_batches = []
+    for origin in map(torch.tensor, origins):
+        numbers = origin[:, [3, 2, 4], None].float()  # of the picture and of both texts
+        texts = torch.cat([origin[:, 2:3], origin[:, 4:5]])
+        micro_batches.append((torch.zeros(len(origin), 3, 8, 8), texts, origin, tuple(numbers.unbind(dim=1))))
+    inputs = loss_inputs_of(micro_batches)
+    texts = [10, 11, 12, 30, 31, 32]
+    assert {name: ids.tolist() for name, ids in inputs["ids"].items()} == {
+        "source": [0, 1, 0], "image": [20, 21, 22], "caption": texts,
+    }  # fmt: skip
+    ((of_pictures, of_texts),) = inputs["teacher_features"]
+    assert (of_pictures.flatten().tolist(), of_texts.flatten().tolist()) == ([20, 21, 22], texts)
 
 
 def test_images_are_mixed_before_they_are_cast(model):

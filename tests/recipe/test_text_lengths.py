@@ -61,6 +61,8 @@ def test_texts_are_sorted_and_cut():
     assert order.tolist() == [4, 3, 0, 2, 1]
     assert short.tolist() == [[0, 0, 0], [1, 9, 0], [1, 2, 9]]
     assert long.tolist() == [[1, 0, 2, 9, 0], [1, 2, 3, 4, 9]]
+    (_, cut), _ = sort_texts([second[1:], first[2:]], 0)
+    assert cut.tolist() == [[1, 0, 2, 9]]  # up to the last token, and not as many as there are
 
 
 @pytest.mark.parametrize("retain", [0, 1, 3])
