@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +16,18 @@ import pytest
 import torch
 
 from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.errors import UserError
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
+from training.config import RecipeConfig
 from training.console import Console
 from training.lock import LOCK, RunLock
 from training.main import Run
 from training.params import parse
+from training.preemption import Preemption
 from training.resume import Position
+from training.train import Trainer, TrainerInputs
 
 
 def write(folder: Path, name: str, *, cut: bool = False, flipped: bool = False) -> Path:
@@ -160,6 +165,41 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
     assert words in str(refused.value)
     assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
     assert replace(TAKEN, order={}).start_step(now) == 10  # a checkpoint of an earlier version does not say
+
+
+def test_what_decides_the_order_of_samples_is_in_the_position():
+    """Each of these flags, given otherwise in the middle of an epoch, is one that `start_step` can refuse by name."""
+    args = argparse.Namespace(
+        seed=0, batch_size=8, world_size=1, workers=2, train_num_samples=None, dataset_resampled=False
+    )
+    source = Source("a", ("0.tar",), (100,), captions=None)
+
+    def order(arguments=args, sources=(source,), **config):
+        trainer = Trainer(TrainerInputs(RecipeConfig(**{"sampling": "debiased", **config}), Preemption()))
+        return trainer._position(arguments, 0, 0, sources, None).order
+
+    before = order()
+    for flag, after in (
+        ("--seed", order(argparse.Namespace(**{**vars(args), "seed": 1}))),
+        ("--train-num-samples", order(argparse.Namespace(**{**vars(args), "train_num_samples": 50}))),
+        ("--dataset-resampled", order(argparse.Namespace(**{**vars(args), "dataset_resampled": True}))),
+        ("--train-data-upsampling-factors", order(sources=(replace(source, weight=2.0),))),
+        ("--sampling", order(sampling="random")),
+        ("--debiased-draw", order(debiased_draw="iid")),
+        ("--debiased-share", order(debiased_share=0.8)),
+        ("--source-order", order(source_order="a")),
+        ("--captions", order(captions="all")),
+    ):
+        assert [name for name in before if before[name] != after[name]] == [flag]
+
+
+def test_kept_graphs_are_taken_over_by_the_same_split_only():
+    """Another number of ranks may need a replay where the run had none before."""
+    decision = Decision(2, 100.0, 50.0)
+    taken = replace(TAKEN, retained=asdict(decision))
+    assert taken.graphs_for(TAKEN) == decision and TAKEN.graphs_for(TAKEN) is None
+    for other in ({"world_size": 2}, {"micro_batch": 4}, {"dga_steps": 6}):
+        assert taken.graphs_for(replace(TAKEN, **other)) is None
 
 
 def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begun(caplog):
