@@ -70,6 +70,17 @@ def test_ranks_by_label_are_those_of_pairs_where_each_label_comes_once():
     assert recalls(pairs)["rsum"] < 590
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 7, None])
+def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk):
+    """In fp32 a product's last bit depends on where the copy stands and on how many rows are multiplied at once."""
+    for width in (12, 77, 500):
+        queries = unit(101, width)
+        keys = F.normalize(queries + 0.3 * unit(101, width, seed=1), dim=1)
+        labels = torch.arange(101)
+        ranks = ranks_by_label(queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199), chunk_size=chunk)
+        assert ranks.tied.tolist() == [2] * 98 + [1] * 3 and (ranks.tied_positives == 1).all()
+
+
 def test_a_query_with_several_matches_is_ranked_by_its_best_one():
     keys = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]]), dim=1)
     ranks = ranks_by_label(keys[:1], keys, torch.tensor([5]), torch.tensor([4, 5, 5, 6]))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.retrieval import metrics as metrics_module
 from open_clip_zerovl.retrieval.encode import encode_retrieval, evaluate_retrieval
 from open_clip_zerovl.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
 from open_clip_zerovl.retrieval.run import format_retrieval
@@ -132,6 +133,24 @@ def test_ties_equal_the_mean_over_all_orders():
             hits[f"{name}_R@{k}"] = float(sorted_positive[..., :k].any(-1).double().mean())
     for name, value in exact.items():
         assert value == pytest.approx(hits[name], abs=0.005)  # standard error below 0.0015
+
+
+def test_more_captions_than_are_paired_at_once():
+    """4,500 captions, whose own scores are computed 4,096 at a time, against all scores at once."""
+    image, text, links = random_features(1500, [3] * 1500, seed=5)
+    from_scores = retrieval_metrics_from_scores((image.double() @ text.double().T).float(), links)
+    assert retrieval_metrics(image, text, links) == pytest.approx(from_scores, abs=1e-9)
+    assert from_scores["text_to_image_R@10"] < 0.9  # negative control: many captions do not find their image
+
+
+def test_a_captions_own_score_may_differ_in_the_last_bit(monkeypatch):
+    """It is computed in two ways; a caption is never ranked behind its own image by that."""
+    image, text, links = random_features(20, [2] * 20, seed=6)
+    wanted = retrieval_metrics(image, text, links)
+    paired = metrics_module._paired_scores
+    for nudge in (1 + 2**-23, 1 - 2**-23):
+        monkeypatch.setattr(metrics_module, "_paired_scores", lambda *a, nudge=nudge: paired(*a) * nudge)
+        assert retrieval_metrics(image, text, links) == pytest.approx(wanted, abs=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
