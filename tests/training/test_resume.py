@@ -202,6 +202,16 @@ def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, cha
         load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))
 
 
+def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
+    """DDP puts `module.` before every name; a run of one process goes on from it, and one of several from one without."""
+    model = torch.nn.Linear(2, 2)
+    for prefix in ("", "module."):
+        state = {prefix + name: value for name, value in model.state_dict().items()}
+        torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
+        loaded = load_checkpoint(model, argparse.Namespace(model="m", train_data=None), str(tmp_path / "a.pt"))
+        assert loaded["state_dict"].keys() == model.state_dict().keys()
+
+
 def test_preemption_is_only_heard_within_its_block():
     before = signal.getsignal(signal.SIGUSR1)
     with Preemption() as preemption:
