@@ -165,3 +165,14 @@ def test_a_sample_that_replaces_another_is_augmented_for_that_place(rotten):
     assert len(twice) > 10
     equal = sum(torch.equal(one, other) for one, other, *_ in twice)
     assert equal <= len(twice) / 5  # a picture of 12 x 10 has few crops, and two may be the same by chance
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_enters_mixed_batches_at_its_own_place(rotten, rank):
+    """With --sampling random ranks have shown different numbers of each source before a step."""
+    loader = loader_of(rotten, Batching(3, 1, 2), rank, strategy="random")
+    loader.set_epoch(1)
+    whole = list(loader)
+    for step in (1, 5, loader.num_batches // 2):
+        loader.set_epoch(1, step)
+        assert same(list(loader), whole[step:])
