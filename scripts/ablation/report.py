@@ -297,7 +297,7 @@ OUTCOMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Higher, beyond what seeds explain", (REPRODUCED, BETTER)),
     ("Lower, or against the paper", (CONTRADICTED, WORSE)),
     (f"No difference of {MARGIN_RSUM:g} RSUM", (NO_DIFFERENCE,)),
-    ("Near chance, where nothing can be told", (NEAR_CHANCE,)),
+    ("Near chance, where little can be told", (NEAR_CHANCE,)),
     ("Undecided", (UNDECIDED,)),
     (f"Fewer than {LEAST_SEEDS} seeds", (TOO_FEW,)),
 )
