@@ -41,10 +41,9 @@ def encoder_of(
     from open_clip_zerovl.checkpoints.loading import Encoder
 
     flags = not one_of_several or Path(model).expanduser().is_file()
-    name = own_model(arguments.model_config) or getattr(arguments, "model_name", None)
     return Encoder(
         model,
-        model_name=name if flags else None,
+        model_name=(own_model(arguments.model_config) or getattr(arguments, "model_name", None)) if flags else None,
         text_model=arguments.text_model if flags else None,
         device=arguments.device,
         batch_size=batch_size or arguments.batch_size,
