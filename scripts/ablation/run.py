@@ -150,7 +150,8 @@ def prepare(ablation: Ablation, job: Job) -> None:
 def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) -> None:
     """Make the protocol's choices by pilot runs on the validation split, and write them to `CHOICES_FILE`.
 
-    Finished pilots are kept. The file is written after each choice, and choices that it holds are not made again.
+    Finished pilots are kept. The file is written after each choice. A choice that it holds is made again only if its grid has
+    values without a score.
 
     Raises:
         UserError: a pilot failed.
@@ -159,7 +160,7 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
     report = read_pilots(CHOICES_FILE)
     chosen = read_choices(CHOICES_FILE)
     for name, choice in CHOICES.items():
-        if name in report:
+        if name in report and choice.is_settled(report[name]["scores"]):
             continue
         scores: dict[str, float] = {}
         for value in choice.grid:

@@ -1,5 +1,6 @@
 """`make ablation`: flags, what is kept, order and failures of runs, choices, the rule of the verdicts, the page."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -261,6 +262,13 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     run.choose(quick.data, tmp_path / "elsewhere", 2, None)
     assert json.loads((tmp_path / "choices.json").read_text()) == found
     assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {"clusters"}
+    # A grid that has become longer is gone through again, for the values that have no pilot yet.
+    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=("2.5e-4", *protocol.CHOICES["lr-256"].grid))
+    monkeypatch.setitem(protocol.CHOICES, "lr-256", longer)
+    Recorder.seen = []
+    run.choose(quick.data, tmp_path / "pilots", 2, None)
+    assert len(Recorder.seen) == len(PILOT_SEEDS)
+    assert "2.5e-4" in json.loads((tmp_path / "choices.json").read_text())["lr-256"]["scores"]
 
 
 def test_before_the_pilots_only_what_depends_on_none_is_run(quick, monkeypatch, tmp_path, capsys):
