@@ -24,6 +24,7 @@ class Comparison:
             no such row.
         headline: a few words, for the page's first lines; "" leaves it out of them.
         added: after which results it was added, if after any.
+        guess: a likely reason, written once the row had come out against its claim.
     """
 
     run: str
@@ -34,6 +35,7 @@ class Comparison:
     paper: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     headline: str = ""
     added: str = ""
+    guess: str = ""
 
     @property
     def margin(self) -> float:

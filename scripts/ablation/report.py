@@ -479,6 +479,8 @@ def section(records: Records, table: PaperTable, folder: Path) -> str:
             found = (by_unseen_source(records, one), on_trained_sources(records, one))
             titles = ("by unseen source", "on the trained sources")
             lines += [f"    - {title}: {words}" for title, words in zip(titles, found, strict=True) if words]
+        if one.guess and result.verdict in (CONTRADICTED, WORSE):
+            lines.append(f"    - a guess at the reason: {one.guess}")
     parts = [f"## {table.name}: {table.title}", table.setting, "\n".join(lines)]
     if any(one.measure == "score" for one, _ in comparisons):
         name = "".join(letter for letter in table.name.lower().replace(" ", "-") if letter.isalnum() or letter == "-")

@@ -499,6 +499,21 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
     assert again.read_text() == text
 
 
+def test_a_guess_at_the_reason_is_shown_only_where_a_row_failed(tmp_path, monkeypatch):
+    table = TABLES[0]
+    guessed = dataclasses.replace(table.comparisons[0], guess="too short a run.")
+    table = dataclasses.replace(table, comparisons=(guessed,))
+    runs = write_records(tmp_path / "runs", ("debiased", "random"), range(5))
+    held = ablation_report.section(ablation_report.read_records(runs), table, tmp_path)
+    for seed in range(5):
+        (runs / f"debiased-seed{seed}.json").write_text(
+            json.dumps(record("debiased", seed, rsum={**record("debiased", seed)["rsum"], "unseen": 10.0}))
+        )
+    failed = ablation_report.section(ablation_report.read_records(runs), table, tmp_path)
+    assert REPRODUCED in held and "too short" not in held
+    assert CONTRADICTED in failed and "\n    - a guess at the reason: too short a run.\n" in failed
+
+
 def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
     whole = {"score": 100.0, "cpu_seconds": 50.0, "epochs": 4}
     runs = write_records(tmp_path, ("vit",), range(5), score_by_epoch=[60.0, 80.0, 90.0, 100.0], **whole)
