@@ -170,6 +170,7 @@ CONDITIONS: dict[str, Condition] = {
     "last-fluent": _last("fluent"),
     "contexts-random": Condition("two contexts, random", "random", kind="contexts", trained="one", share=4),
     "contexts-debiased": Condition("two contexts, debiased", kind="contexts", trained="one", share=4),
+    "temperature": Condition("the temperature as parameter", flags=("--temperature-parameter", "temperature")),
     "start": Condition("the model that A.6 starts from", "random", epochs=START_EPOCHS),
     "go-on-random": _clustered("goes on, random", "random"),
     "go-on-weight": _clustered("goes on, W = 0.05", "random", flags=_weighted("0.05")),
