@@ -76,6 +76,14 @@ FIXED: Choices = {"epochs": "16", "icon-epochs": "8"}
 CHOICES: dict[str, Choice] = {
     "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
     "lr-256": Choice("learning rate at batch 256", ("5e-4", "1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"),
+    "lr-64": Choice("learning rate at batch 64", ("5e-4", "1e-3", "2e-3"), ("batch-64",), "best", "1e-3"),
+    "lr-detached": Choice(
+        "learning rate at batch 64, gather without gradient",
+        ("5e-4", "1e-3", "2e-3"),
+        ("detached-rate",),
+        "best",
+        "1e-3",
+    ),
     "lr-16": Choice("learning rate at batch 16", ("2.5e-4", "5e-4", "1e-3"), ("batch-16",), "best", "1e-3"),
     "clusters": Choice("clusters, by features of", ("image-4", "image-16", "text-8"), ("clusters",), "best", "image-4"),
 }

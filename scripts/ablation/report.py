@@ -237,10 +237,10 @@ HOW = f"""\
   differ in. **{REPRODUCED}**: it lies on the paper's side of zero (or within the margin, where the paper has nearly the
   same). **{CONTRADICTED}**: on the other side. **{UNDECIDED}**: all else; more seeds or more sources would be needed. Rows
   that are not in the paper: **{BETTER}**, **{WORSE}**.
-- **Chosen on validation**: the learning rates of batch 16 and 256, the clusters and the length of the long runs, by pilot
-  runs with two other seeds, which leave out Noto and OpenMoji (`scripts/ablation/choices.json`); each choice was committed
-  before the runs that use it. The towers were chosen with debiased batches ([models](models.md)); the learning rate of batch 64
-  and the other lengths were given. The end of a run is scored once (Table 8: each epoch); the test pairs had served the
+- **Chosen on validation**: learning rates of batches, the clusters and the length of the long runs, by pilot runs with two
+  other seeds, which leave out Noto and OpenMoji (`scripts/ablation/choices.json`); each choice was committed before the runs
+  that use it. The towers were chosen with debiased batches ([models](models.md)); the other lengths, and the learning rate
+  1e-3 of rows that name none, were given. The end of a run is scored once (Table 8: each epoch); the test pairs had served the
   earlier protocol too. The rules are in `scripts/ablation/protocol.py`.
 - *within*, *across*, *mixed*: the same on the sources that were trained on. *within*: pictures and captions of one source;
   *across*: pictures of one, captions of the same concepts in another (emoji only); *mixed*: all in one pool, where a model

@@ -239,7 +239,8 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     run.choose(quick.data, tmp_path / "pilots", 2, None)
     chosen = read_choices(tmp_path / "choices.json")
     assert chosen == {
-        **protocol.FIXED, "lr-16": "1e-3", "lr-256": "1e-3", "clusters": "image-4", "long-epochs": "20",
+        **protocol.FIXED, "lr-16": "1e-3", "lr-64": "1e-3", "lr-256": "1e-3", "lr-detached": "1e-3",
+        "clusters": "image-4", "long-epochs": "20",
     }  # fmt: skip
     # 40 epochs gained nothing over 20, so that nobody waits for 80.
     assert {folder.name for folder in (tmp_path / "pilots").glob("long-epochs=*")} == {
@@ -256,7 +257,7 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     assert Recorder.seen == [] and len(list((tmp_path / "pilots").rglob("*.json"))) == before
     # A choice that was made stands where its pilots are gone, and those after it are still made.
     found = json.loads((tmp_path / "choices.json").read_text())
-    kept = {name: found[name] for name in ("long-epochs", "lr-16", "lr-256")}
+    kept = {name: found[name] for name in found if name != "clusters"}
     (tmp_path / "choices.json").write_text(json.dumps(kept))
     assert "clusters" not in read_choices(tmp_path / "choices.json")
     run.choose(quick.data, tmp_path / "elsewhere", 2, None)
