@@ -75,7 +75,9 @@ FIXED: Choices = {"epochs": "16", "icon-epochs": "8"}
 #: In the order in which they are made: a pilot uses the choices before its own, and the quick values of those after it.
 CHOICES: dict[str, Choice] = {
     "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
-    "lr-256": Choice("learning rate at batch 256", ("5e-4", "1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"),
+    "lr-256": Choice(
+        "learning rate at batch 256", ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"
+    ),
     "lr-64": Choice("learning rate at batch 64", ("5e-4", "1e-3", "2e-3"), ("batch-64",), "best", "1e-3"),
     "lr-detached": Choice(
         "learning rate at batch 64, gather without gradient",

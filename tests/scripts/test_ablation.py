@@ -264,12 +264,12 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     assert json.loads((tmp_path / "choices.json").read_text()) == found
     assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {"clusters"}
     # A grid that has become longer is gone through again, for the values that have no pilot yet.
-    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=("2.5e-4", *protocol.CHOICES["lr-256"].grid))
+    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=("1e-4", *protocol.CHOICES["lr-256"].grid))
     monkeypatch.setitem(protocol.CHOICES, "lr-256", longer)
     Recorder.seen = []
     run.choose(quick.data, tmp_path / "pilots", 2, None)
     assert len(Recorder.seen) == len(PILOT_SEEDS)
-    assert "2.5e-4" in json.loads((tmp_path / "choices.json").read_text())["lr-256"]["scores"]
+    assert "1e-4" in json.loads((tmp_path / "choices.json").read_text())["lr-256"]["scores"]
 
 
 def test_before_the_pilots_only_what_depends_on_none_is_run(quick, monkeypatch, tmp_path, capsys):
