@@ -145,14 +145,10 @@ CONDITIONS: dict[str, Condition] = {
     "long-random": Condition("random, long", "random", epochs="long-epochs"),
     "long-debiased": Condition("debiased, long", epochs="long-epochs"),
     "mixup": Condition("with mixup, long", flags=_MIXUP, epochs="long-epochs"),
-    "detached-gather": Condition("gather without gradient", flags=(*_TWO_RANKS, "--ablate", "detached-gather"), ranks=2),
-    "gather": Condition("gather with gradient", flags=_TWO_RANKS, ranks=2),
-    "detached-rate": Condition(
-        "gather without gradient, its own rate",
-        flags=(*_TWO_RANKS, "--lr", "{lr-detached}", "--ablate", "detached-gather"),
-        ranks=2,
+    "detached-gather": Condition(
+        "gather without gradient", flags=(*_TWO_RANKS, "--lr", "{lr-detached}", "--ablate", "detached-gather"), ranks=2
     ),
-    "gather-rate": Condition("gather with gradient, its own rate", flags=(*_TWO_RANKS, "--lr", "{lr-64}"), ranks=2),
+    "gather": Condition("gather with gradient", flags=(*_TWO_RANKS, "--lr", "{lr-64}"), ranks=2),
     "batch-16": Condition("batch 16", flags=_batch(16, 1, "--lr", "{lr-16}")),
     "batch-64": Condition("batch 64", flags=_batch(64, 1, "--lr", "{lr-64}")),
     "random-256": Condition("random, batch 256", "random", _batch(256, 1, "--lr", "{lr-256}")),

@@ -140,10 +140,17 @@ class Ablation:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def _is_of(self, job: Job, record: dict[str, Any]) -> bool:
-        """Whether a record is of this job with its present settings."""
+        """Whether a record is of this job with its present settings.
+
+        A setting that became a choice after the run is not among the record's choices, but in its flags.
+        """
         if not job.condition.choices <= set(self.choices):
             return False
-        return all(record.get(key) == value for key, value in self.asked(job).items())
+        asked = self.asked(job)
+        choices = {**asked["choices"], **record.get("choices", {})}
+        return all(record.get(key) == value for key, value in asked.items() if key != "choices") and all(
+            choices[name] == value for name, value in asked["choices"].items()
+        )
 
     def take_over(self, runs: Path) -> int:
         """Write the JSONs of finished runs in a `runs.json` that are missing here; returns their number."""

@@ -82,7 +82,7 @@ CHOICES: dict[str, Choice] = {
     "lr-detached": Choice(
         "learning rate at batch 64, gather without gradient",
         ("5e-4", "1e-3", "2e-3"),
-        ("detached-rate",),
+        ("detached-gather",),
         "best",
         "1e-3",
     ),

@@ -25,7 +25,7 @@ from open_clip_zerovl.files import write_atomically
 from scripts.ablation.comparisons import TABLES, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import Row, differences_figure, rows_figure
-from scripts.ablation.protocol import ALL_UNSEEN, CONFIDENCE, MARGIN_RSUM, read_pilots
+from scripts.ablation.protocol import ALL_UNSEEN, CONFIDENCE, MARGIN_RSUM, read_choices, read_pilots
 from scripts.ablation.replay import REPLAY_FILE, replay_section
 from scripts.ablation.unseen import CHANCE, POOL
 from scripts.ablation.verdicts import (
@@ -86,9 +86,10 @@ def read_records(path: Path) -> Records:
 
 def _check_settings(record: Record, path: Path) -> None:
     condition = CONDITIONS[record["condition"]]
-    today = flag_values(condition.run_flags(record["choices"])) | {
+    choices = {**read_choices(), **record["choices"]}  # a setting may have become a choice after the run
+    today = flag_values(condition.run_flags(choices)) | {
         "--sampling": [condition.sampling],
-        "--epochs": [str(condition.run_epochs(record["choices"]))],
+        "--epochs": [str(condition.run_epochs(choices))],
     }
     then = flag_values(record["flags"])
     if differing := [name for name, values in today.items() if then.get(name) != values]:

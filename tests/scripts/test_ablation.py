@@ -297,6 +297,14 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
     assert here.take_over(runs) == 0 == here.take_over(tmp_path / "none.json")
     # Negative control: runs with other settings are not.
     assert Ablation(quick.data, tmp_path / "third", {**QUICK, "epochs": "3"}).take_over(runs) == 0
+    # A setting that became a choice after the run: its flags say the value.
+    older = quick.asked(Job(0, "gather"))
+    assert older["choices"].pop("lr-64") == "1e-3" and "1e-3" in older["flags"]
+    runs.write_text(json.dumps([older]))
+    assert Ablation(quick.data, tmp_path / "fourth", QUICK).take_over(runs) == 1
+    assert Ablation(quick.data, tmp_path / "fifth", {**QUICK, "lr-64": "2e-3"}).take_over(runs) == 0
+    runs.write_text(json.dumps([{**older, "choices": {**older["choices"], "lr-64": "2e-3"}}]))
+    assert Ablation(quick.data, tmp_path / "sixth", QUICK).take_over(runs) == 0
 
 
 def test_choices_of_another_protocol_are_a_sentence(tmp_path):
