@@ -16,7 +16,7 @@ from open_clip_zerovl.files import write_atomically
 from scripts.ablation.conditions import CONDITIONS, Condition
 from scripts.ablation.protocol import ALL_UNSEEN, Choices, unseen_source
 from scripts.ablation.sources import CONTEXT_SOURCE, ClusterSettings, cluster_data, context_data
-from scripts.emoji.runs import TrainingRun, drawn_flags
+from scripts.emoji.runs import TrainingRun, drawn_flags, flag_values
 
 MINIATURES: dict[str, DrawnData] = {"emoji": EMOJI, "icons": ICONS}
 
@@ -142,14 +142,16 @@ class Ablation:
     def _is_of(self, job: Job, record: dict[str, Any]) -> bool:
         """Whether a record is of this job with its present settings.
 
-        A setting that became a choice after the run is not among the record's choices, but in its flags.
+        A setting that became a choice after the run is not among the record's choices, and elsewhere among its flags.
         """
         if not job.condition.choices <= set(self.choices):
             return False
         asked = self.asked(job)
-        choices = {**asked["choices"], **record.get("choices", {})}
-        return all(record.get(key) == value for key, value in asked.items() if key != "choices") and all(
-            choices[name] == value for name, value in asked["choices"].items()
+        flags, choices = asked.pop("flags"), asked.pop("choices")
+        return (
+            all(record.get(key) == value for key, value in asked.items())
+            and flag_values(record["flags"]) == flag_values(flags)
+            and all(record["choices"].get(name, value) == value for name, value in choices.items())
         )
 
     def take_over(self, runs: Path) -> int:
