@@ -144,8 +144,8 @@ class Ablation:
 
         A setting that became a choice after the run is not among the record's choices, and elsewhere among its flags.
         """
-        if not job.condition.choices <= set(self.choices):
-            return False
+        if not job.condition.choices <= set(self.choices) or not isinstance(record.get("choices"), dict):
+            return False  # records of earlier protocols have no table of choices
         asked = self.asked(job)
         flags, choices = asked.pop("flags"), asked.pop("choices")
         return (

@@ -304,8 +304,9 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
     runs.write_text(json.dumps([older]))
     assert Ablation(quick.data, tmp_path / "fourth", QUICK).take_over(runs) == 1
     assert Ablation(quick.data, tmp_path / "fifth", {**QUICK, "lr-64": "2e-3"}).take_over(runs) == 0
-    runs.write_text(json.dumps([{**older, "choices": {**older["choices"], "lr-64": "2e-3"}}]))
-    assert Ablation(quick.data, tmp_path / "sixth", QUICK).take_over(runs) == 0
+    for other in ({**older["choices"], "lr-64": "2e-3"}, "of an earlier protocol"):
+        runs.write_text(json.dumps([{**older, "choices": other}]))
+        assert Ablation(quick.data, tmp_path / "sixth", QUICK).take_over(runs) == 0
 
 
 def test_choices_of_another_protocol_are_a_sentence(tmp_path):
