@@ -510,7 +510,7 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
     assert again.read_text() == text
 
 
-def test_a_guess_at_the_reason_is_shown_only_where_a_row_failed(tmp_path, monkeypatch):
+def test_a_guess_at_the_reason_is_shown_only_where_a_row_failed(tmp_path):
     table = TABLES[0]
     guessed = dataclasses.replace(table.comparisons[0], guess="too short a run.")
     table = dataclasses.replace(table, comparisons=(guessed,))
