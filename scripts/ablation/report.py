@@ -300,20 +300,24 @@ OUTCOMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Lower, or against the paper", (CONTRADICTED, WORSE)),
     (f"No difference of {MARGIN_RSUM:g} RSUM", (NO_DIFFERENCE,)),
     ("Near chance, where little can be told", (NEAR_CHANCE,)),
-    ("Undecided", (UNDECIDED,)),
+    ("Undecided (numbers in the table below)", (UNDECIDED,)),
     (f"Fewer than {LEAST_SEEDS} seeds", (TOO_FEW,)),
 )
 
 
 def takeaways(records: Records) -> str:
-    """The page's first lines: the comparisons with a headline that have runs, by outcome; and those on trained sources."""
+    """The page's first lines: the comparisons with a headline that have runs, by outcome; and those on trained sources.
+
+    An undecided one is named without its numbers: a mean alone says more than is known, and the table has the interval.
+    """
     found: dict[str, list[str]] = {}
     for table in TABLES:
         for one in table.comparisons:
             verdict = judged(records, one, table)
             if one.headline and verdict.verdict != NOT_RUN:
                 word = NO_DIFFERENCE if one.claim == "same" and verdict.verdict == REPRODUCED else verdict.verdict
-                found.setdefault(word, []).append(f"{one.headline} {short_words(verdict)}")
+                numbers = "" if word == UNDECIDED else f" {short_words(verdict)}"
+                found.setdefault(word, []).append(one.headline + numbers)
     lines = [
         "## In short",
         "",

@@ -543,6 +543,16 @@ def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
     assert result.verdict == UNDECIDED and "not reached" in ablation_report.our_words(comparison, result)
 
 
+def test_an_undecided_row_is_named_in_short_without_its_mean(tmp_path):
+    runs = write_records(tmp_path / "runs", ("random", "debiased"), range(5))
+    for seed, score in enumerate((0.0, 400.0, 0.0, 400.0, 200.0)):
+        rsum = {**record("debiased", seed)["rsum"], "unseen": score}
+        (runs / f"debiased-seed{seed}.json").write_text(json.dumps(record("debiased", seed, rsum=rsum)))
+    short = ablation_report.takeaways(ablation_report.read_records(runs))
+    assert "- **Undecided (numbers in the table below)**: debiased sampling over random, emoji.\n" in short
+    assert short.count("debiased sampling over random, emoji") == 1
+
+
 def test_few_seeds_and_missing_runs_are_said(tmp_path):
     runs = write_records(tmp_path / "runs", ("random", "debiased"), (0,))
     page = tmp_path / "results.md"
@@ -550,7 +560,7 @@ def test_few_seeds_and_missing_runs_are_said(tmp_path):
     text = page.read_text()
     assert "Not finished" in text and TOO_FEW in text and "under an earlier protocol" not in text
     assert "- **Fewer than 5 seeds**: debiased sampling over random, emoji +50.0.\n" in text
-    assert "- **Undecided**" not in text and "**On the trained sources" not in text
+    assert "- **Undecided" not in text and "**On the trained sources" not in text
     assert "Not run yet: Table 3, icons-debiased against icons-random; " in text
     assert "## Table 3: Debiased sampling\n" in text and "## Table 5" not in text  # sections of what was begun
     (tmp_path / "results" / "earlier.md").touch()
