@@ -88,7 +88,7 @@ class Condition:
 
 
 def _batch(micro_batch: int, steps: int, *more: str) -> tuple[str, ...]:
-    """An effective batch of `micro_batch * steps` on one rank, logged about every 640 samples."""
+    """A batch of `micro_batch * steps` on each rank, logged about every 640 of its samples."""
     every = max(1, 640 // (micro_batch * steps))
     flags = ("--batch-size", str(micro_batch), "--dga-steps", str(steps), "--log-every-n-steps", str(every))
     return (*flags, *more)
@@ -149,6 +149,12 @@ CONDITIONS: dict[str, Condition] = {
         "gather without gradient", flags=(*_TWO_RANKS, "--lr", "{lr-detached}", "--ablate", "detached-gather"), ranks=2
     ),
     "gather": Condition("gather with gradient", flags=(*_TWO_RANKS, "--lr", "{lr-64}"), ranks=2),
+    "detached-256": Condition(
+        "gather without gradient, batch 256",
+        flags=_batch(128, 1, "--lr", "{lr-256}", "--ablate", "detached-gather"),
+        ranks=2,
+    ),
+    "gather-256": Condition("gather with gradient, batch 256", flags=_batch(128, 1, "--lr", "{lr-256}"), ranks=2),
     "batch-16": Condition("batch 16", flags=_batch(16, 1, "--lr", "{lr-16}")),
     "batch-64": Condition("batch 64", flags=_batch(64, 1, "--lr", "{lr-64}")),
     "random-256": Condition("random, batch 256", "random", _batch(256, 1, "--lr", "{lr-256}")),
