@@ -161,6 +161,9 @@ CONDITIONS: dict[str, Condition] = {
     "batch-256": Condition("batch 256", flags=_batch(256, 1, "--lr", "{lr-256}")),
     "steps-16": Condition("batch 16, steps of 64", flags=_batch(16, 1, "--lr", "{lr-16}"), share=0.25),
     "steps-256": Condition("batch 256, steps of 64", flags=_batch(256, 1, "--lr", "{lr-256}"), share=4.57),
+    "random-steps-256": Condition(
+        "random, batch 256, steps of 64", "random", _batch(256, 1, "--lr", "{lr-256}"), share=4
+    ),
     "dga-256": Condition("batch 256, DGA 8 x 32", flags=_batch(32, 8, "--lr", "{lr-256}")),
     "replay": Condition("batch 64 as 8 x 8", flags=_SPLIT_64),
     "no-replay": Condition("the same, other masks", flags=(*_SPLIT_64, "--ablate", "no-replay")),

@@ -104,7 +104,8 @@ class Measurements:
             if self.ablation.split == "test":
                 rsum[ALL_UNSEEN] = unseen_rsum(encoder, self.pools(job.condition.miniature, job.unseen))
         images, texts = pool.features(trained)
-        return {"rsum": rsum, **signs_of_bias(images, texts, encoder.logit_scale, pool, job.seed)}
+        bias = signs_of_bias(images, texts, encoder.logit_scale, pool, job.seed)
+        return {"rsum": rsum, **bias, "temperature": 1 / encoder.logit_scale}
 
 
 def thinned(curve: Sequence[tuple[int, float]], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
