@@ -1,4 +1,4 @@
-"""The protocol of `make ablation`: what was fixed before any run that is reported.
+"""The protocol of `make ablation`. What was changed after results were seen is said on the page (`report.HOW`).
 
 1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen.py`), as COCO and Flickr30K
    are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from scipy import stats
 
 from open_clip_zerovl.bias.resampling import interval_over_seeds
 from scripts.ablation.protocol import CONFIDENCE
+
+Key = TypeVar("Key", bound=Hashable)
 
 Claim = Literal["higher", "lower", "same", "different"]
 
@@ -31,6 +33,8 @@ class Verdict:
         run, against: means.
         difference, low, high: mean difference (run - against), and its interval; infinite with one pair.
         by_source: whether these are over the unseen sources, see `interval_over_sources`.
+        p: two-sided, of a mean difference of zero, by the t distribution of the interval; NaN with one pair.
+        by_seeds: the verdict by Student's interval over the seeds, where `by_source`; else `verdict`.
     """
 
     verdict: str
@@ -41,6 +45,19 @@ class Verdict:
     low: float = math.nan
     high: float = math.nan
     by_source: bool = False
+    p: float = math.nan
+    by_seeds: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean difference: its interval and p as in `Verdict`."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    by_source: bool
 
 
 def interval(differences: list[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
@@ -74,6 +91,42 @@ def interval_over_sources(
     return mean, mean - reach, mean + reach
 
 
+def estimate(
+    differences: Mapping[int, float], sources: Mapping[int, str] | None = None, confidence: float = CONFIDENCE
+) -> Estimate:
+    """The mean of differences by seed: over the unseen sources where each has two seeds, else over the seeds.
+
+    Args:
+        differences: by seed.
+        sources: the unseen source of each seed, if there is one.
+    """
+    by_source: dict[str, list[float]] = {}
+    for seed, difference in differences.items():
+        by_source.setdefault((sources or {}).get(seed, ""), []).append(difference)
+    found = interval_over_sources(by_source, confidence)
+    mean, low, high = found or interval([*differences.values()], confidence)
+    freedom = len(differences) - (len(by_source) if found else 1)
+    return Estimate(mean, low, high, _p_value(mean, (high - low) / 2, freedom, confidence), found is not None)
+
+
+def _p_value(mean: float, reach: float, freedom: int, confidence: float) -> float:
+    if freedom < 1:
+        return math.nan
+    if reach == 0:
+        return float(mean == 0)
+    return float(2 * stats.t.sf(abs(mean) / reach * stats.t.ppf((1 + confidence) / 2, freedom), freedom))
+
+
+def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
+    """The keys that stay below `level` by Holm's correction: the k-th smallest of n times (n - k + 1), and all before it."""
+    kept: set[Key] = set()
+    for tests_left, key in zip(range(len(p_values), 0, -1), sorted(p_values, key=p_values.__getitem__), strict=True):
+        if p_values[key] * tests_left >= level:
+            break
+        kept.add(key)
+    return kept
+
+
 def judge(
     claim: Claim,
     run: Mapping[int, float],
@@ -96,23 +149,26 @@ def judge(
         claim: the paper's.
         run, against: values by seed; only seeds that both have are compared.
         margin: fixed beforehand; what lies within it counts as no difference.
-        sources: the unseen source of each seed. Where each has two seeds the interval is `interval_over_sources`, else
-            Student's over all seeds, which is wider because sources differ.
+        sources: the unseen source of each seed, for `estimate`.
         floor: where no mean is above it, a difference within the margin is `NEAR_CHANCE`: there is little to differ in.
     """
     seeds = sorted(run.keys() & against.keys())
     if not seeds:
         return Verdict(NOT_RUN)
-    by_source: dict[str, list[float]] = {}
-    for seed in seeds:
-        by_source.setdefault((sources or {}).get(seed, ""), []).append(run[seed] - against[seed])
-    found = interval_over_sources(by_source)
-    mean, low, high = found or interval([run[seed] - against[seed] for seed in seeds])
+    differences = {seed: run[seed] - against[seed] for seed in seeds}
+    found = estimate(differences, sources)
     theirs = sum(against[seed] for seed in seeds) / len(seeds)
-    word = _word(claim, low, high, margin, len(seeds))
-    if -margin <= low and high <= margin and max(theirs, theirs + mean) < floor and word != TOO_FEW:
-        word = NEAR_CHANCE
-    return Verdict(word, len(seeds), theirs + mean, theirs, mean, low, high, found is not None)
+
+    def word(low: float, high: float) -> str:
+        by_rule = _word(claim, low, high, margin, len(seeds))
+        chance = -margin <= low and high <= margin and max(theirs, theirs + found.mean) < floor and by_rule != TOO_FEW
+        return NEAR_CHANCE if chance else by_rule
+
+    by_seeds = word(*interval([*differences.values()])[1:])
+    return Verdict(
+        word(found.low, found.high), len(seeds), theirs + found.mean, theirs, found.mean, found.low, found.high,
+        found.by_source, found.p, by_seeds,
+    )  # fmt: skip
 
 
 def _word(claim: Claim, low: float, high: float, margin: float, seeds: int) -> str:

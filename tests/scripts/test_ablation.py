@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 
 from open_clip_zerovl.datasets.drawn.make import DrawnSample
 from open_clip_zerovl.errors import UserError
@@ -32,6 +33,8 @@ from scripts.ablation.verdicts import (
     REPRODUCED,
     TOO_FEW,
     UNDECIDED,
+    estimate,
+    holm,
     interval,
     interval_over_sources,
     judge,
@@ -381,6 +384,23 @@ def test_the_interval_is_students():
     assert interval([7.0]) == (7.0, -math.inf, math.inf)
 
 
+def test_p_is_that_of_scipys_paired_test_and_nan_with_one_pair():
+    differences = dict(enumerate([1.0, -2.0, 3.0, 4.0, 5.0]))
+    assert estimate(differences).p == pytest.approx(stats.ttest_1samp([*differences.values()], 0.0).pvalue, rel=1e-12)
+    # Over sources: mean 7 over an error of sqrt(5/2 + 5/2) / 2 is t = 6.261 with 2 degrees of freedom.
+    found = estimate({0: 1.0, 1: 3.0, 2: 10.0, 3: 14.0}, {0: "a", 1: "a", 2: "b", 3: "b"})
+    assert found.by_source and found.p == pytest.approx(2 * stats.t.sf(7 / (math.sqrt(5) / 2), 2), rel=1e-12)
+    assert math.isnan(estimate({0: 7.0}).p)
+    assert estimate({0: 2.0, 1: 2.0}).p == 0.0 and estimate({0: 0.0, 1: 0.0}).p == 1.0
+
+
+def test_holms_correction_stops_at_the_first_row_that_fails():
+    """Of four at 5 %: 0.012 against 0.0125, 0.013 against 0.0167, 0.03 against 0.025; what comes after is not looked at."""
+    assert holm({"a": 0.03, "b": 0.012, "c": 0.04, "d": 0.013}) == {"b", "d"}
+    assert holm({"a": 0.0126, "b": 0.013, "c": 0.013, "d": 0.013}) == set()
+    assert holm({}) == set()
+
+
 def test_the_interval_over_sources_leaves_their_differences_out():
     """Means 2 and 12; squares within 2 + 8 = 10 over 2 degrees of freedom; sqrt(5/2 + 5/2) / 2 times t(0.975, 2) = 4.3027."""
     mean, low, high = interval_over_sources({"a": [1.0, 3.0], "b": [10.0, 14.0]})
@@ -398,6 +418,9 @@ def test_each_source_twice_decides_what_its_difference_from_others_would_hide():
     sources = {seed: f"source {seed % 4}" for seed in range(8)}
     result = judge("higher", ours, against, 10.0, sources)
     assert (result.verdict, result.by_source, result.difference, result.run) == (REPRODUCED, True, 15.0, 115.0)
+    assert result.by_seeds == UNDECIDED
+    assert ablation_report.verdict_words(result) == "reproduced (over the seeds: undecided)"
+    assert ablation_report.verdict_words(alone) == "undecided"
     # Until the last source has its second seed, the wider interval stands.
     assert judge("higher", {seed: ours[seed] for seed in range(7)}, against, 10.0, sources) == judge(
         "higher", {seed: ours[seed] for seed in range(7)}, against, 10.0
@@ -491,14 +514,14 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
         "190.0 -> 242.0: +52.0 (+50.0 to +54.0)" in row
         and "COCO 371.6 -> 392.3 (+20.7), F30K 483.3 -> 510.1 (+26.8)" in row
     )
-    assert [cell.strip() for cell in row.split("|")][4] == "5" and REPRODUCED in row and row in printed
+    assert [cell.strip() for cell in row.split("|")][4:6] == ["< 0.001", "5"] and REPRODUCED in row and row in printed
     same = next(line for line in text.splitlines() if line.startswith("| Table 5 | DGA 2 x 32"))
     assert "+0.0 (+0.0 to +0.0)" in same and REPRODUCED in same
     shown, alike = (
         next(line for line in text.splitlines() if line.startswith(f"- **{title}"))
         for title in ("Higher", "No difference of 10 RSUM")
     )
-    assert "debiased sampling over random, emoji +52.0 (+50.0 to +54.0); " in shown and "TokenDrop" not in shown
+    assert "debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0); " in shown and "TokenDrop" not in shown
     assert "TokenDrop +0.0 (+0.0 to +0.0)" in alike
     trained = "emoji, long: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0); icons: within "
     assert f"- **On the trained sources, debiased sampling over random**: {trained}" in text
@@ -540,7 +563,8 @@ def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
     assert round(math.exp(result.difference), 6) == 0.4
     write_records(runs, ("auxiliary",), (4,), score_by_epoch=[60.0, 70.0, 90.0, 95.0], epochs=4)
     result = ablation_report.judged(ablation_report.read_records(runs), comparison, table)
-    assert result.verdict == UNDECIDED and "not reached" in ablation_report.our_words(comparison, result)
+    assert result.verdict == UNDECIDED
+    assert ablation_report.our_words(comparison, result) == "the score is reached in 4 of 5 seeds"
 
 
 def test_an_undecided_row_is_named_in_short_without_its_mean(tmp_path):
@@ -600,7 +624,36 @@ def test_scores_of_other_pairs_are_never_compared(tmp_path):
     # A sixth seed of before is left out, now that there are five.
     write_records(runs, ("random", "debiased"), (5,))
     ablation_report.write_page(ablation_report.read_records(runs), tmp_path / "results.md")
-    assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) | 5 |" in (tmp_path / "results.md").read_text()
+    assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) | < 0.001 | 5 |" in (tmp_path / "results.md").read_text()
+
+
+def test_a_mean_of_scores_is_of_one_kind_of_pairs(tmp_path):
+    """A condition with runs of before and after the score on all pairs shows the mean on the held-out ones."""
+    runs = write_records(tmp_path / "runs", ("random",), range(5))
+    one = record("random", 0)
+    changed = {**one, "rsum": {**one["rsum"], ALL_UNSEEN: 900.0}, "score": 900.0}
+    (runs / "random-seed0.json").write_text(json.dumps(changed))
+    table = ablation_report.conditions_table(ablation_report.read_records(runs), ["random"])
+    assert "190.0 (150.0-230.0), held-out pairs" in table and "900" not in table
+    for seed in range(5):
+        one = record("random", seed)
+        (runs / f"random-seed{seed}.json").write_text(
+            json.dumps({**one, "rsum": {**one["rsum"], ALL_UNSEEN: 50.0}, "score": 50.0})
+        )
+    table = ablation_report.conditions_table(ablation_report.read_records(runs), ["random"])
+    assert "50.0 (50.0-50.0) |" in table and "held-out" not in table
+
+
+def test_what_stands_against_the_number_of_rows_is_marked_in_short(tmp_path):
+    # Debiased sampling and W = 0.3 gain 50 to 54 over random and do not differ.
+    runs = write_records(tmp_path / "runs", ("random", "debiased", "weight-0.3"), range(5))
+    records = ablation_report.read_records(runs)
+    assert "- **Higher**: debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0).\n" in (
+        ablation_report.takeaways(records) + "\n"
+    )
+    assert "2 of 3 intervals miss zero; " in ablation_report.many_rows(records)
+    standing = "debiased - random (Table 3), weight-0.3 - random (Negatives of other sources)"
+    assert f"differ from zero: {standing}." in ablation_report.many_rows(records)
 
 
 def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
