@@ -569,6 +569,33 @@ def test_a_tower_in_the_cache_needs_no_stand_in_whatever_form_its_tokenizer_has(
     assert plan_model._is_whole_in_cache("x/tower")
 
 
+def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypatch, tmp_path):
+    """A tag's weights have one of the names that open_clip looks for; nothing is read, nothing fetched."""
+    cached: set[tuple[str, str]] = set()
+    monkeypatch.setattr(
+        plan_model, "try_to_load_from_cache", lambda repo, file: file if (repo, file) in cached else None
+    )
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+
+    def absent(pretrained: str, model: str = "ViT-B-32") -> dict[str, str]:
+        return plan_model.weights_to_fetch(settings_of(model, pretrained=pretrained), None)
+
+    tag, repo = "laion2b_s34b_b79k", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
+    assert absent("") == {} and absent(tag) == {f"the weights {tag} of ViT-B-32": "--pretrained FILE"}
+    for name in ("open_clip_pytorch_model.bin", "open_clip_model.safetensors"):
+        cached.add((repo, name))
+        assert absent(tag) == {}
+        cached.clear()
+    cached.add((repo, "README.md"))
+    assert absent(tag)
+    (tmp_path / "weights.pt").touch()
+    assert absent(str(tmp_path / "weights.pt")) == {}
+    with pytest.raises(
+        UserError, match=r"--pretrained nothing is no file, and no tag of ViT-B-32; its tags are openai, "
+    ):
+        absent("nothing")
+
+
 def test_a_stand_in_has_the_shape_of_modernbert_base(tmp_path):
     folder = write_stand_in("answerdotai/ModernBERT-base", tmp_path / "base")
     name = with_text_model("zerovl-ViT-S-16-ModernBERT-base", folder)

@@ -74,7 +74,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     if teachers is not None and not teachers.made:
         absent = missing_teachers(settings, teachers.place, planned.model.visual.image_size)
         (data.missing if gpu is None else data.elsewhere).append(absent)
-    for what, advice in weights_to_fetch(settings, planned).items():
+    for what, advice in weights_to_fetch(settings, planned.stand_in).items():
         if constants.HF_HUB_OFFLINE and gpu is None:
             data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
         else:

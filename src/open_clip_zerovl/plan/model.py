@@ -20,6 +20,7 @@ import open_clip
 import timm
 import torch
 from huggingface_hub import try_to_load_from_cache
+from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
 from open_clip.factory import get_model_config, parse_model_name
 from torch import Tensor, nn
 
@@ -204,18 +205,46 @@ def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]
     return with_text_model(settings.model, write_stand_in(tower, scratch / Path(tower).name)), tower
 
 
-def weights_to_fetch(settings: PlanSettings, planned: PlannedModel) -> dict[str, str]:
-    """Pretrained weights that training would fetch from the hub -> how to do without the hub."""
+def weights_to_fetch(settings: PlanSettings, stand_in: str | None) -> dict[str, str]:
+    """Pretrained weights that training would fetch from the hub -> how to do without the hub.
+
+    Args:
+        stand_in: the planned model's.
+
+    Raises:
+        UserError: `--pretrained` is neither a file nor a tag of the model.
+    """
     found = {}
-    if planned.stand_in is not None:
-        found[f"the text tower {planned.stand_in}"] = "--text-model DIR, its folder"
-    config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
+    if stand_in is not None:
+        found[f"the text tower {stand_in}"] = "--text-model DIR, its folder"
+    is_of_hub = parse_model_name(settings.model)[0] is not None  # such a model's weights come with its config
+    if settings.pretrained and not is_of_hub and not _has_weights(settings.model, settings.pretrained):
+        found[f"the weights {settings.pretrained} of {settings.model}"] = "--pretrained FILE"
+    config = None if is_of_hub else get_model_config(settings.model)
     name = (config or {}).get("vision_cfg", {}).get("timm_model_name")
     if settings.pretrained_image and name:
         hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
         if hub and not any(_is_cached(hub, file) for file in ("model.safetensors", "pytorch_model.bin")):
             found[f"the image tower's weights {hub}"] = "--init-image FILE in place of --pretrained-image"
     return found
+
+
+def _has_weights(model: str, pretrained: str) -> bool:
+    """Whether `--pretrained` is a file, or a tag whose weights are in the cache, under any name that open_clip looks for."""
+    if Path(pretrained).is_file():
+        return True
+    config = open_clip.get_pretrained_cfg(model, pretrained)
+    if not config:
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        raise UserError(
+            f"--pretrained {pretrained} is no file, and no tag of {model}; "
+            f"{'its tags are ' + ', '.join(tags) if tags else 'it has none'}"
+        )
+    repository, _, name = config.get("hf_hub", "").rpartition("/")
+    if not repository:
+        return (Path.home() / ".cache" / "clip" / Path(config["url"]).name).is_file()
+    names = (name, Path(name).with_suffix(".safetensors").name) if name else (HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME)
+    return any(_is_cached(repository, one) for one in names)
 
 
 def _is_whole_in_cache(tower: str) -> bool:

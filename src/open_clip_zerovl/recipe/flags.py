@@ -760,6 +760,7 @@ class OpenClipFlags:
     local_loss: bool = flag(False, planned=False)
     gather_with_grad: bool = flag(False, planned=False)
 
+    pretrained: str = flag("", metavar="TAG")
     pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
     lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
