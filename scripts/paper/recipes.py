@@ -131,8 +131,7 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
         flags["teacher"] = str(data / TEACHERS_FOLDER)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
-        # The paper's transform (A.9) and count of captions, so that the log's numbers stand beside the paper's.
-        flags |= {"retrieval-data": "::".join(there), "retrieval-transform": "paper", "retrieval-captions": "5"}
+        flags["retrieval-data"] = "::".join(there)
     return flags
 
 

@@ -37,6 +37,9 @@ BASE: Flags = {
     "save-every-steps": "250",
     "loss-chunk": "1024",
     "dga-retain": "auto",
+    # A.9's transform and count of captions: the log's numbers stand beside the paper's. Left out without --retrieval-data.
+    "retrieval-transform": "paper",
+    "retrieval-captions": "5",
 }
 METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
 # "Identical to pre-training's" except rate, length and batch (5.2); the floor is a tenth of the rate, as in pre-training.

@@ -248,8 +248,8 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
     for source in ("coco/test", "f30k/test"):
         (tmp_path / source).mkdir(parents=True)
 
-    def flags(name: str, *settings: str) -> dict:
-        return training_flags(RECIPES[name], name, tmp_path, Hardware(8, 32), parse_settings(settings))
+    def flags(name: str, *settings: str, data: Path = tmp_path) -> dict:
+        return training_flags(RECIPES[name], name, data, Hardware(8, 32), parse_settings(settings))
 
     for name in TRAININGS:
         own = name != "datacompdr-12m"  # not the paper's
@@ -260,6 +260,9 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
         )
         assert found.get("temperature-parameter") == ("temperature" if own else None)
         assert not any(flag.startswith("retrieval-") for flag in flags(name, "retrieval-data="))
+        # One's own sets are scored alike, whether the paper's are there or not.
+        mine = [flags(name, "retrieval-data=a=/d/a", data=data) for data in (tmp_path, tmp_path / "none")]
+        assert [one.get("retrieval-transform") for one in mine] == [found.get("retrieval-transform")] * 2
     assert flags("train-14m")["token-drop"] == "0.25" and "token-drop" not in flags("train-100m")
     assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == ("no-replay", "0")
 
