@@ -186,10 +186,13 @@ def wait_until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow(reason="torchrun and two ranks that import torch, three times")
+@pytest.mark.slow(reason="torchrun and two ranks that import torch, five times")
 @pytest.mark.timeout(400)
 def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
-    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM; and a lost rank."""
+    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM; and a lost rank.
+
+    A run on unnamed data, which no step checkpoint could resume, ends by SIGTERM too.
+    """
     collide(tmp_path)
     write_bert(tmp_path / "bert", words=[*WORDS, "sample", *"0123456789"])
     data = f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
@@ -217,6 +220,13 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
         assert run.wait(timeout=60) == status, said(name)
         assert "is saved. The same command goes on from there" in said(name) and "Traceback" not in said(name)
         assert list((tmp_path / "logs" / name / "checkpoints").glob("step_*.pt"))
+    line[line.index(data)] = f"{tmp_path / 'a'}/{{00000..00003}}.tar"
+    run = start("unnamed", 10_000)
+    wait_until(lambda: "Train Epoch: 1 " in said("unnamed"), run)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait(timeout=60) not in (0, 85), said("unnamed")
+    assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
+    line[line.index("--train-data") + 1] = data
     run = start("ctrl-c", 10_000)  # goes on from its step
     wait_until(lambda: said("ctrl-c").count("Train Epoch: 2 ") > 1, run)
     (torchrun,) = children_of(run.pid)

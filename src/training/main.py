@@ -279,6 +279,8 @@ class Run:
         if self.own_step and self.config.sampling is not None:
             # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
             self._handlers.enter_context(self.preemption)
+        else:
+            preemption.end_by_signals()
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":

@@ -37,6 +37,14 @@ class Stopped(Exception):
     saved: bool
 
 
+def end_by_signals() -> None:
+    """Have SIGUSR1 end this process, as SIGTERM does: for a run that could not go on from a step checkpoint.
+
+    `processes.supervise` has its ranks ignore SIGUSR1 until they are ready for it, and sends it in place of SIGTERM.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 class Preemption:
     """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all stop.
 
