@@ -269,7 +269,7 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{file} is missing; CLIP_benchmark's layout needs it (docs/evaluation.md shows it)") from error
+        raise UserError(f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error})") from error
 
