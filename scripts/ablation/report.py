@@ -112,9 +112,13 @@ def reach(run: Record, against: Record) -> float:
     return math.log(costs[0] / costs[1])
 
 
-def judged(records: Records, comparison: Comparison, table: PaperTable) -> Verdict:
-    """`verdicts.judge` on the records of a comparison; what the paper does not claim is better or worse."""
-    found = _judged(records, comparison)
+def judged(records: Records, comparison: Comparison, table: PaperTable, held_out: bool = False) -> Verdict:
+    """`verdicts.judge` on the records of a comparison; what the paper does not claim is better or worse.
+
+    Args:
+        held_out: judge by the held-out pairs of the unseen source alone.
+    """
+    found = _judged(records, comparison, held_out)
     if table.of_paper:
         return found
     ours = {word: _NOT_OF_PAPER.get(word, word) for word in (found.verdict, found.by_seeds)}
@@ -130,12 +134,12 @@ def paired(records: Records, comparison: Comparison) -> dict[int, tuple[Record, 
     return {seed: (runs[seed], others[seed]) for seed in sorted(runs.keys() & others.keys())}
 
 
-def scores(records: Records, comparison: Comparison) -> dict[int, tuple[float, float]]:
+def scores(records: Records, comparison: Comparison, held_out: bool = False) -> dict[int, tuple[float, float]]:
     """Seed -> the scores of both conditions, of the same pairs: see `on_all_pairs`."""
     pairs = paired(records, comparison)
     if CONDITIONS[comparison.run].score != "unseen":
         return {seed: (run["score"], against["score"]) for seed, (run, against) in pairs.items()}
-    chosen = on_all_pairs(records, comparison)
+    chosen = [] if held_out else on_all_pairs(records, comparison)
     key, seeds = (ALL_UNSEEN, chosen) if chosen else ("unseen", [*pairs])
     return {seed: (pairs[seed][0]["rsum"][key], pairs[seed][1]["rsum"][key]) for seed in seeds}
 
@@ -150,10 +154,10 @@ def on_all_pairs(records: Records, comparison: Comparison) -> list[int]:
     return seeds if len(seeds) >= min(LEAST_SEEDS, len(pairs)) else []
 
 
-def _judged(records: Records, comparison: Comparison) -> Verdict:
+def _judged(records: Records, comparison: Comparison, held_out: bool = False) -> Verdict:
     pairs = paired(records, comparison)
     if comparison.measure == "score":
-        found = scores(records, comparison)
+        found = scores(records, comparison, held_out)
         ours, theirs = ({seed: pair[side] for seed, pair in found.items()} for side in (0, 1))
         return judge(comparison.claim, ours, theirs, comparison.margin, unseen_of(pairs), CHANCE + 2 * MARGIN_RSUM)
     ratios = {seed: reach(run, against) for seed, (run, against) in pairs.items()}
@@ -290,6 +294,24 @@ def many_rows(records: Records) -> str:
         f"- **Many rows**: each row is a test of its own. {missed} of {len(decided)} intervals miss zero; without any effect "
         f"about {chance:.1f} would, and rows that share runs err together. As one family of tests (Holm's correction, "
         f"{1 - CONFIDENCE:.0%}) these rows differ from zero: {', '.join(names) or 'none'}."
+    )
+
+
+def held_out_rows(records: Records) -> str:
+    """Which rows would have another verdict by the held-out pairs alone, the score before it counted all pairs."""
+    both = {
+        one: (verdict.verdict, judged(records, one, table, held_out=True).verdict)
+        for one, (table, verdict) in decided_rows(records).items()
+        if CONDITIONS[one.run].score == "unseen" and on_all_pairs(records, one)
+    }
+    others = [
+        f"{one.run} - {one.against} ({there} in place of {here})"
+        for one, (here, there) in both.items()
+        if here != there
+    ]
+    return (
+        f"- **By the held-out pairs alone**, a sixth to a thirtieth of all, {len(others)} of {len(both)} rows that have both "
+        f"scores would have another verdict: {'; '.join(others) or 'none'}."
     )
 
 
@@ -565,7 +587,7 @@ def write_page(records: Records, page: Path) -> str:
         introduction(records),
         takeaways(records),
         debiasing_figure(records, folder),
-        f"{HOW}\n{many_rows(records)}",
+        f"{HOW}\n{held_out_rows(records)}\n{many_rows(records)}",
         overview,
         *sections,
         measured,

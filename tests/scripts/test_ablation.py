@@ -624,6 +624,19 @@ def test_scores_of_other_pairs_are_never_compared(tmp_path):
     assert "52.0 -> 70.0: +18.0 (+16.0 to +20.0) | < 0.001 | 5 |" in (tmp_path / "results.md").read_text()
 
 
+def test_rows_that_the_held_out_pairs_alone_would_decide_otherwise_are_named(tmp_path):
+    """Debiased sampling gains 50 to 54 on the held-out pairs; on all of them nothing, or as much."""
+    for gain, others in ((0.0, "1 of 1"), (50.0, "0 of 1")):
+        for name in ("random", "debiased"):
+            for seed in range(5):
+                score = 80.0 + seed + (gain if name == "debiased" else 0.0)
+                rsum = {**record(name, seed)["rsum"], ALL_UNSEEN: score}
+                write_records(tmp_path, (name,), (seed,), rsum=rsum, score=score)
+        line = ablation_report.held_out_rows(ablation_report.read_records(tmp_path))
+        assert f"{others} rows that have both scores would have another verdict: " in line
+        assert ("debiased - random (reproduced in place of no difference)" in line) is (gain == 0.0)
+
+
 def test_a_mean_of_scores_is_of_one_kind_of_pairs(tmp_path):
     """A condition with runs of before and after the score on all pairs shows the mean on the held-out ones."""
     runs = write_records(tmp_path / "runs", ("random",), range(5))
