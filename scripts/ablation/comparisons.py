@@ -430,7 +430,7 @@ TABLES: tuple[PaperTable, ...] = (
     PaperTable(
         "Teachers",
         "`--teacher`: a small student beside the long run's model",
-        "Not in the paper. The student is `zerovl-emoji-vit`; the teacher is the ConvNeXt of *with mixup*, trained longer on "
+        "Not in the paper. The student is `zerovl-emoji-vit`; the teacher is the ConvNeXt of *with mixup, long* on "
         "the same three sources. Temperature 0.01. The arms with a teacher see four fixed crops of each picture, the arm "
         "without it a new one each epoch.",
         (

@@ -169,7 +169,7 @@ CONDITIONS: dict[str, Condition] = {
     "no-replay": Condition("the same, other masks", flags=(*_SPLIT_64, "--ablate", "no-replay")),
     "vit": Condition("ViT, trained whole", flags=_VIT, every_epoch=True),
     "token-drop": Condition("ViT, TokenDrop 0.25", flags=(*_VIT, "--token-drop", "0.25")),
-    "mixed-bert": Condition("with mixup", flags=("--coin-flip-mixup",)),
+    "mixed-bert": Condition("with mixup, 16 epochs", flags=("--coin-flip-mixup",)),
     "auxiliary": Condition(
         "ViT beside a frozen BERT", flags=(*_VIT, "--freeze", "text"), init_from="mixed-bert", every_epoch=True
     ),

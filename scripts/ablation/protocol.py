@@ -6,9 +6,9 @@
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
    A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
-   to `choices.json`, each choice committed before the runs that use it. Where the best value is at the end of its grid, the
-   grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of the
-   demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
+   to `choices.json`, each but Table 4's committed before the runs that use it. Where the best value is at the end of its
+   grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
+   the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every row of `comparisons.py` is reported, whatever comes out.
 """
 

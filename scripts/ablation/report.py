@@ -39,6 +39,7 @@ from scripts.ablation.verdicts import (
     TOO_FEW,
     UNDECIDED,
     WORSE,
+    Estimate,
     Verdict,
     estimate,
     holm,
@@ -201,8 +202,12 @@ def our_words(comparison: Comparison, verdict: Verdict) -> str:
         return f"x {middle:.2f} (x {low:.2f} to x {high:.2f})"
     if math.isinf(verdict.low):
         return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f}"
-    ends = f"({verdict.low:+.1f} to {verdict.high:+.1f}){'*' if verdict.by_source else ''}"
-    return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f} {ends}"
+    return f"{verdict.against:.1f} -> {verdict.run:.1f}: {verdict.difference:+.1f} {ends(verdict)}"
+
+
+def ends(found: Verdict | Estimate) -> str:
+    """`(+2.0 to +22.6)`, and "*" behind an interval that is over the unseen sources."""
+    return f"({found.low:+.1f} to {found.high:+.1f}){'*' if found.by_source else ''}"
 
 
 def p_words(verdict: Verdict) -> str:
@@ -220,14 +225,13 @@ def verdict_words(verdict: Verdict) -> str:
 
 def here(records: Records, comparison: Comparison, verdict: Verdict) -> str:
     """`our_words`, and of which pairs where not of all."""
-    words = our_words(comparison, verdict)
-    if (
-        comparison.measure == "reach"
-        or CONDITIONS[comparison.run].score != "unseen"
-        or on_all_pairs(records, comparison)
-    ):
-        return words
-    return f"{words}, held-out pairs"
+    return our_words(comparison, verdict) + of_which_pairs(records, comparison)
+
+
+def of_which_pairs(records: Records, comparison: Comparison) -> str:
+    """`, held-out pairs` where the scores are of these alone."""
+    of_unseen = comparison.measure == "score" and CONDITIONS[comparison.run].score == "unseen"
+    return ", held-out pairs" if of_unseen and not on_all_pairs(records, comparison) else ""
 
 
 def label(comparison: Comparison) -> str:
@@ -299,18 +303,18 @@ def many_rows(records: Records) -> str:
 
 def held_out_rows(records: Records) -> str:
     """Which rows would have another verdict by the held-out pairs alone, the score before it counted all pairs."""
-    both = {
-        one: (verdict.verdict, judged(records, one, table, held_out=True).verdict)
+    rows = [
+        (one, verdict.verdict, judged(records, one, table, held_out=True).verdict)
         for one, (table, verdict) in decided_rows(records).items()
         if CONDITIONS[one.run].score == "unseen" and on_all_pairs(records, one)
-    }
+    ]
     others = [
         f"{one.run} - {one.against} ({there} in place of {here})"
-        for one, (here, there) in both.items()
-        if here != there
+        for one, here, there in rows
+        if here != there and {here, there} != {UNDECIDED, NEAR_CHANCE}
     ]
     return (
-        f"- **By the held-out pairs alone**, a sixth to a thirtieth of all, {len(others)} of {len(both)} rows that have both "
+        f"- **By the held-out pairs alone**, a sixth to a thirtieth of all, {len(others)} of {len(rows)} rows that have both "
         f"scores would have another verdict: {'; '.join(others) or 'none'}."
     )
 
@@ -364,7 +368,7 @@ def takeaways(records: Records) -> str:
             verdict = judged(records, one, table)
             if one.headline and verdict.verdict != NOT_RUN:
                 word = NO_DIFFERENCE if one.claim == "same" and verdict.verdict == REPRODUCED else verdict.verdict
-                numbers = "" if word == UNDECIDED else f" {short_words(verdict)}"
+                numbers = "" if word == UNDECIDED else f" {short_words(verdict)}{of_which_pairs(records, one)}"
                 found.setdefault(word, []).append(one.headline + ("\u2020" if one in kept else "") + numbers)
     lines = [
         "## In short",
@@ -383,10 +387,11 @@ def takeaways(records: Records) -> str:
 
 
 def short_words(verdict: Verdict) -> str:
-    """`+12.3 (+2.0 to +22.6)`."""
+    """`+12.3 (+2.0 to +22.6)*`, and the verdict over the seeds where it is another one."""
     if math.isnan(verdict.low) or math.isinf(verdict.low):
         return f"{verdict.difference:+.1f}"
-    return f"{verdict.difference:+.1f} ({verdict.low:+.1f} to {verdict.high:+.1f})"
+    other = "" if verdict.by_seeds == verdict.verdict else f", over the seeds {verdict.by_seeds}"
+    return f"{verdict.difference:+.1f} {ends(verdict)}{other}"
 
 
 def summary(records: Records) -> str:
@@ -433,16 +438,15 @@ def by_unseen_source(records: Records, comparison: Comparison) -> str:
     return words
 
 
-def pool_differences(records: Records, comparison: Comparison) -> dict[str, tuple[float, float, float]]:
-    """Pool of the trained sources -> mean difference and its interval; without pools that were not measured twice."""
+def pool_differences(records: Records, comparison: Comparison) -> dict[str, Estimate]:
+    """Pool of the trained sources -> its difference; without pools that were not measured twice."""
     found = {}
     pairs = paired(records, comparison)
     for pool in POOLS:
         values = {seed: (run["rsum"].get(pool), against["rsum"].get(pool)) for seed, (run, against) in pairs.items()}
         differences = {seed: run - against for seed, (run, against) in values.items() if None not in (run, against)}
         if len(differences) > 1:
-            known = estimate(differences, unseen_of(pairs))
-            found[pool] = (known.mean, known.low, known.high)
+            found[pool] = estimate(differences, unseen_of(pairs))
     return found
 
 
@@ -454,7 +458,7 @@ def unseen_of(pairs: Mapping[int, tuple[Record, Record]]) -> dict[int, str]:
 def on_trained_sources(records: Records, comparison: Comparison) -> str:
     """`within +0.5 (-23.8 to +24.9), across ...`."""
     differences = pool_differences(records, comparison).items()
-    return ", ".join(f"{pool} {mean:+.1f} ({low:+.1f} to {high:+.1f})" for pool, (mean, low, high) in differences)
+    return ", ".join(f"{pool} {found.mean:+.1f} {ends(found)}" for pool, found in differences)
 
 
 def debiasing_rows(records: Records) -> list[tuple[str, Comparison]]:
@@ -479,8 +483,8 @@ def debiasing_figure(records: Records, folder: Path) -> str:
     for data, comparison in debiasing_rows(records):
         verdict = _judged(records, comparison)
         rows.append(Row(f"{data}: a source not trained on", verdict.difference, verdict.low, verdict.high))
-        for pool, values in pool_differences(records, comparison).items():
-            rows.append(Row(f"{data}: {pools[pool]}", *values))
+        for pool, found in pool_differences(records, comparison).items():
+            rows.append(Row(f"{data}: {pools[pool]}", found.mean, found.low, found.high))
     if not rows:
         return ""
     title = "Debiased sampling less random sampling"
@@ -525,8 +529,8 @@ def conditions_table(records: Records, names: Sequence[str], with_temperature: b
         cells += [mean_and_range([100 * value for value in values], 0) for values in probes]
         shared = [run["shared_information"] for run in runs if "shared_information" in run]
         more = f"; NMI with the sources {mean_and_range(shared, 2)}" if shared else ""
-        if with_temperature:
-            more += f"; temperature {mean_and_range([run.get('temperature') for run in runs], 3)}"
+        if with_temperature and all("temperature" in run for run in runs):
+            more += f"; temperature {mean_and_range([run['temperature'] for run in runs], 3)}"
         cpu = mean_and_range([run["cpu_seconds"] for run in runs], 0)
         samples = mean_and_range([run["samples"] / 1000 for run in runs], 0)
         rows.append((f"{CONDITIONS[name].label}{more}", str(len(runs)), str(runs[0]["epochs"]), samples, *cells, cpu))

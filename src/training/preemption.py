@@ -42,7 +42,8 @@ def end_by_signals() -> None:
 
     `processes.supervise` has its ranks ignore SIGUSR1 until they are ready for it, and sends it in place of SIGTERM.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 class Preemption:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import open_clip
@@ -21,6 +22,7 @@ from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.models.text_towers import TowerModel
 from open_clip_zerovl.plan import estimate as plan_estimate
+from open_clip_zerovl.plan import make as plan_make
 from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan import model as plan_model
 from open_clip_zerovl.plan.data import check_data, schedule_steps
@@ -563,7 +565,7 @@ def test_a_hubs_text_tower_gets_a_stand_in_of_its_shape_or_a_sentence(tmp_path, 
 def test_a_tower_in_the_cache_needs_no_stand_in_whatever_form_its_tokenizer_has(monkeypatch, model):
     """XLM-RoBERTa and ModernBERT have no vocab.txt."""
     files = {"config.json"}
-    monkeypatch.setattr(plan_model, "try_to_load_from_cache", lambda tower, file: file if file in files else None)
+    monkeypatch.setattr(plan_model, "try_to_load_from_cache", lambda tower, file, **_: file if file in files else None)
     assert not plan_model._is_whole_in_cache("x/tower")
     files.add("tokenizer.json")
     assert plan_model._is_whole_in_cache("x/tower")
@@ -572,28 +574,43 @@ def test_a_tower_in_the_cache_needs_no_stand_in_whatever_form_its_tokenizer_has(
 def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypatch, tmp_path):
     """A tag's weights have one of the names that open_clip looks for; nothing is read, nothing fetched."""
     cached: set[tuple[str, str]] = set()
-    monkeypatch.setattr(
-        plan_model, "try_to_load_from_cache", lambda repo, file: file if (repo, file) in cached else None
-    )
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
-    def absent(pretrained: str, model: str = "ViT-B-32") -> dict[str, str]:
-        return plan_model.weights_to_fetch(settings_of(model, pretrained=pretrained), None)
+    def from_cache(repository: str, file: str, cache_dir: str | None = None) -> str | None:
+        return file if (repository, file) in cached and cache_dir in (None, "here") else None
+
+    monkeypatch.setattr(plan_model, "try_to_load_from_cache", from_cache)
+
+    def absent(pretrained: str, model: str = "ViT-B-32", **more) -> dict[str, str]:
+        return plan_model.weights_to_fetch(settings_of(model, pretrained=pretrained, **more), None)
 
     tag, repo = "laion2b_s34b_b79k", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
     assert absent("") == {} and absent(tag) == {f"the weights {tag} of ViT-B-32": "--pretrained FILE"}
     for name in ("open_clip_pytorch_model.bin", "open_clip_model.safetensors"):
         cached.add((repo, name))
-        assert absent(tag) == {}
+        assert absent(tag) == absent(tag, "ViT-B/32") == absent(tag, cache_dir="here") == {}
+        assert absent(tag, cache_dir="elsewhere")
         cached.clear()
     cached.add((repo, "README.md"))
     assert absent(tag)
-    (tmp_path / "weights.pt").touch()
-    assert absent(str(tmp_path / "weights.pt")) == {}
+    # A file's weights are of all towers, so that none of an image tower are fetched beside them.
+    assert absent(str(tmp_path / "weights.pt"), "convnext_base", pretrained_image=True) == {}
+    assert absent("", "convnext_base", pretrained_image=True)
     with pytest.raises(
         UserError, match=r"--pretrained nothing is no file, and no tag of ViT-B-32; its tags are openai, "
     ):
         absent("nothing")
+    with pytest.raises(UserError, match=r"--pretrained laion2b_s34b_b79k does not work with --text-model"):
+        absent(tag, text_model="bert")
+
+
+def test_a_file_of_pretrained_that_is_not_there_is_missing(tmp_path):
+    settings = settings_of(pretrained=str(tmp_path / "weights.pt"))
+    for there, said in ((False, ["correct the path, or leave --pretrained out"]), (True, [])):
+        if there:
+            (tmp_path / "weights.pt").touch()
+        plan = SimpleNamespace(settings=settings, estimate=None, missing=[], elsewhere=[])
+        plan_make._add_files(plan)
+        assert [one.advice for one in plan.missing] == said
 
 
 def test_a_stand_in_has_the_shape_of_modernbert_base(tmp_path):

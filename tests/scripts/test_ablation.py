@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from scripts.ablation.verdicts import (
 from scripts.emoji import runs as emoji_runs
 from scripts.emoji.runs import TrainingRun, drawn_flags, flag_value, merge_flags
 from scripts.paper import context_bias
+from support import ROOT
 from support.tiny_clip import write_bert
 from training.params import parse
 
@@ -521,7 +523,10 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
         next(line for line in text.splitlines() if line.startswith(f"- **{title}"))
         for title in ("Higher", "No difference of 10 RSUM")
     )
-    assert "debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0); " in shown and "TokenDrop" not in shown
+    assert (
+        "debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0), held-out pairs; " in shown
+        and "TokenDrop" not in shown
+    )
     assert "TokenDrop +0.0 (+0.0 to +0.0)" in alike
     trained = "emoji, long: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0); icons: within "
     assert f"- **On the trained sources, debiased sampling over random**: {trained}" in text
@@ -567,6 +572,36 @@ def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
     assert ablation_report.our_words(comparison, result) == "the score is reached in 4 of 5 seeds"
 
 
+def test_eight_seeds_are_over_the_sources_and_marked_everywhere(tmp_path):
+    """Sources differ by more than seeds of one source, so that Student's interval over the eight seeds decides nothing."""
+    gains = (-20.0, 6.0, 20.0, 46.0)
+    for seed in range(8):
+        for name in ("random", "debiased"):
+            score = 100.0 + (gains[seed % 4] + seed // 4 if name == "debiased" else 0.0)
+            rsum = {**record(name, seed)["rsum"], "unseen": score, "within": score}
+            write_records(tmp_path / "runs", (name,), (seed,), rsum=rsum)
+    records = ablation_report.read_records(tmp_path / "runs")
+    # Means over the two seeds -19.5, 6.5, 20.5, 46.5; squares within 4 * 0.5 over 4; t(0.975, 4) = 2.7764 times 0.25.
+    words = "+13.5 (+12.8 to +14.2)*"
+    assert f"emoji\u2020 {words}, over the seeds undecided, held-out pairs." in ablation_report.takeaways(records)
+    ablation_report.write_page(records, tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    assert f"- **On the trained sources, debiased sampling over random**: emoji: within {words}, mixed " in text
+    assert "; four sources as a sample: -30.3 to +57.3; over the seeds: -7.8 to +34.8\n" in text
+    assert "**reproduced (over the seeds: undecided)**" in text
+
+
+def test_the_committed_page_is_that_of_its_runs(tmp_path):
+    """docs/results.md is what its runs.json makes: nothing was changed by hand, or after it was made."""
+    page = ROOT / "docs" / "results.md"
+    (tmp_path / "results").mkdir()
+    shutil.copy(page.with_suffix("") / "replay.json", tmp_path / "results")
+    ablation_report.write_page(
+        ablation_report.read_records(page.with_suffix("") / "runs.json"), tmp_path / "results.md"
+    )
+    assert (tmp_path / "results.md").read_text() == page.read_text()
+
+
 def test_an_undecided_row_is_named_in_short_without_its_mean(tmp_path):
     runs = write_records(tmp_path / "runs", ("random", "debiased"), range(5))
     for seed, score in enumerate((0.0, 400.0, 0.0, 400.0, 200.0)):
@@ -583,7 +618,7 @@ def test_few_seeds_and_missing_runs_are_said(tmp_path):
     ablation_report.write_page(ablation_report.read_records(runs), page)
     text = page.read_text()
     assert "Not finished" in text and TOO_FEW in text
-    assert "- **Fewer than 5 seeds**: debiased sampling over random, emoji +50.0.\n" in text
+    assert "- **Fewer than 5 seeds**: debiased sampling over random, emoji +50.0, held-out pairs.\n" in text
     assert "- **Undecided" not in text and "**On the trained sources" not in text
     assert "Not run yet: Table 3, icons-debiased against icons-random; " in text
     assert "## Table 3: Debiased sampling\n" in text and "## Table 5" not in text  # sections of what was begun
@@ -633,7 +668,7 @@ def test_rows_that_the_held_out_pairs_alone_would_decide_otherwise_are_named(tmp
                 rsum = {**record(name, seed)["rsum"], ALL_UNSEEN: score}
                 write_records(tmp_path, (name,), (seed,), rsum=rsum, score=score)
         line = ablation_report.held_out_rows(ablation_report.read_records(tmp_path))
-        assert f"{others} rows that have both scores would have another verdict: " in line
+        assert f"{others} rows that have both scores would have another verdict: " in line, line
         assert ("debiased - random (reproduced in place of no difference)" in line) is (gain == 0.0)
 
 
@@ -658,7 +693,7 @@ def test_what_stands_against_the_number_of_rows_is_marked_in_short(tmp_path):
     # Debiased sampling and W = 0.3 gain 50 to 54 over random and do not differ.
     runs = write_records(tmp_path / "runs", ("random", "debiased", "weight-0.3"), range(5))
     records = ablation_report.read_records(runs)
-    assert "- **Higher**: debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0).\n" in (
+    assert "- **Higher**: debiased sampling over random, emoji\u2020 +52.0 (+50.0 to +54.0), held-out pairs.\n" in (
         ablation_report.takeaways(records) + "\n"
     )
     assert "2 of 3 intervals miss zero; " in ablation_report.many_rows(records)

@@ -139,6 +139,24 @@ def test_short_of_time_the_ranks_are_told_and_the_job_goes_back(stand_in):
     assert process.returncode == 85 and "scontrol requeue 4711" in stand_in.calls, output
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_saves_each_epoch_only_goes_back_if_one_has_ended(stand_in, saved):
+    """A rank that cannot save a step ends by SIGUSR1; without a new epoch it would go round for ever."""
+    checkpoints = stand_in.marker.parent / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "epoch_1.pt").touch()  # of an earlier start
+    wrote = f"sleep 0.1; touch {checkpoints}/epoch_2.pt; " if saved else ""
+    started = stand_in.folder / "started"
+    process = stand_in.start(
+        "--name", "a-run", srun=f"trap 'exit 138' USR1; {wrote}touch {started}; while :; do sleep 0.1; done"
+    )
+    wait_for(started.exists, 10, "srun")
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=30)
+    assert ("scontrol requeue 4711" in stand_in.calls) is saved, output
+    assert ("ask for more --time" in output) is not saved and process.returncode == (138 if saved else 2)
+
+
 def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stand_in):
     """SIGTERM: a preempted job is put back by SLURM, and a cancelled one must stay cancelled."""
     srun = f"touch {stand_in.folder}/started; sleep 1; touch {stand_in.marker}; exit 85"

@@ -43,7 +43,7 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
         UserError: as `check_model`.
     """
     check_model(name, text_model=text_model)
-    config = get_model_config(_registered_name(name))
+    config = get_model_config(registered_name(name))
     folder = _text_folder(text_model)
     source = str(folder.resolve()) if folder else str(text_model)
     has_weights = folder is None or _holds_weights(folder)
@@ -53,7 +53,7 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
 
     label = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(Path(source).parts[-2:])).strip("-")
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-    derived = f"{_registered_name(name)}--{label}-{digest}"
+    derived = f"{registered_name(name)}--{label}-{digest}"
     if derived not in open_clip.list_models():
         # open_clip registers from files only; add_model_config reads the file before it returns.
         with tempfile.TemporaryDirectory() as scratch:
@@ -63,8 +63,9 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
     return derived
 
 
-def _registered_name(name: str) -> str:
-    return name.replace("/", "-")  # as open_clip.create_model reads it
+def registered_name(name: str) -> str:
+    """A model's name as open_clip.create_model reads it."""
+    return name.replace("/", "-")
 
 
 def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
@@ -88,7 +89,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
         if schema == "local-dir":
             check_local_dir(Path(identifier))
         return
-    registered = _registered_name(name)
+    registered = registered_name(name)
     config = get_model_config(registered)
     if config is None:
         close = difflib.get_close_matches(registered, open_clip.list_models(), n=3, cutoff=0.5)
@@ -137,7 +138,7 @@ def _text_folder(source: str | os.PathLike[str]) -> Path | None:
 
 def _hub_text_tower(name: str) -> str | None:
     """The hub id of a registered model's text tower; None for a folder, and for a tower of open_clip's."""
-    source = ((get_model_config(_registered_name(name)) or {}).get("text_cfg") or {}).get("hf_model_name")
+    source = ((get_model_config(registered_name(name)) or {}).get("text_cfg") or {}).get("hf_model_name")
     return source if source and _text_folder(source) is None else None
 
 
@@ -205,7 +206,7 @@ def pretrained_text_of(name: str) -> bool:
 
     True, open_clip's default, for a model without HF tower or with a schema.
     """
-    config = get_model_config(_registered_name(name)) if parse_model_name(name)[0] is None else None
+    config = get_model_config(registered_name(name)) if parse_model_name(name)[0] is None else None
     return (config or {}).get("text_cfg", {}).get("hf_model_pretrained", True)
 
 
@@ -247,7 +248,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
             f"the image tower of {model_name} has no tokens to drop (--token-drop, --force-patch-dropout "
             f"{options.get('force_patch_dropout')}); leave it out or choose a ViT"
         ) from error
-    config = get_model_config(_registered_name(model_name)) if parse_model_name(model_name)[0] is None else {}
+    config = get_model_config(registered_name(model_name)) if parse_model_name(model_name)[0] is None else {}
     wants_weights = (config or {}).get("vision_cfg", {}).get("timm_model_pretrained", False)
     given = pretrained or options.get("pretrained_image") or options.get("pretrained_image_path")
     if wants_weights and not given:

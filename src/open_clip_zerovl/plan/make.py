@@ -24,7 +24,7 @@ from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_
 from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, micro_batch_for, parse_hardware
 from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
-from open_clip_zerovl.plan.model import PlannedModel, build, quiet, weights_to_fetch
+from open_clip_zerovl.plan.model import PlannedModel, build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 from open_clip_zerovl.plan.teachers import check_teachers, missing_teachers
 from open_clip_zerovl.processes import usable_cores
@@ -319,9 +319,9 @@ def _require_teachers_room(plan: Plan) -> None:
 
 
 def _add_files(plan: Plan) -> None:
-    for name in ("init_from", "init_image", "init_text"):
+    for name in ("init_from", "init_image", "init_text", "pretrained"):
         path = getattr(plan.settings, name)
-        if path is not None and not Path(path).exists():
+        if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
             flag = f"--{name.replace('_', '-')}"
             text = f"{flag}: there is no {path}"
             missing = Missing(text, f"correct the path, or leave {flag} out")

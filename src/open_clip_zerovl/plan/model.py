@@ -7,6 +7,7 @@ folder nor in the Hugging Face cache, a random tower of the same shape replaces 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from open_clip_zerovl.models.build import (
     TOKENIZER_FILES,
     check_model,
     create_model_and_transforms,
+    registered_name,
     with_text_model,
 )
 from open_clip_zerovl.plan.settings import PlanSettings
@@ -40,6 +42,8 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import autocast_of, prepare
 from open_clip_zerovl.recipe.towers import lock_text_layers
+
+_WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
 @dataclass
@@ -212,15 +216,18 @@ def weights_to_fetch(settings: PlanSettings, stand_in: str | None) -> dict[str, 
         stand_in: the planned model's.
 
     Raises:
-        UserError: `--pretrained` is neither a file nor a tag of the model.
+        UserError: `--pretrained` is neither a file's name nor a tag of the model, or a tag beside `--text-model`.
     """
     found = {}
     if stand_in is not None:
         found[f"the text tower {stand_in}"] = "--text-model DIR, its folder"
-    is_of_hub = parse_model_name(settings.model)[0] is not None  # such a model's weights come with its config
-    if settings.pretrained and not is_of_hub and not _has_weights(settings.model, settings.pretrained):
-        found[f"the weights {settings.pretrained} of {settings.model}"] = "--pretrained FILE"
-    config = None if is_of_hub else get_model_config(settings.model)
+    if parse_model_name(settings.model)[0] is not None:  # such a model's weights come with its config
+        return found
+    if settings.pretrained:  # of all towers; open_clip then leaves --pretrained-image out
+        if not is_file_name(settings.pretrained) and not _has_weights(settings):
+            found[f"the weights {settings.pretrained} of {settings.model}"] = "--pretrained FILE"
+        return found
+    config = get_model_config(registered_name(settings.model))
     name = (config or {}).get("vision_cfg", {}).get("timm_model_name")
     if settings.pretrained_image and name:
         hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
@@ -229,22 +236,28 @@ def weights_to_fetch(settings: PlanSettings, stand_in: str | None) -> dict[str, 
     return found
 
 
-def _has_weights(model: str, pretrained: str) -> bool:
-    """Whether `--pretrained` is a file, or a tag whose weights are in the cache, under any name that open_clip looks for."""
-    if Path(pretrained).is_file():
-        return True
-    config = open_clip.get_pretrained_cfg(model, pretrained)
+def is_file_name(pretrained: str) -> bool:
+    """Whether `--pretrained` names a file, which need not be there, rather than a tag."""
+    return os.sep in pretrained or Path(pretrained).suffix in _WEIGHTS or Path(pretrained).is_file()
+
+
+def _has_weights(settings: PlanSettings) -> bool:
+    """Whether the weights of `--pretrained TAG` are in the cache, under any name that open_clip looks for."""
+    model, tag = registered_name(settings.model), settings.pretrained
+    if settings.text_model is not None:
+        raise UserError(
+            f"--pretrained {tag} does not work with --text-model: open_clip's weights have their own text tower; give a file"
+        )
+    config = open_clip.get_pretrained_cfg(model, tag)
     if not config:
         tags = open_clip.list_pretrained_tags_by_model(model)
         raise UserError(
-            f"--pretrained {pretrained} is no file, and no tag of {model}; "
+            f"--pretrained {tag} is no file, and no tag of {model}; "
             f"{'its tags are ' + ', '.join(tags) if tags else 'it has none'}"
         )
     repository, _, name = config.get("hf_hub", "").rpartition("/")
-    if not repository:
-        return (Path.home() / ".cache" / "clip" / Path(config["url"]).name).is_file()
     names = (name, Path(name).with_suffix(".safetensors").name) if name else (HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME)
-    return any(_is_cached(repository, one) for one in names)
+    return any(_is_cached(repository, one, cache_dir=settings.cache_dir) for one in names)
 
 
 def _is_whole_in_cache(tower: str) -> bool:
@@ -252,8 +265,8 @@ def _is_whole_in_cache(tower: str) -> bool:
     return _is_cached(tower, "config.json") and any(_is_cached(tower, file) for file in TOKENIZER_FILES)
 
 
-def _is_cached(repository: str, *files: str) -> bool:
+def _is_cached(repository: str, *files: str, cache_dir: str | None = None) -> bool:
     try:
-        return all(isinstance(try_to_load_from_cache(repository, file), str) for file in files)
+        return all(isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str) for file in files)
     except ValueError:  # a path, which is no repository's name
         return False

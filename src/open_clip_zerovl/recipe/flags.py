@@ -761,6 +761,7 @@ class OpenClipFlags:
     gather_with_grad: bool = flag(False, planned=False)
 
     pretrained: str = flag("", metavar="TAG")
+    cache_dir: str | None = flag(None, metavar="DIR")
     pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
     lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
