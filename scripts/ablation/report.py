@@ -297,7 +297,7 @@ def many_rows(records: Records) -> str:
     return (
         f"- **Many rows**: each row is a test of its own. {missed} of {len(decided)} intervals miss zero; without any effect "
         f"about {chance:.1f} would, and rows that share runs err together. As one family of tests (Holm's correction, "
-        f"{1 - CONFIDENCE:.0%}) these rows differ from zero: {', '.join(names) or 'none'}."
+        f"{100 * (1 - CONFIDENCE):.0f} %) these rows differ from zero: {', '.join(names) or 'none'}."
     )
 
 
