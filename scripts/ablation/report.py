@@ -462,13 +462,12 @@ def on_trained_sources(records: Records, comparison: Comparison) -> str:
 
 
 def debiasing_rows(records: Records) -> list[tuple[str, Comparison]]:
-    """The comparisons of debiased with random sampling that have two seeds: the emoji's, long if there is, and the icons'."""
+    """The comparisons of debiased with random sampling that have two seeds: the emoji's, short and long, and the icons'."""
     emoji, icons = TABLES[0].comparisons
     (long,) = (
         one for table in TABLES for one in table.comparisons if one.run == "long-debiased" and not table.of_paper
     )
-    has_long = _judged(records, long).seeds > 1
-    rows = [("emoji, long", long) if has_long else ("emoji", emoji), ("icons", icons)]
+    rows = [("emoji", emoji), ("emoji, long", long), ("icons", icons)]
     return [(data, one) for data, one in rows if _judged(records, one).seeds > 1]
 
 

@@ -528,7 +528,8 @@ def test_the_page_has_every_table_its_numbers_and_a_figure_and_is_made_again_fro
         and "TokenDrop" not in shown
     )
     assert "TokenDrop +0.0 (+0.0 to +0.0)" in alike
-    trained = "emoji, long: within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0); icons: within "
+    none = "within +0.0 (+0.0 to +0.0), mixed +0.0 (+0.0 to +0.0)"
+    trained = f"emoji: {none}; emoji, long: {none}; icons: within "
     assert f"- **On the trained sources, debiased sampling over random**: {trained}" in text
     assert "NMI with the sources 0.50 (0.50-0.50)" in text and "240 -> 110 GPU h (x 0.46)" in text
     assert str(tmp_path) not in text and "Not finished" not in text
