@@ -42,6 +42,7 @@ from scripts.ablation.verdicts import (
     Estimate,
     Verdict,
     estimate,
+    grouped,
     holm,
     interval,
     judge,
@@ -421,19 +422,19 @@ def by_unseen_source(records: Records, comparison: Comparison) -> str:
     With all four sources also Student's interval of their means, and where the row's own interval is another one, that over the
     seeds; "" where no source is left out.
     """
-    found: dict[str, list[float]] = {}
-    pairs = paired(records, comparison)
-    for seed, (ours, theirs) in scores(records, comparison).items():
-        if (source := pairs[seed][0]["unseen"]) is not None:
-            found.setdefault(source, []).append(ours - theirs)
+    sources = unseen_of(paired(records, comparison))
+    if not sources:
+        return ""
+    differences = {seed: ours - theirs for seed, (ours, theirs) in scores(records, comparison).items()}
+    found = grouped(differences, sources)
     means = {source: sum(values) / len(values) for source, values in sorted(found.items())}
     words = ", ".join(f"{source} {mean:+.1f} ({len(found[source])})" for source, mean in means.items())
     if len(means) < 4:
         return words
     _, low, high = interval([*means.values()])
     words += f"; four sources as a sample: {low:+.1f} to {high:+.1f}"
-    if all(len(values) > 1 for values in found.values()):
-        _, low, high = interval([difference for values in found.values() for difference in values])
+    if estimate(differences, sources).by_source:
+        _, low, high = interval([*differences.values()])
         words += f"; over the seeds: {low:+.1f} to {high:+.1f}"
     return words
 
@@ -518,8 +519,7 @@ def conditions_table(records: Records, names: Sequence[str], with_temperature: b
     rows = []
     for name in names:
         runs = list(records[name].values())
-        alike = [run for run in runs if ALL_UNSEEN in run["rsum"]]
-        if CONDITIONS[name].score == "unseen" and len(alike) < len(runs):
+        if CONDITIONS[name].score == "unseen" and not all(ALL_UNSEEN in run["rsum"] for run in runs):
             cells = [f"{mean_and_range([run['rsum']['unseen'] for run in runs])}, held-out pairs"]
         else:
             cells = [mean_and_range([run["score"] for run in runs])]

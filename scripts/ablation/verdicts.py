@@ -91,6 +91,14 @@ def interval_over_sources(
     return mean, mean - reach, mean + reach
 
 
+def grouped(differences: Mapping[int, float], sources: Mapping[int, str]) -> dict[str, list[float]]:
+    """Unseen source -> the differences of its seeds."""
+    found: dict[str, list[float]] = {}
+    for seed, difference in differences.items():
+        found.setdefault(sources[seed], []).append(difference)
+    return found
+
+
 def estimate(
     differences: Mapping[int, float], sources: Mapping[int, str] | None = None, confidence: float = CONFIDENCE
 ) -> Estimate:
@@ -100,9 +108,7 @@ def estimate(
         differences: by seed.
         sources: the unseen source of each seed, if there is one.
     """
-    by_source: dict[str, list[float]] = {}
-    for seed, difference in differences.items():
-        by_source.setdefault((sources or {}).get(seed, ""), []).append(difference)
+    by_source = grouped(differences, sources or dict.fromkeys(differences, ""))
     found = interval_over_sources(by_source, confidence)
     mean, low, high = found or interval([*differences.values()], confidence)
     freedom = len(differences) - (len(by_source) if found else 1)

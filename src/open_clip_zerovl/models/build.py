@@ -68,6 +68,12 @@ def registered_name(name: str) -> str:
     return name.replace("/", "-")
 
 
+def registered_config(name: str) -> dict[str, Any]:
+    """The config of a model that open_clip has registered; empty for an unknown name and for one with a schema."""
+    config = get_model_config(registered_name(name)) if parse_model_name(name)[0] is None else None
+    return config or {}
+
+
 def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
     """Refuse a model with which open_clip would fail late, or which it would build differently without a message.
 
@@ -138,7 +144,7 @@ def _text_folder(source: str | os.PathLike[str]) -> Path | None:
 
 def _hub_text_tower(name: str) -> str | None:
     """The hub id of a registered model's text tower; None for a folder, and for a tower of open_clip's."""
-    source = ((get_model_config(registered_name(name)) or {}).get("text_cfg") or {}).get("hf_model_name")
+    source = (registered_config(name).get("text_cfg") or {}).get("hf_model_name")
     return source if source and _text_folder(source) is None else None
 
 
@@ -206,8 +212,7 @@ def pretrained_text_of(name: str) -> bool:
 
     True, open_clip's default, for a model without HF tower or with a schema.
     """
-    config = get_model_config(registered_name(name)) if parse_model_name(name)[0] is None else None
-    return (config or {}).get("text_cfg", {}).get("hf_model_pretrained", True)
+    return registered_config(name).get("text_cfg", {}).get("hf_model_pretrained", True)
 
 
 @no_code_from_data()
@@ -248,8 +253,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
             f"the image tower of {model_name} has no tokens to drop (--token-drop, --force-patch-dropout "
             f"{options.get('force_patch_dropout')}); leave it out or choose a ViT"
         ) from error
-    config = get_model_config(registered_name(model_name)) if parse_model_name(model_name)[0] is None else {}
-    wants_weights = (config or {}).get("vision_cfg", {}).get("timm_model_pretrained", False)
+    wants_weights = registered_config(model_name).get("vision_cfg", {}).get("timm_model_pretrained", False)
     given = pretrained or options.get("pretrained_image") or options.get("pretrained_image_path")
     if wants_weights and not given:
         log.warning(

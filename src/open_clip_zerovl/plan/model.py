@@ -22,7 +22,7 @@ import timm
 import torch
 from huggingface_hub import try_to_load_from_cache
 from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
-from open_clip.factory import get_model_config, parse_model_name
+from open_clip.factory import parse_model_name
 from torch import Tensor, nn
 
 from open_clip_zerovl.data.images import normalize, split_normalize
@@ -32,6 +32,7 @@ from open_clip_zerovl.models.build import (
     TOKENIZER_FILES,
     check_model,
     create_model_and_transforms,
+    registered_config,
     registered_name,
     with_text_model,
 )
@@ -195,8 +196,7 @@ def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]
     """The name under which open_clip builds the model without a hub, and the text tower that a stand-in replaces, or None."""
     if settings.text_model is not None:
         return with_text_model(settings.model, settings.text_model), None
-    config = get_model_config(settings.model) if parse_model_name(settings.model)[0] is None else None
-    tower = (config or {}).get("text_cfg", {}).get("hf_model_name")
+    tower = registered_config(settings.model).get("text_cfg", {}).get("hf_model_name")
     if not tower or Path(tower).is_dir() or _is_whole_in_cache(tower):
         check_model(settings.model)
         return settings.model, None
@@ -227,8 +227,7 @@ def weights_to_fetch(settings: PlanSettings, stand_in: str | None) -> dict[str, 
         if not is_file_name(settings.pretrained) and not _has_weights(settings):
             found[f"the weights {settings.pretrained} of {settings.model}"] = "--pretrained FILE"
         return found
-    config = get_model_config(registered_name(settings.model))
-    name = (config or {}).get("vision_cfg", {}).get("timm_model_name")
+    name = registered_config(settings.model).get("vision_cfg", {}).get("timm_model_name")
     if settings.pretrained_image and name:
         hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
         if hub and not any(_is_cached(hub, file) for file in ("model.safetensors", "pytorch_model.bin")):
