@@ -33,15 +33,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from open_clip_zerovl.bias.examples import retrieval_examples
-from open_clip_zerovl.bias.pools import MIXED_POOL_NOTE, POOLS
-from open_clip_zerovl.bias.run import measure_bias
-from open_clip_zerovl.bias.samples import SourceSample
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.datasets.drawn.emoji import EMOJI
-from open_clip_zerovl.datasets.drawn.make import load_drawn_split, prepare_drawn
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
+from open_clip_zerovl.evaluate.bias.pools import MIXED_POOL_NOTE, POOLS
+from open_clip_zerovl.evaluate.bias.run import measure_bias
+from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.prepare.drawn.emoji import EMOJI
+from open_clip_zerovl.prepare.drawn.make import load_drawn_split, prepare_drawn
 from scripts.emoji.page import demo_page
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import RunRecord, results_table

@@ -31,11 +31,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "open_clip_zerovl"
-SMALL_TESTS = ("tests/test_house.py", "tests/test_randomness.py", "tests/scripts/test_dist.py")
+SMALL_TESTS = ("tests/test_house.py", "tests/core/test_randomness.py", "tests/scripts/test_dist.py")
 PAIRS, MICRO_BATCH, DGA_STEPS = 16, 4, 2  # of each of two sources: four steps an epoch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from scripts.fuzz.readers import KINDS
 from scripts.fuzz.run import Failed, Tally, fuzz, outcome_of, prepare
 

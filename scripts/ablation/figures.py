@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from open_clip_zerovl.figures.plot import INK, MODEL_COLOURS, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.report.plot import INK, MODEL_COLOURS, new_figure, plain_axes, png_bytes
 from scripts.ablation.comparisons import Comparison, PaperTable
 from scripts.ablation.protocol import MARGIN_RSUM
 from scripts.ablation.verdicts import Verdict

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.datasets.drawn.data import DrawnData
-from open_clip_zerovl.datasets.drawn.emoji import EMOJI
-from open_clip_zerovl.datasets.drawn.icons import ICONS
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.prepare.drawn.data import DrawnData
+from open_clip_zerovl.prepare.drawn.emoji import EMOJI
+from open_clip_zerovl.prepare.drawn.icons import ICONS
 from scripts.ablation.conditions import CONDITIONS, Condition
 from scripts.ablation.protocol import ALL_UNSEEN, Choices, unseen_source
 from scripts.ablation.sources import CONTEXT_SOURCE, ClusterSettings, cluster_data, context_data

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.bias.pools import pool_metrics
-from open_clip_zerovl.datasets.drawn.make import DrawnSample, fingerprint_of, load_drawn_split
+from open_clip_zerovl.evaluate.bias.pools import pool_metrics
+from open_clip_zerovl.prepare.drawn.make import DrawnSample, fingerprint_of, load_drawn_split
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
 from scripts.ablation.protocol import ALL_UNSEEN

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 SEEDS = tuple(range(8))
 PILOT_SEEDS = (100, 102)  # they leave out the first and the third source

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.datasets.drawn.emoji import EMOJI
-from open_clip_zerovl.datasets.drawn.make import DrawnSample, load_drawn_split
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.markdown import markdown_table
-from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.prepare.drawn.emoji import EMOJI
+from open_clip_zerovl.prepare.drawn.make import DrawnSample, load_drawn_split
+from open_clip_zerovl.report.markdown import markdown_table
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
 REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.datasets.drawn.make import prepare_drawn
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.prepare.drawn.make import prepare_drawn
 from scripts.ablation.comparisons import TABLES
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job

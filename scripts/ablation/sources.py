@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from open_clip_zerovl.bias.pools import SourceFeatures
-from open_clip_zerovl.datasets.drawn.make import DrawnSample
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
-from open_clip_zerovl.retrieval.metrics import retrieval_metrics
-from open_clip_zerovl.tar.members import Sample, read_samples
-from open_clip_zerovl.tar.shards import write_source
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
+from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.prepare.drawn.make import DrawnSample
+from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.writing import write_source
 from scripts.emoji.runs import Encoder, Pool, signs_of_bias
 from scripts.paper.context_bias import caption_length, with_frame
 

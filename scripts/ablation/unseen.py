@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from open_clip_zerovl.datasets.drawn.make import DrawnSample, drawn_sample
+from open_clip_zerovl.prepare.drawn.make import DrawnSample, drawn_sample
 from scripts.ablation.sources import pairs_of, rsum_of
 from scripts.emoji.runs import Encoder
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from scipy import stats
 
-from open_clip_zerovl.bias.resampling import interval_over_seeds
+from open_clip_zerovl.evaluate.bias.resampling import interval_over_seeds
 from scripts.ablation.protocol import CONFIDENCE
 
 Key = TypeVar("Key", bound=Hashable)

@@ -31,11 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.memory import PeakBytes
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 

@@ -30,8 +30,8 @@ from sentence_transformers.sentence_transformer.losses import (
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertTokenizer
 
+from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.dga.sentence_transformers import DecoupledLoss
-from open_clip_zerovl.memory import PeakBytes
 
 WORDS = [f"w{i}" for i in range(500)]
 SEED = 1

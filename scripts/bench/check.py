@@ -27,8 +27,8 @@ from typing import Any
 from clusters import set_cache
 from loader import photograph, picture_of, write_shards
 
-from open_clip_zerovl.datasets.index import check_shards
-from open_clip_zerovl.datasets.manifest import sha256_of
+from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.prepare.public.manifest import sha256_of
 
 PER_SHARD = 6000
 

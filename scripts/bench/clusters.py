@@ -35,7 +35,6 @@ from loader import BATCH, photograph, picture_of, write_shards
 from open_clip import SimpleTokenizer
 from open_clip.transform import image_transform
 
-from open_clip_zerovl.clustering.folders import write_clusters
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -44,7 +43,8 @@ from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching, epoch_pieces
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.tar.index import open_index
+from open_clip_zerovl.prepare.clusters.folders import write_clusters
+from open_clip_zerovl.shards.index import open_index
 
 WAYS = ("source", "index", "reshard")
 

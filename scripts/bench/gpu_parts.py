@@ -52,7 +52,7 @@ from accumulation import (
 from PIL import Image
 
 from open_clip_zerovl.plan.gpus import GPUS
-from open_clip_zerovl.tar.shards import Sample, write_source
+from open_clip_zerovl.shards.writing import Sample, write_source
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
 LOSS_CHUNK = 1024

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.memory import PeakBytes
 
 LOSSES: dict[str, dict[str, Any]] = {
     "InfoNCE": {},

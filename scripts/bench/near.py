@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from open_clip_zerovl.datasets.near import NEAR, NearIndex, picture_hash
+from open_clip_zerovl.prepare.dedup.near import NEAR, NearIndex, picture_hash
 
 
 def fractal(seed: int, width: int = 400, height: int = 300) -> Image.Image:

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import open_clip.tokenizer  # noqa: F401  # its import is not measured
 
-from open_clip_zerovl.datasets.gather import Work
-from open_clip_zerovl.datasets.pack.run import PackSettings, pack
+from open_clip_zerovl.prepare.pack.run import PackSettings, pack
+from open_clip_zerovl.prepare.public.gather import Work
 from support.tars import noise_jpeg
 
 

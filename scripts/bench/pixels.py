@@ -21,10 +21,10 @@ from open_clip.transform import image_transform
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
+from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import crop_of, decode_image, split_normalize
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.transforms import with_auto_augment
-from open_clip_zerovl.randomness import seeded
 
 WAYS = ("stock", "pil", "arrays", "decode, pil", "decode, arrays")
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from open_clip_train.train import get_clip_metrics
 
-from open_clip_zerovl.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 
 LEAST_SPEEDUP = 5.0
 MOST_MIB = 1024.0

@@ -38,10 +38,10 @@ def shard_sizes(pairs: int) -> list[list[int]]:
 
 def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
     """Seconds and MiB that one reader takes until its first samples, in this process."""
+    from open_clip_zerovl.core.randomness import Purpose, stream
     from open_clip_zerovl.data.dealing import deal
     from open_clip_zerovl.data.schedule import Batching, epoch_pieces, slice_pieces, source_schedule
     from open_clip_zerovl.data.shares import LocalOrder
-    from open_clip_zerovl.randomness import Purpose, stream
 
     sizes = shard_sizes(pairs)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -90,7 +90,7 @@ def index_bytes_per_sample() -> float:
     import tarfile
     import tempfile
 
-    from open_clip_zerovl.tar import index as tar_index
+    from open_clip_zerovl.shards import index as tar_index
 
     def written(samples: int, folder: Path) -> int:
         path = folder / f"{samples}.tar"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from open_clip_zerovl.bias.examples import RetrievalExample, example_html
-from open_clip_zerovl.bias.page import bias_sections
-from open_clip_zerovl.bias.pools import MIXED_POOL_NOTE, POOLS
-from open_clip_zerovl.bias.report import BiasReport
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.evaluate.bias.examples import RetrievalExample, example_html
+from open_clip_zerovl.evaluate.bias.page import bias_sections
+from open_clip_zerovl.evaluate.bias.pools import MIXED_POOL_NOTE, POOLS
+from open_clip_zerovl.evaluate.bias.report import BiasReport
+from open_clip_zerovl.report.html import chart, heading, html_page, paragraph, table
 from scripts.emoji.picture import loss_picture
 from scripts.emoji.records import RunRecord
 

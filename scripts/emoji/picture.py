@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.bias.examples import RetrievalExample
-from open_clip_zerovl.bias.pools import POOLS
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.plot import (
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.evaluate.bias.examples import RetrievalExample
+from open_clip_zerovl.evaluate.bias.pools import POOLS
+from open_clip_zerovl.report.plot import (
     FAINT,
     GRID,
     INK,
@@ -24,7 +25,6 @@ from open_clip_zerovl.figures.plot import (
     plain_axes,
     png_bytes,
 )
-from open_clip_zerovl.files import write_atomically
 from scripts.emoji.records import RunRecord
 
 

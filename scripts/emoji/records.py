@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.bias.pools import POOLS
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.bias.pools import POOLS
 
 
 @dataclass(frozen=True)

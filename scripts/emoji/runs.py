@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.bias.examples import middle_of_each
-from open_clip_zerovl.bias.measures import mean_log_p_negatives, source_probe_accuracy
-from open_clip_zerovl.bias.pools import POOLS, SourceFeatures, pool_metrics
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.datasets.drawn.make import DrawnSample
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.bias.examples import middle_of_each
+from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, source_probe_accuracy
+from open_clip_zerovl.evaluate.bias.pools import POOLS, SourceFeatures, pool_metrics
+from open_clip_zerovl.prepare.drawn.make import DrawnSample
 from scripts.emoji.records import RunRecord, read_training_log
 
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
-from open_clip_zerovl.tar import index as tar_index
+from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 
 Draw = Callable[[Any], Any]

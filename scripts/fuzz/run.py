@@ -20,7 +20,7 @@ import open_clip
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from scripts.fuzz import inputs
 from scripts.fuzz.readers import KINDS, Reader
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.images import BadImage, decode_image
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import check_writable, write_atomically
-from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, Sample, ShardError, read_samples
-from open_clip_zerovl.tar.shards import SIZES_FILE, write_shard
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, Sample, ShardError, read_samples
+from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
 RED = (255, 0, 0)
 FRAME_SHARE = 0.03  # of the picture's shorter side; the paper gives no width

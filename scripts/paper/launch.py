@@ -3,7 +3,7 @@
     python -m scripts.paper.launch --ranks 8 -- TRAINING ARGUMENTS            this machine alone
     srun ... python -m scripts.paper.launch --ranks 8 --slurm -- ARGUMENTS    one on each node of a job, see train.sbatch
 
-SIGTERM, SIGUSR1 and Ctrl-C are passed on to the ranks (`open_clip_zerovl.processes.supervise`).
+SIGTERM, SIGUSR1 and Ctrl-C are passed on to the ranks (`open_clip_zerovl.core.processes.supervise`).
 
 Exit status: training's own; 85 if it was stopped with a step checkpoint, from which the same command goes on.
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER, SLURM_RANKS, supervise
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER, SLURM_RANKS, supervise
 
 
 @dataclass(frozen=True)

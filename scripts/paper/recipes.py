@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS
 from open_clip_zerovl.data.names import captions_in_a_step
 from open_clip_zerovl.plan.gpus import (
     CPU_MICRO_BATCH,
@@ -35,7 +36,6 @@ from open_clip_zerovl.plan.gpus import (
     graphs_room,
     micro_batch_for,
 )
-from open_clip_zerovl.processes import PREEMPTED_STATUS
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
 from scripts.paper.launch import Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
@@ -218,7 +218,7 @@ def check_flags(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: flags that training does not know or refuses.
     """
-    from open_clip_zerovl.errors import UserError
+    from open_clip_zerovl.core.errors import UserError
     from training.params import parse
 
     try:

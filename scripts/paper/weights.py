@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import check_writable, write_atomically
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, write_atomically
 
 # Tables 1 and 9, zero-shot: recall@1 and @10 from image to text and from text to image, RSUM; in percent points.
 MEASURED = ("image_to_text_R@1", "image_to_text_R@10", "text_to_image_R@1", "text_to_image_R@10", "rsum")
@@ -137,7 +137,7 @@ def parse_checkpoints(spec: str) -> dict[str, Path]:
 
 def missing(checkpoints: Mapping[str, Path], sets: Mapping[str, str]) -> list[str]:
     """One sentence for each file or folder that is not there."""
-    from open_clip_zerovl.retrieval.formats import split_location
+    from open_clip_zerovl.evaluate.retrieval.formats import split_location
 
     said = [
         f"the {name} checkpoint {path} is not there; the released code's README links it"
@@ -162,8 +162,8 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
     """
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
     from open_clip_zerovl.checkpoints.loading import Encoder
-    from open_clip_zerovl.retrieval.run import RetrievalSettings, run_retrieval
-    from open_clip_zerovl.retrieval.sets import open_retrieval_set
+    from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 
     for location in sets.values():
         open_retrieval_set(location)  # before a conversion that would be in vain

@@ -4,22 +4,22 @@ Importing the package makes its model configs (`zerovl-ViT-B-16-BERT-base` ...) 
 imported first. It imports neither open_clip nor torch itself.
 """
 
-from open_clip_zerovl.late import handed_on, when_imported
+from open_clip_zerovl.core.lazy import lazy_exports, when_imported
 
 __version__ = "0.1.0"  # the one place; setup.py, CITATION.cff and CHANGELOG.md follow, and a test compares them
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.data.schedule": ["source_schedule"],
         "open_clip_zerovl.data.sources": ["parse_sources"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],
         "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],
-        "open_clip_zerovl.errors": ["UserError"],
+        "open_clip_zerovl.core.errors": ["UserError"],
         "open_clip_zerovl.losses": ["ContrastiveLoss", "reversed_partner"],
         "open_clip_zerovl.models.configs": ["register_model_configs"],
         "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],
-        "open_clip_zerovl.retrieval.metrics": ["retrieval_metrics"],
+        "open_clip_zerovl.evaluate.retrieval.metrics": ["retrieval_metrics"],
     },
 )
 

@@ -1,4 +1,4 @@
-"""The training program, started by the path of this file, whatever else is called `training` (`open_clip_zerovl.launch`).
+"""The training program, started by the path of this file, whatever else is called `training` (`open_clip_zerovl.core.launch`).
 
     python .../training/__main__.py ARGS                     what `python -m training.main ARGS` does
     python .../training/__main__.py --processes N -- ARGS    the same in N processes; `gpus`: one for each visible GPU
@@ -19,7 +19,7 @@ sys.path[:] = [str(HERE.parent), *(folder for folder in sys.path if Path(folder)
 
 def main(words: list[str]) -> int:
     """Train, or start the processes that do; returns the exit status."""
-    from open_clip_zerovl.launch import PROCESSES
+    from open_clip_zerovl.core.launch import PROCESSES
 
     try:
         if words[:1] == [TORCHRUN]:
@@ -49,9 +49,9 @@ def train(arguments: list[str]) -> int:
 
 def start(processes: str, arguments: list[str]) -> int:
     """Check the command line, then train in one process or in several."""
-    from open_clip_zerovl.errors import UserError
-    from open_clip_zerovl.launch import EACH_GPU, ranks_here
-    from open_clip_zerovl.processes import SLURM_RANKS, supervise
+    from open_clip_zerovl.core.errors import UserError
+    from open_clip_zerovl.core.launch import EACH_GPU, ranks_here
+    from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
     from training.early import answer
     from training.params import parse
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE, save_atomically
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")

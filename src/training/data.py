@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
@@ -20,14 +22,12 @@ from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import check_writable
+from open_clip_zerovl.distill.opening import open_teachers, shown_by
+from open_clip_zerovl.distill.shards import PREFIX, InShards
+from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
-from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.tar.cache import ShardCache
-from open_clip_zerovl.teacher.opening import open_teachers, shown_by
-from open_clip_zerovl.teacher.shards import PREFIX, InShards
-from open_clip_zerovl.teacher.store import TeacherStore
+from open_clip_zerovl.shards.cache import ShardCache
 from training.config import RecipeConfig, uses_own_step
 from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data

@@ -8,7 +8,7 @@ import logging
 import torch
 from open_clip_train.distributed import is_device_available
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.step import precision_on
 
 

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, no_checkpoint
 from open_clip_zerovl.data.names import check_paths, check_separators
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import check_writable, no_checkpoint
 from training.config import RecipeConfig
 from training.params import parse
 

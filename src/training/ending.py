@@ -23,8 +23,8 @@ from typing import NoReturn
 
 import torch
 
-from open_clip_zerovl.errors import place_sentence
-from open_clip_zerovl.processes import end_with_parent
+from open_clip_zerovl.core.errors import place_sentence
+from open_clip_zerovl.core.processes import end_with_parent
 
 LIMIT_SECONDS = 10.0
 INTERRUPTED_STATUS = 128 + signal.SIGINT

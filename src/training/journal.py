@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.health import Books
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.runs.page import PAGE, best_evaluation, write_run_page
-from open_clip_zerovl.runs.record import Record, read_record
+from open_clip_zerovl.report.record import Record, read_record
+from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
 from training.config import RecipeConfig
 from training.console import Console, seconds_in_words
 from training.summary import Facts, settings_of, summary

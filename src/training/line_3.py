@@ -6,7 +6,7 @@ import argparse
 from types import SimpleNamespace
 from typing import Any
 
-from open_clip_zerovl.releases import LINE_3
+from open_clip_zerovl.core.releases import LINE_3
 from training.pieces import Pieces
 from training.resume import PREFIX
 

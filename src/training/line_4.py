@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.releases import LINE_4
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import LINE_4
 from training.pieces import Pieces
 from training.resume import of_this_line
 

@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again

@@ -30,12 +30,12 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.errors import UserError, first_line
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from timm.optim import list_optimizers
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.text_towers import is_registered_here
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from open_clip_zerovl.processes import REQUEUE_MARKER
+from open_clip_zerovl.core.processes import REQUEUE_MARKER
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 

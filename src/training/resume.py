@@ -19,11 +19,11 @@ import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE
-from open_clip_zerovl.randomness import STREAMS_VERSION
 from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, marked_temperature, parameter_groups
 
 #: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.

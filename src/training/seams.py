@@ -20,9 +20,9 @@ import open_clip
 import open_clip_train.main as host
 import torch
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import save_atomically
-from open_clip_zerovl.releases import Line, line_of
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import save_atomically
+from open_clip_zerovl.core.releases import Line, line_of
 from training import line_3, line_4
 
 TABLES: dict[Line, Any] = {table.LINE: table for table in (line_3, line_4)}

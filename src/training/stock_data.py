@@ -16,11 +16,11 @@ from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.releases import LINE_3, line_here
-from open_clip_zerovl.tar.pictures import forget_other_formats
-from open_clip_zerovl.tar.shards import read_sizes
-from open_clip_zerovl.tar.urls import check_quotes, local_path
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import LINE_3, line_here
+from open_clip_zerovl.shards.pictures import forget_other_formats
+from open_clip_zerovl.shards.urls import check_quotes, local_path
+from open_clip_zerovl.shards.writing import read_sizes
 
 UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member
 TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.models.configs import context_length_of
-from open_clip_zerovl.processes import usable_cores
 from training.config import RecipeConfig
 from training.params import flags_given
 

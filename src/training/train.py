@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from open_clip import create_loss as create_stock_loss
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import seed_step
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.randomness import seed_step
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep

@@ -11,7 +11,7 @@ import torch
 from open_clip_zerovl.checkpoints.between import check_same_tensors, open_ends, weights_between
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 
 NAMES = ("a", "b")

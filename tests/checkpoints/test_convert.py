@@ -14,7 +14,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.convert import convert_checkpoint
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.released import IMAGE_MODEL, TEMPERATURE, Reference, saved
 from support.tiny_clip import NATIVE_VISION, TIMM_VISION, bert_text, random_model, register, write_bert, write_run
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from open_clip_zerovl.checkpoints.export import export_local_dir, load_model, read_model_spec, relocation_note
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support import warm
 from support.tiny_clip import (
     CLIP_TEXT,

@@ -12,7 +12,7 @@ import pytest
 
 from open_clip_zerovl.checkpoints.hub import push_folder
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.model_hub import model_hub
 from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 

@@ -26,7 +26,7 @@ from open_clip_zerovl.checkpoints.transformers_folder import (
 )
 from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,

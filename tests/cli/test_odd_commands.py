@@ -19,7 +19,7 @@ from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.errors import UserError, sentence_of
+from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_retrieval_set, write_run
 

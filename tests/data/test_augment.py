@@ -15,6 +15,8 @@ from tokenizers import ByteLevelBPETokenizer
 from torchvision.transforms import AutoAugment, CenterCrop, Compose, Normalize, RandomResizedCrop, Resize, ToTensor
 from transformers import RobertaTokenizer
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -23,8 +25,6 @@ from open_clip_zerovl.data.transforms import (
     with_auto_augment,
 )
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import seeded
 from support.tiny_clip import WORDS, write_bert
 
 CAPTION = "a small red cat with the round face of the moon"

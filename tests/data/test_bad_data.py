@@ -25,6 +25,7 @@ from open_clip import SimpleTokenizer
 from PIL import Image
 from torchvision import transforms
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import shard_members
 from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -32,8 +33,7 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.index import open_index
+from open_clip_zerovl.shards.index import open_index
 from support import ROOT
 from support.tars import noise_jpeg, png, write_source, write_tar
 

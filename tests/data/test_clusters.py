@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torchvision import transforms
 
-from open_clip_zerovl.clustering.folders import train_data, write_clusters
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.clusters import (
     Clustering,
@@ -27,8 +27,8 @@ from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching, epoch_pieces
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar import members as tar_members
+from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
+from open_clip_zerovl.shards import members as tar_members
 from support.tars import ids_of, png, write_source, write_tar
 
 SAMPLES, PER_SHARD, CLUSTERS = 240, 30, 3

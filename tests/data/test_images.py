@@ -14,6 +14,8 @@ from open_clip.transform import image_transform
 from PIL import Image
 from torchvision.transforms import Compose, PILToTensor, RandomResizedCrop, Resize, ToTensor
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import (
     BadImage,
     Crop,
@@ -28,9 +30,7 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import seeded
-from open_clip_zerovl.tar.pictures import FORMATS
+from open_clip_zerovl.shards.pictures import FORMATS
 from support.tars import noise_jpeg, write_source
 
 STOCK = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})

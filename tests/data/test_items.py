@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.items import ItemSet, read_batches
-from open_clip_zerovl.errors import UserError
 
 
 class Numbers(ItemSet):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torchvision.transforms import PILToTensor
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import lending
 from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.errors import UserError
 from support.tars import ids_of, write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")

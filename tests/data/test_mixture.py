@@ -10,14 +10,14 @@ import pytest
 import torch
 from torchvision import transforms
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 from open_clip_zerovl.data.loader import MixtureLoader, _divided
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.shares import LocalOrder, reordered
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import Purpose, seeded, stream_seed
 from support.tars import ids_of, png, write_source, write_tar
 
 COUNTS = {"a": 83, "b": 40, "c": 21}

@@ -12,11 +12,11 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, RandomHorizontalFlip, RandomResizedCrop
 
+from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data import pixels
 from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image, split_normalize
 from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
 from open_clip_zerovl.data.transforms import image_transform_train, paper_eval_transform, with_auto_augment
-from open_clip_zerovl.randomness import seeded
 
 pytestmark = pytest.mark.skipif(pixels.simplejpeg is None, reason="simplejpeg has no wheel here")
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
@@ -20,7 +21,6 @@ from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.errors import UserError
 from support.tars import ids_of, noise_jpeg, png, write_tar
 
 SHARDS = {"a": (90, 30), "b": (41, 41), "c": (25, 4)}

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from torchvision import transforms
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.cache import ShardCache
+from open_clip_zerovl.shards.cache import ShardCache
 from support.shard_server import shard_server
 from support.tars import ids_of, write_source
 

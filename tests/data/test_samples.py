@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import Sample
-from open_clip_zerovl.tar.shards import write_retrieval_set
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_retrieval_set
 from support.tars import png, write_source
 
 

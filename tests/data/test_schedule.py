@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import stream
 from open_clip_zerovl.data.dealing import Blended, Deal, Shuffled, deal, draw_without_replacement, hypergeometric
 from open_clip_zerovl.data.schedule import (
     MIXED,
@@ -20,8 +22,6 @@ from open_clip_zerovl.data.schedule import (
     source_schedule,
 )
 from open_clip_zerovl.data.shares import LocalOrder
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import stream
 
 batchings = st.builds(
     Batching,

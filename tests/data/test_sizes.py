@@ -8,13 +8,13 @@ import time
 
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.datasets.index import check_shards
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.plan.holdings import holdings
-from open_clip_zerovl.tar.shards import parse_sizes, read_sizes
-from open_clip_zerovl.tar.urls import check_quotes
+from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.shards.urls import check_quotes
+from open_clip_zerovl.shards.writing import parse_sizes, read_sizes
 from support.tars import write_source
 
 WRONG = {

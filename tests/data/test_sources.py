@@ -8,10 +8,10 @@ import re
 import fsspec
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import check_separators, is_named
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
-from open_clip_zerovl.errors import UserError
 from support.tars import write_source, write_tar
 
 

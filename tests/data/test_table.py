@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import BLOCK_SAMPLES, CsvFormat, open_table
-from open_clip_zerovl.errors import UserError
 from support.tars import png, write_source, write_tar
 
 

@@ -22,12 +22,12 @@ from transformers import (
     ViTConfig,
 )
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.precision import ieee_products, product_precision
 from open_clip_zerovl.dga.replay import REPLAY_TOLERANCE, replay_tolerance
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.logits import Logits
-from open_clip_zerovl.precision import ieee_products, product_precision
 from support import ROOT
 from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph
 from support.two_towers import (

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.retain import AUTO_SHARE, Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.sentence_transformers import DecoupledLoss
-from open_clip_zerovl.errors import UserError
 from support import ROOT
 from support.dga_reference import TOLERANCE, error, gradients
 from support.tiny_clip import WORDS, write_bert

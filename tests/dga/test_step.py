@@ -17,12 +17,12 @@ from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from torch import nn
 from torch.nn.functional import normalize
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import LiveBytes
 from open_clip_zerovl.dga import retain as retain_module
 from open_clip_zerovl.dga.replay import ReplayCheck
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
-from open_clip_zerovl.memory import LiveBytes
 from support import ROOT
 from support.dga_reference import (
     CONTEXT,

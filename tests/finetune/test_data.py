@@ -9,7 +9,7 @@ import open_clip
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.data import (
     all_samples,
     cut_captions,
@@ -19,8 +19,8 @@ from open_clip_zerovl.finetune.data import (
     sets_of,
 )
 from open_clip_zerovl.finetune.split import split_off
-from open_clip_zerovl.tar.members import Sample
-from open_clip_zerovl.tar.shards import write_retrieval_set, write_source
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 
 
 def picture(number: int) -> bytes:

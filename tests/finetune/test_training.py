@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune import training as module
 from open_clip_zerovl.finetune.training import Training, gave_up, train
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import open_clip_zerovl
-from open_clip_zerovl.datasets.drawn.vocabulary import write_bert
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
 CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]

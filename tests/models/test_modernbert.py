@@ -16,9 +16,9 @@ from transformers import AutoModel, ModernBertConfig, ModernBertForMaskedLM
 
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers

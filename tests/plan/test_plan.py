@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.models.text_towers import TowerModel
 from open_clip_zerovl.plan import estimate as plan_estimate

@@ -12,16 +12,16 @@ from torch.nn.functional import normalize
 
 import open_clip_zerovl.plan.measure as plan_measure
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.memory import PeakBytes
 from open_clip_zerovl.plan.estimate import Costs, loss_bytes
 from open_clip_zerovl.plan.make import make_plan
 from open_clip_zerovl.plan.report import WIDTH, report
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.plan.teachers import forward_costs
-from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
 from support.dense_loss import teacher_features
 from support.hash_teacher import HashEncoder
 from support.reinforced import members_of

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import MT5Config
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.recipe.flags import RecipeConfig

@@ -10,12 +10,12 @@ import pytest
 
 from open_clip_zerovl.cli.plan import _parser as plan_parser
 from open_clip_zerovl.cli.plan import parse_plan
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import LINE_4, line_here
 from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
 from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
 from open_clip_zerovl.recipe.open_clip_flags import check_known, open_clip_options
-from open_clip_zerovl.releases import LINE_4, line_here
 from support import ROOT
 from training.config import all_flags
 from training.params import build_parser, open_clip_parser, parse

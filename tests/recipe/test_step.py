@@ -9,11 +9,11 @@ import pytest
 import torch
 from open_clip.loss import SigLipLoss
 
+from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert

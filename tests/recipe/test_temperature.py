@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.recipe.optimizer import MARK, optimizer_step, parameter_groups

@@ -10,8 +10,8 @@ import torch
 from open_clip.loss import ClipLoss
 from torch import nn
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix

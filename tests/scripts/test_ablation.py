@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from open_clip_zerovl.datasets.drawn.make import DrawnSample
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import Sample, read_samples
-from open_clip_zerovl.tar.shards import write_retrieval_set, write_source
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.drawn.make import DrawnSample
+from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from scripts import demo
 from scripts.ablation import protocol, run
 from scripts.ablation import report as ablation_report

@@ -13,7 +13,7 @@ from open_clip.factory import get_model_config
 from transformers import BertConfig
 
 import dga
-from open_clip_zerovl.memory import PeakBytes
+from open_clip_zerovl.core.memory import PeakBytes
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import open_clip_zerovl
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from scripts.dist_check import check_contents, required
 from support import ROOT
 

@@ -21,8 +21,8 @@ import torch
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.cli.program import main as zerovl_main
+from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
-from open_clip_zerovl.processes import children_of
 from scripts.paper import finetune_report
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.finetune_report import Comparison

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from open_clip_zerovl.tar.members import Sample, read_samples
+from open_clip_zerovl.shards.members import Sample, read_samples
 from support.tars import write_tar
 
 

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.errors import UserError
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
 from training.config import RecipeConfig
 from training.console import Console

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training import data as training_data

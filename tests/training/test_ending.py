@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from open_clip_zerovl.processes import children_of
-from open_clip_zerovl.runs.record import read_record
+from open_clip_zerovl.core.processes import children_of
+from open_clip_zerovl.report.record import read_record
 from scripts.soak import processes_of
 from support.programs import SCRIPT, ForkedTrainings
 from support.tars import write_source

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.releases import LINE_4, line_here
+from open_clip_zerovl.core.releases import LINE_4, line_here
 from support.programs import ForkedTrainings
 from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION

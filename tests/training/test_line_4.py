@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from training import line_4
 from training.params import parse

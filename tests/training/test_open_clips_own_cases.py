@@ -11,7 +11,7 @@ from transformers import MT5Config
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.releases import LINE_4, line_here
+from open_clip_zerovl.core.releases import LINE_4, line_here
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert
 from training.main import main

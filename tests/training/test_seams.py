@@ -8,8 +8,8 @@ import open_clip_train.main as host
 import pytest
 from packaging.requirements import Requirement
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.releases import INSTALL, LINE_3, LINE_4, line_here, line_of
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import INSTALL, LINE_3, LINE_4, line_here, line_of
 from training import line_3, line_4, seams
 from training import main as training_main
 

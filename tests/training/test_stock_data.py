@@ -19,7 +19,7 @@ from webdataset import autodecode
 from webdataset.autodecode import torch_loads
 
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.main import main

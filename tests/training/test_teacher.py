@@ -13,8 +13,8 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from support.dense_loss import DenseLoss, set_by_set
 from support.hash_teacher import HashEncoder
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of

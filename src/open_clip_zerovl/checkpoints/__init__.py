@@ -1,8 +1,8 @@
 """Checkpoints: loading them, exporting them for stock open_clip, converting those of other programs."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.checkpoints.loading": ["load_model"],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
 from open_clip_zerovl.checkpoints.loading import Encoder, Preprocess, Tokenizer
 from open_clip_zerovl.checkpoints.spec import ModelSpec
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 # Entries of a model's config that say where files lie or how it was trained, and nothing of the function that it computes.
 _PLACES = frozenset({"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"})

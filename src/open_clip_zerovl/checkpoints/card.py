@@ -16,7 +16,7 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
 
 CARD_FILE = "README.md"

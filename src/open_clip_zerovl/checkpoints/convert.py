@@ -39,7 +39,7 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.errors import UserError, first_line, nearest
+from open_clip_zerovl.core.errors import UserError, first_line, nearest
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data

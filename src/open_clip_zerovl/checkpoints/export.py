@@ -35,8 +35,8 @@ from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card, with_import
 from open_clip_zerovl.checkpoints.loading import assemble, load_model
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import check_writable
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
 from open_clip_zerovl.models.text_towers import import_note, is_registered_here
 

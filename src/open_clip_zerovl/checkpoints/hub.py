@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, FOLDER_HERE
-from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 
 _Answer = TypeVar("_Answer")

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import did_you_mean
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 

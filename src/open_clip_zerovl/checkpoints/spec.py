@@ -18,7 +18,7 @@ from open_clip.factory import get_model_config, parse_model_name
 from open_clip.pretrained import get_pretrained_cfg
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
 from open_clip_zerovl.models.model_file import register_model_file

@@ -49,7 +49,7 @@ from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform,
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from open_clip.transformer import QuickGELU, ResidualAttentionBlock, TextTransfo
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 # Text towers whose pooler is a linear map of the first token's state and a tanh.
 POOLED_TYPES = ("bert", "roberta", "xlm-roberta")

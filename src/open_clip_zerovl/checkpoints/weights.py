@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE, no_checkpoint
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE, no_checkpoint
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
 

@@ -59,7 +59,7 @@ def add_compare(commands) -> None:
 
 
 def _run_compare(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.bias.compare_run import CompareSettings, name_sides, run_compare
+    from open_clip_zerovl.evaluate.bias.compare_run import CompareSettings, name_sides, run_compare
 
     sides = {
         name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -10,7 +10,7 @@ from typing import Any
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.pack import add_pack
 from open_clip_zerovl.cli.values import natural, part, positive, seed
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 _DATASETS = {
     "sbu": "SBU Captioned Photos, from its list of addresses",
@@ -58,9 +58,9 @@ def add_data(commands) -> None:
 
 
 def _run_drawn(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.drawn.emoji import EMOJI
-    from open_clip_zerovl.datasets.drawn.icons import ICONS
-    from open_clip_zerovl.datasets.drawn.make import prepare_drawn
+    from open_clip_zerovl.prepare.drawn.emoji import EMOJI
+    from open_clip_zerovl.prepare.drawn.icons import ICONS
+    from open_clip_zerovl.prepare.drawn.make import prepare_drawn
 
     data = {"emoji": EMOJI, "icons": ICONS}[arguments.drawn]
     prepare_drawn(data, arguments.out, px=arguments.px, seed=arguments.seed, force=arguments.force)
@@ -110,7 +110,7 @@ def _add_annotated(datasets) -> None:
 
 
 def _work(arguments: argparse.Namespace):
-    from open_clip_zerovl.datasets.pairs import Work
+    from open_clip_zerovl.prepare.public.pairs import Work
 
     return Work(
         threads=arguments.threads,
@@ -122,9 +122,9 @@ def _work(arguments: argparse.Namespace):
 
 
 def _run_url_list(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.cc import prepare_cc
-    from open_clip_zerovl.datasets.download import Limits
-    from open_clip_zerovl.datasets.sbu import prepare_sbu
+    from open_clip_zerovl.prepare.public.cc import prepare_cc
+    from open_clip_zerovl.prepare.public.download import Limits
+    from open_clip_zerovl.prepare.public.sbu import prepare_sbu
 
     idle_seconds = min(Limits.idle_seconds, arguments.timeout)
     limits = Limits(idle_seconds=idle_seconds, total_seconds=arguments.timeout, verify_tls=not arguments.no_tls_verify)
@@ -138,8 +138,8 @@ def _run_url_list(arguments: argparse.Namespace) -> None:
 
 
 def _run_annotated(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.karpathy import prepare_karpathy
-    from open_clip_zerovl.datasets.vg import prepare_vg
+    from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
+    from open_clip_zerovl.prepare.public.vg import prepare_vg
 
     prepare = prepare_vg if arguments.dataset == "vg" else partial(prepare_karpathy, arguments.dataset)
     prepare(
@@ -198,8 +198,8 @@ def _add_near(datasets) -> None:
 
 
 def _run_near(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.near import NEAR
-    from open_clip_zerovl.retrieval.overlap import run_overlap
+    from open_clip_zerovl.prepare.dedup.near import NEAR
+    from open_clip_zerovl.prepare.dedup.overlap import run_overlap
 
     within = NEAR if arguments.distance is None else arguments.distance
     run_overlap(
@@ -219,9 +219,9 @@ def _run_report(arguments: argparse.Namespace) -> None:
 
 
 def _run_index(arguments: argparse.Namespace) -> None:
+    from open_clip_zerovl.core.files import check_writable
     from open_clip_zerovl.data.table import find_table
-    from open_clip_zerovl.datasets.index import index_shards
-    from open_clip_zerovl.files import check_writable
+    from open_clip_zerovl.prepare.public.index import index_shards
 
     if (table := find_table(arguments.folder)) is not None:
         raise UserError(
@@ -236,8 +236,8 @@ def _run_index(arguments: argparse.Namespace) -> None:
 def _run_check(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.data.check import check_table
     from open_clip_zerovl.data.table import find_table
-    from open_clip_zerovl.datasets.index import check_shards
-    from open_clip_zerovl.tar.faults import check_report
+    from open_clip_zerovl.prepare.public.index import check_shards
+    from open_clip_zerovl.shards.faults import check_report
 
     if (table := find_table(arguments.folder)) is not None:
         if arguments.hash:
@@ -289,7 +289,7 @@ def add_cluster(commands) -> None:
 
 
 def _run_cluster(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.clustering.run import ClusterSettings, cluster_source
+    from open_clip_zerovl.prepare.clusters.run import ClusterSettings, cluster_source
 
     encoder = encoder_of(arguments, arguments.model)
     settings = ClusterSettings(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.encoder import own_model
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 
 def add_export(commands) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.values import captions, positive, share
-from open_clip_zerovl.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA, RULES
+from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA, RULES
 
 SETS = "NAME=SET::..."
 
@@ -78,9 +78,9 @@ def _alphas(text: str) -> tuple[float, ...]:
 
 def _run(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.export import loading_notes
-    from open_clip_zerovl.errors import UserError
-    from open_clip_zerovl.interpolation.run import CurveSettings, run_interpolation
-    from open_clip_zerovl.retrieval.run import RetrievalSettings
+    from open_clip_zerovl.core.errors import UserError
+    from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, run_interpolation
+    from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings
 
     if arguments.data is None and arguments.kept is not None:
         raise UserError("--kept is weighed against the new ability; give its sets too: --data NAME=SET")

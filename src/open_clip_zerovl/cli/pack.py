@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.cli.values import natural, positive, seed
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 
 def add_pack(datasets) -> None:
@@ -86,8 +86,8 @@ def _exclusions(arguments: argparse.Namespace) -> list[Any]:
         if arguments.near_distance is not None:
             raise UserError("--near-distance goes with --drop-near, which names the sets to compare with")
         return []
-    from open_clip_zerovl.datasets.near import NEAR
-    from open_clip_zerovl.retrieval.left_out import near_exclusion
+    from open_clip_zerovl.prepare.dedup.left_out import near_exclusion
+    from open_clip_zerovl.prepare.dedup.near import NEAR
 
     within = NEAR if arguments.near_distance is None else arguments.near_distance
     threads, progress = arguments.threads, not arguments.quiet
@@ -95,10 +95,10 @@ def _exclusions(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _run_pack(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.datasets.download import Limits
-    from open_clip_zerovl.datasets.gather import Work
-    from open_clip_zerovl.datasets.pack.rows import Columns
-    from open_clip_zerovl.datasets.pack.run import PackSettings, pack
+    from open_clip_zerovl.prepare.pack.rows import Columns
+    from open_clip_zerovl.prepare.pack.run import PackSettings, pack
+    from open_clip_zerovl.prepare.public.download import Limits
+    from open_clip_zerovl.prepare.public.gather import Work
 
     settings = PackSettings(
         form=arguments.format,

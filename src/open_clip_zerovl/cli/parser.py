@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import NoReturn
 
-from open_clip_zerovl.errors import argparse_sentence, nearest
+from open_clip_zerovl.core.errors import argparse_sentence, nearest
 
 
 class Parser(argparse.ArgumentParser):

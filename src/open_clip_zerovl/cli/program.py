@@ -26,7 +26,7 @@ from open_clip_zerovl.cli.search import add_search
 from open_clip_zerovl.cli.teacher import add_teacher
 from open_clip_zerovl.cli.train import add_train
 from open_clip_zerovl.cli.values import captions, positive, seed
-from open_clip_zerovl.errors import sentence_of
+from open_clip_zerovl.core.errors import sentence_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +131,7 @@ def _add_retrieval(commands) -> None:
 
 
 def _run_retrieval(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
 
     encoder = encoder_of(arguments, arguments.model)
     settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
@@ -188,8 +188,8 @@ def _add_linear_probe(commands) -> None:
 
 
 def _run_linear_probe(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.probe.lars import LarsSettings
-    from open_clip_zerovl.probe.run import run_linear_probe
+    from open_clip_zerovl.evaluate.probe.lars import LarsSettings
+    from open_clip_zerovl.evaluate.probe.run import run_linear_probe
 
     encoder = encoder_of(arguments, arguments.model, arguments.micro_batch)
     settings = LarsSettings(
@@ -248,7 +248,7 @@ def _add_bias(commands) -> None:
 
 
 def _run_bias(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.bias.run import BiasSettings, name_models, run_bias
+    from open_clip_zerovl.evaluate.bias.run import BiasSettings, name_models, run_bias
 
     encoders = {
         name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()

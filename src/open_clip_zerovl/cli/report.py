@@ -19,6 +19,6 @@ def add_report(commands) -> None:
 
 
 def _run_report(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.runs.page import write_run_page
+    from open_clip_zerovl.report.run_page import write_run_page
 
     print(f"Page: {write_run_page(arguments.run_folder)}")

@@ -76,7 +76,7 @@ def add_teacher(commands) -> None:
 
 def _run_teacher(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.loading import Encoder
-    from open_clip_zerovl.teacher.embed import TeacherSettings, embed_sources
+    from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 
     encoders = [
         Encoder(model, device=arguments.device, batch_size=arguments.batch_size, workers=arguments.workers)

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.launch import training_command
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.launch import training_command
 
 _GPUS = "--gpus"
 

@@ -1,8 +1,8 @@
 """The data engine (section 3.1, A.4): sources of webdataset shards or tables in, micro-batches of one source out."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.data.sources": ["Source", "parse_sources"],

@@ -7,13 +7,13 @@ import tarfile
 
 import numpy as np
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.fields import captions_of, member_of
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import ShardError, locate_samples, opened
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.members import ShardError, locate_samples, opened
+from open_clip_zerovl.shards.urls import local_path
 
 
 def caption_starts(source: Source) -> np.ndarray | None:

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, table_source
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.tar.faults import PICTURE_MARKS, FolderCheck, ShardCheck, caption_fault, picture_fault
-from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, image_of
-from open_clip_zerovl.tar.pictures import BadPicture, decoded
+from open_clip_zerovl.shards.faults import PICTURE_MARKS, FolderCheck, ShardCheck, caption_fault, picture_fault
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
+from open_clip_zerovl.shards.pictures import BadPicture, decoded
 
 
 def check_table(

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import atomic_file, read_arrays
-from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import atomic_file, read_arrays
+from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.names import caption_fields, caption_sets
-from open_clip_zerovl.tar.members import TEXT_EXTENSION
+from open_clip_zerovl.shards.members import TEXT_EXTENSION
 
 JSON_EXTENSION = "json"
 

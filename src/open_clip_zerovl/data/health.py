@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from open_clip_zerovl.errors import UserError, printable
-from open_clip_zerovl.tar.remote import Wait
+from open_clip_zerovl.core.errors import UserError, printable
+from open_clip_zerovl.shards.remote import Wait
 
 # Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000

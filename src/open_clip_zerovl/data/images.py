@@ -23,9 +23,9 @@ from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.health import Fault
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
 _SCALES = (8, 4, 2)  # libjpeg decodes at 1/8, 1/4 and 1/2

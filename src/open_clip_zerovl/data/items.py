@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.workers import begin_worker
-from open_clip_zerovl.errors import UserError
 
 
 class ItemSet(Dataset):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from open_clip_zerovl.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError, first_line
 
 # Message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts.
 _WORD = struct.Struct("<IB")

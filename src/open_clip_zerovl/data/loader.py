@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.health import Ledger
 from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.waiting import told_waits
 from open_clip_zerovl.data.workers import begin_worker, explain_worker_error, reading_words
-from open_clip_zerovl.errors import UserError
 
 
 class MixtureLoader:

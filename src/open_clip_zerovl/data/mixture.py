@@ -31,6 +31,8 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
 from open_clip_zerovl.data.dealing import deal
 from open_clip_zerovl.data.health import Report
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
@@ -51,10 +53,8 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
-from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
-from open_clip_zerovl.tar.remote import Patience, Wait
+from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
+from open_clip_zerovl.shards.remote import Patience, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 

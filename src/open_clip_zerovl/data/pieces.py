@@ -11,12 +11,12 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.health import Loss
 from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
 from open_clip_zerovl.data.schedule import Piece
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import Purpose, stream
-from open_clip_zerovl.tar.members import ShardError
+from open_clip_zerovl.shards.members import ShardError
 
 
 @dataclass

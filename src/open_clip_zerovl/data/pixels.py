@@ -34,10 +34,10 @@ from torchvision.transforms import (
 )
 from torchvision.transforms.functional import _compute_resized_output_size
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.policies import ArrayAutoAugment
-from open_clip_zerovl.errors import UserError
 
 try:
     import simplejpeg

@@ -19,23 +19,23 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.fields import CaptionSets, DrawnCaptions
 from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.shard_members import ShardMembers
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import regular_file
-from open_clip_zerovl.randomness import Purpose, stream_seed
-from open_clip_zerovl.tar.cache import FetchAhead, ShardCache
-from open_clip_zerovl.tar.members import (
+from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
+from open_clip_zerovl.shards.members import (
     ShardError,
     opened,
     unreadable,
 )
-from open_clip_zerovl.tar.remote import Patience
-from open_clip_zerovl.tar.transfers import StalledShard, words_of
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.shards.remote import Patience
+from open_clip_zerovl.shards.transfers import StalledShard, words_of
+from open_clip_zerovl.shards.urls import local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
 _LARGEST_PICTURE_BYTES = 1 << 30

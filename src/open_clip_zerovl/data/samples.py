@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, opened, read_samples
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, opened, read_samples
+from open_clip_zerovl.shards.urls import local_path
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:

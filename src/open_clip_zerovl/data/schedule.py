@@ -34,9 +34,9 @@ from typing import overload
 
 import numpy as np
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.names import DRAWS, STRATEGIES
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import Purpose, stream
 
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
 FEW_STEPS = 20  # of a source in an epoch; Visual Genome, the paper's smallest, fills 30 of 16,384

@@ -25,9 +25,9 @@ from open_clip_zerovl.data.fields import captions_of, member_of
 from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.tar.cache import ShardCache
-from open_clip_zerovl.tar.index import caption_lines, open_index
-from open_clip_zerovl.tar.members import (
+from open_clip_zerovl.shards.cache import ShardCache
+from open_clip_zerovl.shards.index import caption_lines, open_index
+from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     WANTED,
     Extent,
@@ -38,9 +38,9 @@ from open_clip_zerovl.tar.members import (
     stream_samples,
     unreadable,
 )
-from open_clip_zerovl.tar.remote import Patience
-from open_clip_zerovl.tar.transfers import Unreachable
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.shards.remote import Patience
+from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.urls import local_path
 
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.health import Fault, Loss
 from open_clip_zerovl.data.images import BadImage
 from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import RawSample, sample_sentence
 from open_clip_zerovl.data.schedule import Piece
-from open_clip_zerovl.errors import UserError
 
 MARGIN_SAMPLES = 64  # how far a replacement may be; the encoded samples of so many places are kept
 _CHUNK = 4096  # items whose keys come from one stream

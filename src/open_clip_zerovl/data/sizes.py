@@ -18,11 +18,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.remote import Patience, open_url
-from open_clip_zerovl.tar.shards import SIZES_FILE, parse_sizes, read_sizes
-from open_clip_zerovl.tar.transfers import Unreachable
-from open_clip_zerovl.tar.urls import REMOTE, is_command, local_path
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.remote import Patience, open_url
+from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
+from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes, read_sizes
 
 _NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
 _TAR = re.compile(

@@ -31,16 +31,16 @@ from pathlib import Path
 import braceexpand
 import numpy as np
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
 from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.index import open_index
-from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
-from open_clip_zerovl.tar.remote import check_openable
-from open_clip_zerovl.tar.shards import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
-from open_clip_zerovl.tar.urls import REMOTE, local_path
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
+from open_clip_zerovl.shards.remote import check_openable
+from open_clip_zerovl.shards.urls import REMOTE, local_path
+from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from open_clip_zerovl.csv_rows import CsvRow, CsvRows, as_it_stands
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.tar.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.core.csv_rows import CsvRow, CsvRows, as_it_stands
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 EXTENSIONS = (".csv", ".tsv")
 BLOCK_SAMPLES = (

@@ -25,8 +25,8 @@ from torchvision.transforms import (
     ToTensor,
 )
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import AUTO_AUGMENTS
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 
 AUTO_AUGMENT_POLICIES = {name: AutoAugmentPolicy(name) for name in AUTO_AUGMENTS}

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.randomness import Purpose, reseed, stream_seed
 from open_clip_zerovl.data.reading import RawSample
-from open_clip_zerovl.randomness import Purpose, reseed, stream_seed
 
 
 class StoredTeachers(Protocol):

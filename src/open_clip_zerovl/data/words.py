@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 # Shares of the processed words (section 2.2); the other 0.4 are deleted.
 MASK_SHARE = 0.5

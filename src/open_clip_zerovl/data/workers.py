@@ -7,8 +7,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from open_clip_zerovl.core.processes import end_with_parent
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.processes import end_with_parent
 
 
 class SharedNumbers:

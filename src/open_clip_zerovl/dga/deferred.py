@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 
 def deferred(value: Tensor, backward: Callable[[Tensor], None], device: torch.device) -> Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.memory import total_bytes
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import total_bytes
 
 INPUT_SHARE = 0.05  # half of what retain="auto" and plans leave free
 

@@ -17,9 +17,9 @@ from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.precision import ieee_products
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
-from open_clip_zerovl.precision import ieee_products
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.objective import FEATURES, SCALARS, TEXTS
-from open_clip_zerovl.errors import UserError
 
 
 def checked_outputs(outputs: Any, rows: dict[str, int]) -> dict[str, Tensor]:

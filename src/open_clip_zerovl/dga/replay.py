@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.precision import product_precision
-from open_clip_zerovl.randomness import RngState
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.precision import product_precision
+from open_clip_zerovl.core.randomness import RngState
 
 log = logging.getLogger(__name__)
 

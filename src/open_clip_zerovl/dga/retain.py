@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.memory import LiveBytes, available_bytes
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import LiveBytes, available_bytes
 
 log = logging.getLogger(__name__)
 

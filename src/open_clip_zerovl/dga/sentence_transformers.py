@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.errors import UserError
 
 Column = Mapping[str, Any]  # what the tokenizer returns for a column of a batch; tensors have a row a sample
 

@@ -33,6 +33,8 @@ import torch.distributed as dist
 from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.dga.deferred import deferred
 from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
 from open_clip_zerovl.dga.objective import FEATURES, SCALARS, TEXTS, Objective, OwnGradients
@@ -49,8 +51,6 @@ from open_clip_zerovl.dga.replay import (
 from open_clip_zerovl.dga.retain import Decision, Retention
 from open_clip_zerovl.dga.step_plan import StepPlan
 from open_clip_zerovl.dga.wrappers import one_graph_alone, unwrapped, wrapped_inside
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.randomness import RngState
 
 __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 

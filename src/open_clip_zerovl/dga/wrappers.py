@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:

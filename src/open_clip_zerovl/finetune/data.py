@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import did_you_mean, regular_file
 from open_clip_zerovl.data.names import NAME, is_named
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import did_you_mean, regular_file
-from open_clip_zerovl.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.tar.index import caption_lines, open_index
-from open_clip_zerovl.tar.members import TEXT_EXTENSION, Sample, ShardError, image_of
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.shards.index import caption_lines, open_index
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, image_of
+from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
 SPLITS = ("test", "val", "train")  # names of folders that are no sources

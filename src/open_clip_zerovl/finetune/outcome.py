@@ -10,19 +10,19 @@ from pathlib import Path
 from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.files import write_atomically
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.evaluate.interpolation.compare import in_percent, recall_table
+from open_clip_zerovl.evaluate.interpolation.curve import Curve
+from open_clip_zerovl.evaluate.interpolation.page import curve_picture, labelled
+from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, score_curve, write_between
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.evaluate.retrieval.run import score_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.page import report_page, training_picture
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.settings import Setting
 from open_clip_zerovl.finetune.training import Training
-from open_clip_zerovl.interpolation.compare import in_percent, recall_table
-from open_clip_zerovl.interpolation.curve import Curve
-from open_clip_zerovl.interpolation.page import curve_picture, labelled
-from open_clip_zerovl.interpolation.run import CurveSettings, score_curve, write_between
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
-from open_clip_zerovl.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.retrieval.run import score_set
 
 RESULT = "finetune.json"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from open_clip_zerovl.figures.html import chart, heading, html_page, paragraph, table
-from open_clip_zerovl.figures.plot import FAINT, INK, MODEL_COLOURS, RIGHT_COLOUR, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.evaluate.interpolation.curve import Curve
+from open_clip_zerovl.evaluate.interpolation.page import curve_sections
 from open_clip_zerovl.finetune.settings import Setting
-from open_clip_zerovl.interpolation.curve import Curve
-from open_clip_zerovl.interpolation.page import curve_sections
+from open_clip_zerovl.report.html import chart, heading, html_page, paragraph, table
+from open_clip_zerovl.report.plot import FAINT, INK, MODEL_COLOURS, RIGHT_COLOUR, new_figure, plain_axes, png_bytes
 
 
 def training_picture(before: float, scores: Mapping[int, float], best: int) -> bytes:

@@ -28,21 +28,21 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.card import model_card
 from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, locked, write_atomically
+from open_clip_zerovl.core.launch import visible_gpus
+from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.figures.plot import require_matplotlib
-from open_clip_zerovl.files import check_writable, locked, write_atomically
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.settings import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
-from open_clip_zerovl.launch import visible_gpus
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
-from open_clip_zerovl.processes import usable_cores
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import write_atomically
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
 from open_clip_zerovl.finetune.names import HELD_OUT_SHARE, MOST_HELD_OUT
-from open_clip_zerovl.tar.members import Sample
-from open_clip_zerovl.tar.shards import SIZES_FILE, write_retrieval_set, write_shard
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
 
 SPLIT_FILE = "split.json"
 SHARD_SAMPLES = 10_000

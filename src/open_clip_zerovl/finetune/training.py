@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.launch import training_command
-from open_clip_zerovl.processes import PREEMPTED_STATUS, end_with_parent
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.launch import training_command
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, end_with_parent
 
 RUN = "run"
 LOG = "training.log"

@@ -1,8 +1,8 @@
 """Contrastive losses of a distributed batch, exact over ranks, in row chunks."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "SigmoidLoss", "reversed_partner"],

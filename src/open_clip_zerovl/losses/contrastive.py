@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.gathering import require_process_group
 from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.losses.problem import Batch, ChunkedLoss, Report, Settings

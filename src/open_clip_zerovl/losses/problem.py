@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from open_clip_zerovl.core.precision import ieee_products
 from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import CrossSource, Logits
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
 from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
-from open_clip_zerovl.precision import ieee_products
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, checked before they are built."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.models.configs": ["logit_scale_of", "register_model_configs"],

@@ -22,8 +22,8 @@ import torch
 from open_clip.factory import get_model_config, parse_model_name
 from open_clip.hf_configs import arch_dict
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import did_you_mean
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
 INITIAL_TEMPERATURE = 0.02

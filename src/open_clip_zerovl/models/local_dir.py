@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"

@@ -11,7 +11,7 @@ import open_clip
 from open_clip.factory import get_model_config
 from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 # Of open_clip's model classes, besides the two towers.
 _TOP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "init_logit_scale", "init_logit_bias"}

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 #: `model_type` -> the entry of `arch_dict`, as open_clip 4 has it, so that a config means the same on both lines.
 TEXT_TOWERS: dict[str, dict[str, Any]] = {

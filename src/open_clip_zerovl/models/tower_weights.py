@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
 
 

@@ -1,8 +1,8 @@
 """`zerovl plan`: what a training run needs, and how long it takes. `zerovl doctor`: whether this machine can train."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.plan.make": ["make_plan"],

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.releases import INSTALL, line_of, supported, version_here
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
 
 PACKAGE = "open_clip_zerovl"
 HOST = "open_clip_torch"
@@ -207,7 +207,7 @@ def devices() -> list[Finding]:
     """A forward pass and a DGA step on the CPU and on every GPU."""
     import torch
 
-    from open_clip_zerovl.memory import available_bytes
+    from open_clip_zerovl.core.memory import available_bytes
 
     names = [
         "cpu",
@@ -243,9 +243,9 @@ def dga_error(device) -> tuple[float, float]:
     import torch
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
+    from open_clip_zerovl.core.randomness import preserved
     from open_clip_zerovl.dga import DecoupledGradientAccumulation
     from open_clip_zerovl.losses import ContrastiveLoss
-    from open_clip_zerovl.randomness import preserved
 
     begun = time.perf_counter()
     with preserved():
@@ -307,7 +307,7 @@ def limits(logs: Path) -> list[Finding]:
     """Cores, shared memory, open files, disk."""
     import resource
 
-    from open_clip_zerovl.processes import usable_cores
+    from open_clip_zerovl.core.processes import usable_cores
 
     found = [Finding("CPU cores", str(usable_cores()))]
     shared = Path("/dev/shm")

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.memory import PeakBytes
 from open_clip_zerovl.plan.gpus import GPUS, Batch, Gpu, fastest_batch
 from open_clip_zerovl.plan.model import PlannedModel
 

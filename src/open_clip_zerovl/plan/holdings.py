@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from open_clip_zerovl.datasets.manifest import MANIFEST_FILE, RECORDS, read_manifest
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.retrieval.sets import open_retrieval_set
-from open_clip_zerovl.tar.shards import SIZES_FILE, read_sizes
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.prepare.public.manifest import MANIFEST_FILE, RECORDS, read_manifest
+from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.memory import available_bytes
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.answer import Hardware, Plan
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
@@ -27,7 +28,6 @@ from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loade
 from open_clip_zerovl.plan.model import PlannedModel, build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 from open_clip_zerovl.plan.teachers import check_teachers, missing_teachers
-from open_clip_zerovl.processes import usable_cores
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]

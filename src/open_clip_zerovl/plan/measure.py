@@ -29,13 +29,13 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Retention, most_graphs
+from open_clip_zerovl.distill.opening import open_teachers, shown_by
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.estimate import loss_products
 from open_clip_zerovl.plan.gpus import USABLE_SHARE
 from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
-from open_clip_zerovl.teacher.opening import open_teachers, shown_by
 
 STEP_SECONDS = 30.0  # for timing steps, after each kind of step was taken once
 ROUNDS = 50  # of each kind of step, at most

@@ -25,9 +25,9 @@ from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
 from open_clip.factory import parse_model_name
 from torch import Tensor, nn
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.models.build import (
     TOKENIZER_FILES,
     check_model,

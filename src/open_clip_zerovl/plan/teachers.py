@@ -16,8 +16,11 @@ import torch
 from open_clip.factory import get_model_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.distill.manifest import read_manifest
+from open_clip_zerovl.distill.shards import PREFIX, parse_widths
+from open_clip_zerovl.distill.store import TeacherStore
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, context_length_of
 from open_clip_zerovl.plan.data import DataCheck, Missing
@@ -26,9 +29,6 @@ from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.host_waits import without_host_waits
-from open_clip_zerovl.teacher.manifest import read_manifest
-from open_clip_zerovl.teacher.shards import PREFIX, parse_widths
-from open_clip_zerovl.teacher.store import TeacherStore
 
 BYTES_EACH = 2  # of a number of an embedding: float16 or bfloat16
 # Flags of training that `zerovl teacher` has, too: what changes a picture's views, or which captions are embedded.

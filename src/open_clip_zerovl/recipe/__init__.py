@@ -1,8 +1,8 @@
 """The recipe on a model (sections 2.2, 3.2, 4.2, A.9): its flags, mixup, token drop, frozen towers, optimizer, step."""
 
-from open_clip_zerovl.late import handed_on
+from open_clip_zerovl.core.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = handed_on(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 # Name without dashes -> value; "" is a switch, None takes the flag away.
 Settings = dict[str, "str | None"]

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
     CAPTIONS,
@@ -27,7 +29,6 @@ from open_clip_zerovl.data.names import (
     is_captions,
     is_named,
 )
-from open_clip_zerovl.errors import UserError
 from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.recipe.declare import (
     BETA,
@@ -45,7 +46,6 @@ from open_clip_zerovl.recipe.declare import (
     key_value,
     retain,
 )
-from open_clip_zerovl.releases import line_here
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")

@@ -34,13 +34,13 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import locked, write_atomically
+from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.errors import UserError
-from open_clip_zerovl.files import locked, write_atomically
-from open_clip_zerovl.randomness import seeded
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import group_of
-from open_clip_zerovl.tar.urls import local_path
+from open_clip_zerovl.shards.urls import local_path
 
 log = logging.getLogger(__name__)
 

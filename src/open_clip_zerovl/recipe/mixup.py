@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.losses import reversed_partner
-from open_clip_zerovl.randomness import Purpose, stream
 
 
 @dataclass(frozen=True)

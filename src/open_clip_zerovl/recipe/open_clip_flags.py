@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
-from open_clip_zerovl.errors import UserError, argparse_sentence
+from open_clip_zerovl.core.errors import UserError, argparse_sentence
 
 
 @cache

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 
 LOGIT_SCALE, TEMPERATURE = "logit-scale", "temperature"  # what the optimizer sees of the temperature

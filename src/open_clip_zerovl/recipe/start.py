@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
-from open_clip_zerovl.errors import UserError, first_line
-from open_clip_zerovl.files import UNREADABLE
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
 _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constant that transformers before 4.31 stored

@@ -6,7 +6,7 @@ import timm.layers
 from open_clip.transformer import PatchDropout
 from torch import nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 
 _PATCH_DROPOUTS = (PatchDropout, timm.layers.PatchDropout, timm.layers.PatchDropoutWithIndices)
 

@@ -12,7 +12,7 @@ from functools import partial
 from open_clip.hf_configs import arch_dict
 from torch import nn
 
-from open_clip_zerovl.errors import UserError
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import TOWERS
 
 GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")

@@ -1,0 +1,245 @@
+"""Files that are written whole or not at all: under another name first, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import io
+import os
+import secrets
+import stat
+import struct
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from open_clip_zerovl.core.errors import UserError, first_line, nearest
+
+if TYPE_CHECKING:  # what a command line is told comes before numpy is loaded
+    import numpy as np
+
+#: What numpy, torch, zipfile and pickle raise on bytes that are not what they should be, or not all of it, beside
+#: `pickle.UnpicklingError`, which is torch's refusal of what could run code.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    EOFError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,  # NotImplementedError and RecursionError are some
+    SyntaxError,
+    ArithmeticError,
+    MemoryError,  # of a tensor that claims to be larger than the machine
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """An open binary file that takes the name `path` when the block ends without an error.
+
+    A reader sees the old content or the new one, never a part, even when the process is killed or the machine loses power. The
+    content is first written beside its destination, as `.NAME.PROCESS.RANDOM.part`. Missing folders are made. The file gets the
+    permissions of any new file (0666 less the umask).
+
+        with atomic_file("a/b.npz") as file:
+            np.savez(file, x=x)
+
+    Raises:
+        UserError: the file cannot be written (full disk, read-only folder ...). An old file is kept.
+    """
+    target = Path(os.path.realpath(path))  # a link stays a link: its target is replaced
+    if (
+        target.exists() and not target.is_file() and not target.is_dir()
+    ):  # a device or a pipe is written to, not replaced
+        with open(target, "wb") as file:
+            yield file
+        return
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        raw = _Scratch(scratch, "xb")
+    except OSError as error:
+        raise _refused(path, error) from error
+    try:
+        with io.BufferedWriter(raw, 1 << 20) as file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            raw.sync()
+        with raw.noting_failure():
+            os.replace(scratch, target)
+    except BaseException as error:
+        # The writer may have turned the failure into another error: torch raises RuntimeError on a full disk.
+        if raw.failure is not None and isinstance(error, Exception):
+            raise _refused(path, raw.failure) from error
+        raise
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write a file's content by `atomic_file`; UserError as there. Text is written as UTF-8."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def remove_scratch(path: str | os.PathLike[str]) -> None:
+    """Remove what `atomic_file` has left beside `path` in processes that were killed. No other process may be writing it."""
+    target = Path(os.path.realpath(path))
+    for scratch in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        scratch.unlink(missing_ok=True)
+
+
+def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:
+    """`torch.save(content, path, **options)` by `atomic_file`; UserError as there."""
+    # Not torch.save: while open_clip's main runs, that name is this function (training/seams.py).
+    from torch.serialization import save
+
+    with atomic_file(path) as file:
+        save(content, file, **options)
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None) -> Iterator[None]:
+    """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
+
+    Args:
+        name: of the file in the folder that is locked.
+        busy: the sentence for a lock that another process holds; None waits for it.
+
+    Raises:
+        UserError: `busy`.
+        OSError: the folder cannot be made or written.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder, name), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise UserError(busy or "") from error
+        yield
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz` by name, read whole; no pickle in it is opened.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be read, with the reason.
+    """
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except FileNotFoundError:
+        raise
+    except UNREADABLE as error:
+        raise ValueError(first_line(error)) from error
+
+
+def no_checkpoint(path: str | os.PathLike[str]) -> str | None:
+    """Why no release of torch has written a file, as a verb phrase, from its first bytes; None where one may have.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        start = file.read(512)
+    # torch writes a zip archive. Before version 1.6 it wrote a pickle (protocol 2 or later), in its first versions a tar.
+    if start.startswith((b"PK", b"\x80")) or start[257:262] == b"ustar":
+        return None
+    return "is empty" if not start else f"begins with {start[:12]!r}"
+
+
+@contextlib.contextmanager
+def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """An existing file, open for reading. A pipe might never be written to, and a device might never end: both are refused.
+
+    Raises:
+        OSError: as `open`, and for what is no regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a folder", os.fspath(path))
+        yield file
+
+
+class _Scratch(io.FileIO):
+    """A file that keeps the error with which writing to it failed."""
+
+    failure: OSError | None = None
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def write(self, data: Any, /) -> int:
+        with self.noting_failure():
+            return super().write(data)
+
+    def sync(self) -> None:
+        """Flush the content to the disk, so that the renamed file is not empty after a power cut."""
+        with self.noting_failure():
+            os.fsync(self.fileno())
+
+
+def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> None:
+    """Check before a long computation that its result can be written. Nothing is made.
+
+    Args:
+        folder: the result is a folder with files.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if folder and target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not folder and target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not folder and target.exists() and not target.is_file():
+            return  # a device or a pipe
+        place = target if folder else target.parent
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place) as scratch:
+            scratch.write(b"x")
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
+    """A sentence's end for a path that does not exist: "; did you mean PATH?".
+
+    Args:
+        otherwise: the end where no entry of the path's folder has a similar name.
+    """
+    path = Path(path).expanduser()
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return otherwise
+    near = nearest(path.name, names, cutoff=0.7)
+    return otherwise if near is None else f"; did you mean {path.with_name(near)}?"
+
+
+def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
+    kept = "what was there before is kept" if os.path.exists(path) else "nothing was written"
+    return UserError(
+        f"{path} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
+    )

@@ -1,0 +1,89 @@
+"""Late imports: a package's public names are imported on first use, and model configs are registered when open_clip is loaded.
+
+torch, timm and transformers take seconds to import, and a help text needs none of them. So `import open_clip_zerovl` and
+`import open_clip_zerovl.cli` import none of them. A package's public name is imported when it is first used (PEP 562). The
+model configs are registered at once where open_clip is loaded already, else by a hook right after it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def lazy_exports(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package that offers names of its modules without importing them.
+
+        __getattr__, __dir__, __all__ = lazy_exports(__name__, {"open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"]})
+
+    Args:
+        package: the package's `__name__`.
+        names: full name of a module -> its public names that the package offers.
+    """
+    home = {name: module for module, group in names.items() for name in group}
+
+    def find(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        return value
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Run `action` now if the module `name` is imported already, else right after its first import."""
+    module = sys.modules.get(name)
+    # A module in the middle of its import is not complete yet.
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        action()
+    else:
+        sys.meta_path.insert(0, _Hook(name, action))
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Finds one module by the other finders, and makes its loader call an action after the import.
+
+    It stays until the module is imported: `importlib.util.find_spec`, which asks where a module lies, is no import.
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+        self._asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            _call_after(spec.loader, self._imported)
+        return spec
+
+    def _imported(self) -> None:
+        sys.meta_path.remove(self)
+        self._action()
+
+
+def _call_after(loader: Any, action: Callable[[], None]) -> None:
+    execute = loader.exec_module
+
+    def execute_and_act(module: ModuleType) -> None:
+        execute(module)
+        action()
+
+    loader.exec_module = execute_and_act

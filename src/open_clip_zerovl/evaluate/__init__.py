@@ -1,0 +1,1 @@
+"""Measuring models: retrieval, linear probes, bias, search, interpolation."""

@@ -1,0 +1,285 @@
+"""Did the model learn its sources instead of their content? The measurements of section 3.1, figures 3 and 4.
+
+- `mean_log_p_negatives` (figure 4): the mean of `log p_jk` over negative pairs. p is the softmax of eq. 2, which is the
+  stop-gradient weight of a negative pair in eq. 3.
+- `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe says how far they do.
+
+What that costs, as RSUM of retrieval, is in `pools`.
+
+Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources. Features are
+L2-normalised, float, on any device; row i of images and row i of texts are a pair.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.core.errors import UserError
+
+DIRECTIONS = ("image_to_text", "text_to_image")
+GROUPS = ("all", "same_source", "other_source")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figure 4: log p of negatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mean_log_p_negatives(
+    image_features: Tensor,
+    text_features: Tensor,
+    source: Sequence[Any],
+    logit_scale: float,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    chunk_size: int = 1024,
+) -> dict[str, Any]:
+    """Mean of log p_jk over negative pairs j != k, by whether both come from one source (figure 4).
+
+    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
+    queries sum over images. The lower the mean of a group, the less its pairs contribute to the gradient. A model that tells
+    sources apart pushes the other-source negatives down without learning what they show.
+
+    Args:
+        image_features, text_features: (N, D).
+        source: (N,) the source of each pair, any hashable names.
+        logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
+        batch_size: `B`; the pairs are shuffled and cut into batches of B, and a last incomplete one is left out. None takes
+            all pairs as one batch. The mean falls as B grows: log p of a uniform softmax is -ln B.
+        seed: of the shuffle.
+        chunk_size: rows of the logit matrix alive at once; it does not change the result.
+
+    Returns:
+        `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
+        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None where a group
+        has no pair.
+
+    Raises:
+        UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
+    """
+    sums, counts, codes, names = log_p_by_query(
+        image_features,
+        text_features,
+        source,
+        logit_scale,
+        batch_size=batch_size,
+        seed=seed,
+        chunk_size=chunk_size,
+    )
+    # Sums and counts over pairs: [direction, same (0) or other (1) source, source of the query].
+    by_source = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
+    by_source.index_add_(3, codes, torch.stack([sums, counts]))
+    sums, counts = by_source
+    result: dict[str, Any] = {
+        way: _group_means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)
+    }
+    # Both directions hold the same pairs, so the mean over both is the mean of the two.
+    result["mean"] = _group_means(sums.sum(dim=(0, 2)), counts.sum(dim=(0, 2)))
+    result["by_source"] = {
+        name: _group_means(sums[:, :, i].sum(dim=0), counts[:, :, i].sum(dim=0)) for i, name in enumerate(names)
+    }
+    return result
+
+
+def log_p_by_query(
+    image_features: Tensor,
+    text_features: Tensor,
+    source: Sequence[Any],
+    logit_scale: float,
+    *,
+    batch_size: int | None = None,
+    seed: int = 0,
+    chunk_size: int = 1024,
+) -> tuple[Tensor, Tensor, Tensor, list[Any]]:
+    """The sums behind `mean_log_p_negatives`, for each query; arguments and errors as there.
+
+    Returns:
+        sums, counts: (2, 2, N) of log p and of negatives: [direction, same (0) or other (1) source, query], float64, on the
+            CPU.
+        codes: (N,) index of each pair's source in the names.
+        names: of the sources, sorted.
+    """
+    codes, names = _source_codes(source, image_features, text_features)
+    total = len(codes)
+    size = total if batch_size is None else batch_size
+    if not 2 <= size <= total:
+        raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
+    if not logit_scale > 0:
+        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
+    order = torch.arange(total)
+    if batch_size is not None:
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    sums = torch.zeros(2, 2, total, dtype=torch.float64)
+    counts = torch.zeros(2, 2, total, dtype=torch.float64)
+    for start in range(0, total - size + 1, size):
+        batch = order[start : start + size]
+        images, texts = (features[batch.to(features.device)].double() for features in (image_features, text_features))
+        for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
+            own = _log_p_of_batch(logit_scale * queries, keys, codes[batch].to(queries.device), chunk_size)
+            sums[direction][:, batch], counts[direction][:, batch] = own
+    return sums, counts, codes, names
+
+
+def _log_p_of_batch(queries: Tensor, keys: Tensor, codes: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """Sums of log p (2, B) and counts (2, B) of each query's negatives, row 0 of its own source, row 1 of others.
+
+    Args:
+        queries, keys: (B, D), the queries times the logit scale.
+        codes: (B,) source of each pair.
+    """
+    size = len(codes)
+    sums = torch.zeros(2, size, dtype=torch.float64)
+    counts = torch.zeros(2, size, dtype=torch.float64)
+    for low in range(0, size, chunk_size):
+        rows = torch.arange(low, min(low + chunk_size, size), device=codes.device)
+        log_p = (queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
+        negative = rows[:, None] != torch.arange(size, device=codes.device)
+        same = codes[rows][:, None] == codes
+        for group, mask in enumerate((negative & same, negative & ~same)):
+            sums[group, low : low + len(rows)] = (log_p * mask).sum(dim=1).cpu()
+            counts[group, low : low + len(rows)] = mask.sum(dim=1).double().cpu()
+    return sums, counts
+
+
+def _group_means(sums: Tensor, counts: Tensor) -> dict[str, float | None]:
+    """The mean of each of GROUPS, from sums (2,) and counts (2,) for same and other source."""
+    pairs = ((sums.sum(), counts.sum()), (sums[0], counts[0]), (sums[1], counts[1]))
+    return {g: float(v / n) if n > 0 else None for g, (v, n) in zip(GROUPS, pairs, strict=True)}
+
+
+def _source_codes(source: Sequence[Any], image_features: Tensor, text_features: Tensor) -> tuple[Tensor, list[Any]]:
+    """(N,) index of each pair's source in the sorted names of the sources, and these names."""
+    if image_features.ndim != 2 or image_features.shape != text_features.shape:
+        raise UserError(
+            "image and text features of the same pairs must have one shape (N, D), got "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    labels = source.tolist() if isinstance(source, (Tensor, np.ndarray)) else list(source)
+    if len(labels) != len(image_features):
+        raise UserError(
+            f"there are {len(image_features)} pairs but {len(labels)} sources; give one source for each pair"
+        )
+    names = sorted(set(labels))
+    index = {name: i for i, name in enumerate(names)}
+    return torch.tensor([index[label] for label in labels], dtype=torch.long), names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figure 3 as a number: how well a linear probe guesses the source
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def source_probe_accuracy(
+    features: Tensor | np.ndarray,
+    source: Sequence[Any],
+    *,
+    concepts: Sequence[Any] | None = None,
+    seed: int = 0,
+    folds: int = 5,
+) -> float:
+    """Accuracy with which a linear probe guesses the source from one embedding; chance is the largest source's share.
+
+    The probe is logistic regression on standardised features with an L2 penalty (C = 0.1, fixed: without one, 0.2 dimensions a
+    sample are enough to overfit). Folds are stratified and shuffled; each sample is guessed once, by a probe that was not
+    fitted on it.
+
+    Args:
+        features: (N, D).
+        source: (N,).
+        concepts: (N,) what each sample shows. All samples of a concept go to one fold, so that remembering a concept does
+            not help the probe. None: each sample is a concept of its own.
+        seed: of the folds.
+        folds: at least 2; no source may have fewer samples (or concepts).
+
+    Returns:
+        The share of right guesses, 0 to 1.
+
+    Raises:
+        UserError: as `source_probe_guesses`.
+    """
+    return float(source_probe_guesses(features, source, concepts=concepts, seed=seed, folds=folds).mean())
+
+
+def source_probe_guesses(
+    features: Tensor | np.ndarray,
+    source: Sequence[Any],
+    *,
+    concepts: Sequence[Any] | None = None,
+    seed: int = 0,
+    folds: int = 5,
+) -> np.ndarray:
+    """(N,) whether the probe of `source_probe_accuracy` guesses each sample's source; arguments as there.
+
+    Raises:
+        UserError: scikit-learn is missing, shapes that do not fit, fewer than two sources, a source smaller than the number of
+            folds, or a probe that does not converge.
+    """
+    try:
+        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+    except ImportError as error:
+        raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
+    x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
+    y = np.asarray(source)
+    if x.ndim != 2 or y.shape != (len(x),):
+        raise UserError(f"the probe takes features (N, D) and N sources, got {x.shape} and {y.shape}")
+    check_source_probe(y.tolist(), concepts, folds=folds)
+    if concepts is None:
+        splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(x, y)
+    else:
+        groups = np.asarray(concepts)
+        splits = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(x, y, groups)
+    right = np.zeros(len(x), dtype=bool)
+    for train, test in splits:
+        probe = _fitted_probe(x[train], y[train])
+        right[test] = probe.predict(x[test]) == y[test]
+    return right
+
+
+def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5) -> None:
+    """What `source_probe_guesses` asks of sources and concepts, before anything is encoded. UserError as there."""
+    sizes = Counter(source)
+    if len(sizes) < 2:
+        raise UserError("a source probe needs at least two sources to tell apart")
+    least = min(sizes.values())
+    if folds < 2 or least < folds:
+        raise UserError(f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}")
+    if concepts is None:
+        return
+    distinct = Counter(name for name, _ in set(zip(source, concepts, strict=True)))
+    name = min(distinct, key=lambda name: (distinct[name], str(name)))
+    if distinct[name] < folds:  # a fold of all concepts of a source would leave none to fit the probe on
+        raise UserError(
+            f"{folds} folds cannot be cut from the {distinct[name]} concepts of source {name!r}; give more samples, or name "
+            "no field of concepts (--concept)"
+        )
+
+
+def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
+    """(N,) concepts for the source probe, a pair without one being a concept of its own; None where no pair has one."""
+    if all(concept is None for concept in concepts):
+        return None
+    return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]
+
+
+def _fitted_probe(x: np.ndarray, y: np.ndarray) -> Any:
+    """The probe of `source_probe_accuracy`, fitted on features (n, D) and sources (n,)."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            return probe.fit(x, y)
+        except ConvergenceWarning as error:
+            raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error

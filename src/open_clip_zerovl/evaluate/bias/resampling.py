@@ -1,0 +1,98 @@
+"""Intervals of measures by resampling queries (the bootstrap), and of differences between runs of several seeds.
+
+A unit is drawn as a whole: all queries of one concept, in all pools, since they are no independent evidence. What is drawn are
+queries; the candidates that each query is ranked against stay as they are. All models are measured on the same draws, so that
+the interval of a difference leaves out what makes a test set hard for all of them.
+
+Legend: `U` units, `R` draws, `T` terms of a measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from open_clip_zerovl.core.randomness import Purpose, stream
+
+LEVEL = 0.95  # of all intervals
+_DRAWS_AT_ONCE_BYTES = 1 << 26
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that is a weighted sum of means over queries: sum_t c_t * mean_t.
+
+    Attributes:
+        sums: (T, U) of the queries' values in each unit.
+        counts: (T, U) queries in each unit.
+        factors: (T,) the c_t.
+    """
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+    factors: NDArray[np.float64]
+
+    @property
+    def value(self) -> float:
+        """The number itself."""
+        return float(self.weighted(np.ones((1, self.sums.shape[1])))[0])
+
+    def weighted(self, weights: NDArray) -> NDArray[np.float64]:
+        """(R,) the number where unit u counts `weights[r, u]` times; weights (R, U). NaN where a mean has no query."""
+        with np.errstate(invalid="ignore"):
+            return (weights @ self.sums.T / (weights @ self.counts.T)) @ self.factors
+
+
+def mean_over(values: Sequence[tuple[Tensor, Tensor]], units: int, factors: Sequence[float]) -> Measure:
+    """A measure of some means.
+
+    Args:
+        values: for each mean (values (Q,), unit (Q,) of each value).
+        units: U.
+        factors: of each mean.
+    """
+    summed = [per_unit(one, unit, units) for one, unit in values]
+    counted = [per_unit(torch.ones_like(one), unit, units) for one, unit in values]
+    return Measure(np.stack(summed), np.stack(counted), np.asarray(factors, dtype=np.float64))
+
+
+def per_unit(values: Tensor, unit: Tensor, units: int) -> NDArray[np.float64]:
+    """(U,) sum of the values (Q,) of each unit."""
+    return torch.zeros(units, dtype=torch.float64).index_add_(0, unit, values.double()).numpy()
+
+
+def resampled(measures: Mapping[str, Measure], draws: int, seed: int) -> dict[str, NDArray[np.float64]]:
+    """Name -> (R,) the measure on each of R draws of U units with replacement; all measures on the same draws."""
+    units = next(iter(measures.values())).sums.shape[1]
+    rng = stream(seed, Purpose.BOOTSTRAP)
+    at_once = max(1, _DRAWS_AT_ONCE_BYTES // (8 * units))
+    parts: dict[str, list[NDArray]] = {name: [] for name in measures}
+    for begin in range(0, draws, at_once):
+        weights = rng.multinomial(units, np.full(units, 1 / units), size=min(at_once, draws - begin)).astype(np.float64)
+        for name, measure in measures.items():
+            parts[name].append(measure.weighted(weights))
+    return {name: np.concatenate(part) for name, part in parts.items()}
+
+
+def interval(values: NDArray) -> Interval:
+    """The central LEVEL of the values (R,), NaN left out."""
+    low, high = np.nanquantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def interval_over_seeds(differences: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Student's t interval of the mean of paired differences, one a seed; None for fewer than two."""
+    if len(differences) < 2:
+        return None
+    from scipy.stats import t
+
+    mean, deviation = float(np.mean(differences)), float(np.std(differences, ddof=1))
+    reach = float(t.ppf((1 + level) / 2, len(differences) - 1)) * deviation / len(differences) ** 0.5
+    return mean - reach, mean + reach

@@ -1,0 +1,179 @@
+"""`zerovl interpolate`: weights between two models as a folder that stock open_clip loads, and the curve they were chosen by.
+
+Files of the folder beside those of an export:
+
+    interpolation.json    both ends, all points with their metrics, the chosen alpha and why
+    interpolation.png     RSUM by alpha
+    interpolation.html    the same with tables, as one page
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from open_clip_zerovl.checkpoints.between import Ends, open_ends
+from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
+from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA
+from open_clip_zerovl.evaluate.interpolation.page import curve_page, curve_picture
+from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, score_set
+from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.report.plot import require_matplotlib
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CurveSettings:
+    """What is scored and how a point is chosen.
+
+    Attributes:
+        new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
+        alphas: points to score; 0 and 1 are always added.
+        rule, kept_share: see `choose`.
+        retrieval: split and captions of all sets.
+
+    Raises:
+        UserError: an alpha or a share out of range.
+    """
+
+    new: str
+    kept: str | None = None
+    alphas: Sequence[float] = ALPHAS
+    rule: str | None = None
+    kept_share: float = KEPT_SHARE
+    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
+
+    def __post_init__(self) -> None:
+        if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
+            raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
+        if not 0 <= self.kept_share <= 1:
+            raise UserError(f"--keep {self.kept_share:g} is no share of the score before; give 0 to 1")
+        require_possible(self.rule, bool(self.kept))
+
+    def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
+        """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
+        new, kept = parse_retrieval_data(self.new), parse_retrieval_data(self.kept) if self.kept else {}
+        if both := sorted(new.keys() & kept.keys()):
+            raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
+        sets = {name: open_retrieval_set(path, self.retrieval.split) for name, path in {**new, **kept}.items()}
+        return sets, tuple(new), tuple(kept)
+
+
+def score_curve(ends: Ends, encoder: Encoder, settings: CurveSettings, *, say: Say | None = None) -> Curve:
+    """Score the models between two ends and choose one; the checkpoints' own transform is used.
+
+    Args:
+        encoder: how many images at once, by how many loader processes.
+        say: is called with a line for each point.
+
+    Raises:
+        UserError: sets that cannot be read, and what `score_set` refuses.
+    """
+    sets, new, kept = settings.open()
+    points = []
+    for alpha in sorted({0.0, 1.0, *settings.alphas}):
+        loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
+        metrics: dict[str, Mapping[str, float]] = {}
+        for name, dataset in sets.items():
+            scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
+            assert scored is not None  # one process scores
+            metrics[name] = scored.metrics
+        points.append(Point(alpha, metrics))
+        if say is not None:
+            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {row['rsum']:.1f}" for name, row in metrics.items()))
+    return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
+
+
+def write_between(
+    ends: Ends,
+    alpha: float,
+    out: str | os.PathLike[str],
+    *,
+    curve: Curve | None = None,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Export the model at `alpha`, with the curve it was chosen by.
+
+    Raises:
+        UserError: a destination that holds something else, weights that do not load again as they were.
+    """
+    weights = ends.weights(alpha)
+    before, after = (_public(name) for name in ends.names)
+    origin = f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT."
+    notes = [f"{curve.reason[0].upper()}{curve.reason[1:]}."] if curve is not None else []
+    metrics = {
+        f"{name}_{key}": value
+        for name, row in (curve.chosen.metrics if curve is not None else {}).items()
+        for key, value in row.items()
+        if key not in ("images", "captions")
+    }
+    card = model_card(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
+    beside: dict[str, bytes | str] = {}
+    if curve is not None:
+        picture = curve_picture(curve)
+        content = {"before": ends.names[0], "after": ends.names[1], **curve.as_dict()}
+        beside = {
+            "interpolation.json": json.dumps(content, indent=2) + "\n",
+            "interpolation.png": picture,
+            "interpolation.html": curve_page(curve, ends.names, picture),
+        }
+    else:
+        content = {"before": ends.names[0], "after": ends.names[1], "chosen": {"alpha": alpha, "reason": "as asked"}}
+        beside = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
+    origin_file = f"{ends.names[0]}..{ends.names[1]}"
+    return write_local_dir(
+        origin_file, weights, ends.spec, out, card=card, precision=precision, force=force, beside=beside
+    )
+
+
+def _public(name: str) -> str:
+    """A model's name without the folders above it: of a checkpoint its run and its file."""
+    path = Path(name.removeprefix("local-dir:"))
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.name}"
+    return path.name if path.exists() else name
+
+
+def run_interpolation(
+    before: Encoder,
+    after: Encoder,
+    out: str | os.PathLike[str],
+    *,
+    alpha: float | None = None,
+    settings: CurveSettings | None = None,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write the model between two others: at `alpha`, or at the point that the curve of `settings` chooses.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: models that are not alike, bad sets, a destination that cannot be written.
+    """
+    check_destination(Path(os.path.abspath(Path(out).expanduser())), force)
+    curve = None
+    if settings is not None:
+        require_matplotlib()
+        settings.open()  # before the models are loaded
+    ends = open_ends(before, after)
+    if settings is not None:
+        curve = score_curve(ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+        alpha = curve.chosen.alpha
+        print(f"{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
+        if not curve.kept:
+            print("No kept set was scored, so that nothing says what was forgotten; give --kept NAME=SET.")
+    return write_between(
+        ends, PLAIN_ALPHA if alpha is None else alpha, out, curve=curve, precision=precision, force=force
+    )

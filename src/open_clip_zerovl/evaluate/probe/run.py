@@ -1,0 +1,146 @@
+"""`zerovl linear-probe`: how well a linear classifier does on the frozen image tower (section 5.3, A.7).
+
+The features are the tower's pooled output *before* the projection into the shared space (CLIP's protocol).
+
+    paper   LARS on augmented images (lars.py); test images pass the paper's transform, squash to 256 and crop 224 (2.2, A.9)
+    quick   logistic regression by L-BFGS (logistic.py) on cached features of the unaugmented images
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
+from open_clip_zerovl.evaluate.probe.charts import confusion_picture
+from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features, tower_before_projection
+from open_clip_zerovl.evaluate.probe.lars import LarsSettings, recorded_settings, train_lars
+from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
+from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
+from open_clip_zerovl.evaluate.probe.sets import ProbeSet, class_list, open_probe_set
+from open_clip_zerovl.report.plot import require_matplotlib
+
+
+def run_linear_probe(
+    encoder: Encoder,
+    train: str,
+    test: str,
+    *,
+    out: str | os.PathLike[str],
+    way: str = "paper",
+    settings: LarsSettings | None = None,
+    label: str = "cls",
+    amp: bool = False,
+) -> dict[str, Any]:
+    """Probe a checkpoint; prints a row, writes `linear_probe.json` and `confusion.png` into `out`.
+
+    Args:
+        encoder: the checkpoint; its `batch_size` is the number of images in the tower at once.
+        train, test: what `sets.open_probe_set` takes.
+        out: folder of the results, the cached features and the state that a later call goes on from.
+        way: `paper` or `quick`, see the module's text.
+        settings: of the paper's way; the quick way takes its seed.
+        label: where shards keep the class.
+        amp: run the tower (not the classifier) in bf16.
+
+    Returns:
+        What the JSON holds.
+
+    Raises:
+        UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
+    """
+    if way not in ("paper", "quick"):
+        raise UserError(f"unknown way {way!r} of a linear probe; use 'paper' or 'quick'")
+    require_matplotlib()  # before hours of training
+    settings = settings or LarsSettings()
+    out = Path(out)
+    check_writable(out, folder=True)
+    # The cheap checks come before the model is loaded.
+    train_set, test_set = open_probe_set(train, "train", label=label), open_probe_set(test, "test", label=label)
+    classes = class_list(train_set, test_set)
+    loaded, preprocess, _, device = encoder.load()
+    if way == "paper":
+        preprocess = paper_transform_of(loaded.visual)
+    tower = tower_before_projection(loaded.visual).eval()
+    tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
+
+    def features_of(images: ProbeSet, name: str) -> tuple[Tensor, Tensor]:
+        return cached_features(tower, images, preprocess, classes, out / "features", tower_settings, name=name)
+
+    test_features, test_targets = features_of(test_set, "test")
+    if way == "quick":
+        scores, details = _quick(*features_of(train_set, "train"), test_features, settings.seed)
+    else:
+
+        def evaluate(head: nn.Module) -> float:
+            return classification_metrics(head_scores(head, test_features), test_targets)[0]["top1"]
+
+        head, history = train_lars(
+            tower,
+            train_set,
+            _paper_augmentation(loaded.visual),
+            classes,
+            settings,
+            tower_settings,
+            state_file=out / "state.pt",
+            evaluate=evaluate,
+        )
+        scores = head_scores(head, test_features)
+        details = {"settings": recorded_settings(settings, tower_settings), "history": history}
+    facts = {
+        "model": str(encoder.model),
+        "way": way,
+        "train": {"path": train_set.path, "images": len(train_set)},
+        "test": {"path": test_set.path, "images": len(test_set)},
+        "classes": len(classes),
+        "feature_width": test_features.shape[1],
+        "test_transform": "squash 256, crop 224" if way == "paper" else "checkpoint",
+    }
+    names = [train_set.names.get(label, label) for label in classes]
+    return _write(out, facts, details, names, scores, test_targets)
+
+
+def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
+    """Scores (N, C) of the test set by logistic regression, and what the JSON says of the fit."""
+    fit = fit_logistic(features, targets, seed=seed)
+    return fit.scores(test_features), {
+        "C": fit.chosen_c,
+        "split_accuracy_by_C": {f"{c:.3g}": value for c, value in sorted(fit.split_accuracy.items())},
+        "converged": fit.converged,
+    }
+
+
+def _paper_augmentation(visual: nn.Module) -> Transform:
+    """The paper's training transform for a probe (A.7), at the size, mean and standard deviation of a tower."""
+    config = visual.preprocess_cfg
+    side = config["size"] if isinstance(config["size"], int) else config["size"][0]
+    return image_transform_train(side, config["mean"], config["std"], area=(0.08, 1.0), auto_augment="imagenet")
+
+
+def _write(
+    out: Path,
+    facts: dict[str, Any],
+    details: dict[str, Any],
+    names: Sequence[str],
+    scores: Tensor,
+    targets: Tensor,
+) -> dict[str, Any]:
+    """Write the picture and the JSON of the scores (N, C), and print the row; returns what the JSON holds."""
+    metrics, counts = classification_metrics(scores, targets)
+    result = {**facts, **metrics, "most_confused": most_confused(counts, names), **details}
+    out.mkdir(parents=True, exist_ok=True)
+    way, images = result["way"], result["test"]["images"]
+    title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
+    write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
+    write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
+    row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
+    print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
+    return result

@@ -1,0 +1,17 @@
+"""Image-text retrieval (sections 5.1 and 5.2): sets, recall@K both ways, RSUM."""
+
+from open_clip_zerovl.core.lazy import lazy_exports
+
+PUBLIC_NAMES = {
+    "open_clip_zerovl.evaluate.retrieval.metrics": [
+        "recalls",
+        "retrieval_metrics",
+        "retrieval_metrics_from_scores",
+        "retrieval_ranks",
+    ],
+    "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],
+    "open_clip_zerovl.evaluate.retrieval.sets": ["RetrievalSet", "open_retrieval_set", "parse_retrieval_data"],
+    "open_clip_zerovl.evaluate.retrieval.run": ["run_retrieval"],
+}
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, PUBLIC_NAMES)

@@ -1,0 +1,112 @@
+"""Features of a retrieval set by a model, and their metrics (section 5.1).
+
+Legend: `I` images, `T` captions, `b` images of one batch, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics
+from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, retrieval_batches
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """`model.eval()` inside; afterwards each module has its own mode again (a frozen tower stays in eval)."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
+def encode_retrieval(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Sequence[Sequence[str]]]],
+    tokenizer: Callable[[list[str]], Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    input_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encodes images and their captions.
+
+    Args:
+        model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode; its modes are restored afterwards.
+        batches: yields (images (b, 3, H, W), for each image its captions).
+        tokenizer: captions -> tokens (captions, context_length).
+        autocast: makes the context in which the towers run, such as open_clip's `get_autocast(precision)`. None runs them
+            without; the metrics then equal those of CLIP_benchmark with `--no_amp`.
+        input_dtype: images are cast to it, for a model in half precision.
+
+    Returns:
+        image_features (I, D), text_features (T, D), both L2-normalised, float32, on the CPU; text_to_image (T,).
+
+    Raises:
+        UserError: no batch at all, or an image without caption.
+    """
+    context = autocast or nullcontext
+    image_features: list[Tensor] = []
+    text_features: list[Tensor] = []
+    text_to_image: list[int] = []
+    seen = 0
+    with _evaluating(model), torch.no_grad():
+        for images, captions in batches:
+            if len(images) != len(captions):
+                raise UserError(f"a batch holds {len(images)} images but captions for {len(captions)}")
+            for offset, own in enumerate(captions):
+                if not own:
+                    raise UserError(f"image {seen + offset} of the retrieval set has no caption")
+                text_to_image.extend([seen + offset] * len(own))
+            seen += len(images)
+            tokens = tokenizer([caption for own in captions for caption in own]).to(device)
+            with context():
+                image = model.encode_image(images.to(device=device, dtype=input_dtype))
+                text = model.encode_text(tokens)
+            image_features.append(F.normalize(image.float(), dim=-1).cpu())
+            text_features.append(F.normalize(text.float(), dim=-1).cpu())
+    if not seen:
+        raise UserError("the retrieval set yields no image")
+    return torch.cat(image_features), torch.cat(text_features), torch.tensor(text_to_image)
+
+
+def evaluate_retrieval(
+    model: nn.Module,
+    preprocess: Callable[[Any], Tensor],
+    tokenizer: Callable[[list[str]], Tensor],
+    dataset: RetrievalSet,
+    *,
+    captions_per_image: int | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: str | torch.device = "cpu",
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    input_dtype: torch.dtype | None = None,
+    ks: Sequence[int] = RECALL_KS,
+) -> dict[str, float]:
+    """Metrics of one model on one retrieval set; see `encode_retrieval` and `retrieval_metrics`.
+
+    Args:
+        preprocess: image -> (3, H, W), as a rule the checkpoint's own evaluation transform.
+        captions_per_image: keep the first so many captions of each image; None keeps all, as CLIP_benchmark does.
+        batch_size: images encoded at once.
+        num_workers: loader processes.
+
+    Raises:
+        UserError: an unreadable image, named by file and key, and what those two functions refuse.
+    """
+    batches = retrieval_batches(
+        dataset, preprocess, captions_per_image=captions_per_image, batch_size=batch_size, num_workers=num_workers
+    )
+    features = encode_retrieval(model, batches, tokenizer, device=device, autocast=autocast, input_dtype=input_dtype)
+    return retrieval_metrics(*features, ks=ks)

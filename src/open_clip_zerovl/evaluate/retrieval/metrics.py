@@ -1,0 +1,317 @@
+"""Image-text retrieval: recall@K both ways and RSUM (the metric of the paper's section 5 and of its tables).
+
+Legend: `I` images, `T` captions, `D` embedding width, `C` rows of the score matrix alive at once. A caption belongs to
+exactly one image, an image has one caption or more; `text_to_image` (T,) holds the image's index for each caption.
+
+- image -> text R@K: the share of images with *any* of their captions among the K best-scored captions.
+- text -> image R@K: the share of captions whose image is among the K best-scored images.
+- RSUM: the sum of R@1, R@5, R@10 both ways in percent points, 0 to 600.
+
+**Ties count by expectation.** Where other items have exactly the score of the query's best positive, their order is arbitrary.
+The query then counts with the probability that a random order puts a positive into the top K. A collapsed model, which gives
+everything one score, thus gets the chance level; a sort would give it 100 % or 0 %. Without ties this is the ordinary recall.
+Scores are accumulated in float64 and rounded to float32, so that equal features tie for any chunk, order of rows or BLAS
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.core.errors import UserError
+
+RECALL_KS = (1, 5, 10)
+DIRECTIONS = ("image_to_text", "text_to_image")
+
+#: Memory for a block of scores: large enough for a fast matrix product, small enough for the processor's caches.
+CHUNK_BYTES = 2**25
+
+
+def retrieval_metrics(
+    image_features: Tensor,
+    text_features: Tensor,
+    text_to_image: Tensor | Sequence[int],
+    *,
+    ks: Sequence[int] = RECALL_KS,
+    chunk_size: int | None = None,
+) -> dict[str, float]:
+    """Recall@K both ways and RSUM from features, in memory bounded by a block of rows of scores.
+
+    Args:
+        image_features: (I, D), L2-normalised (a pair's score is the plain inner product), on the CPU or a CUDA device.
+        text_features: (T, D), likewise, on the same device.
+        text_to_image: (T,) index in [0, I) of the image that each caption belongs to.
+        ks: the K of recall@K, positive. A K beyond the number of candidates gives 1.
+        chunk_size: `C`, rows of scores alive at once; None takes CHUNK_BYTES at 16 bytes a score. A float64 copy of the
+            features needs memory too. The result does not depend on it.
+
+    Returns:
+        `image_to_text_R@K` and `text_to_image_R@K` for each K, as shares in [0, 1] (the names of open_clip's own
+        metrics), and, where `ks` holds 1, 5 and 10, `rsum` in percent points (0 to 600).
+
+    Raises:
+        UserError: shapes that do not fit, an index out of range, an image without caption, a NaN or infinite feature.
+    """
+    return recalls(retrieval_ranks(image_features, text_features, text_to_image, chunk_size=chunk_size), ks)
+
+
+def retrieval_metrics_from_scores(
+    scores: Tensor,
+    text_to_image: Tensor | Sequence[int],
+    *,
+    ks: Sequence[int] = RECALL_KS,
+    chunk_size: int | None = None,
+) -> dict[str, float]:
+    """As `retrieval_metrics`, from a matrix of scores (I, T); a higher score is a better match.
+
+    Raises:
+        UserError: shapes that do not fit, an index out of range, an image without caption, a NaN.
+    """
+    if scores.ndim != 2 or not scores.is_floating_point():
+        raise UserError(f"scores must be a floating-point matrix (images, texts), got {_describe(scores)}")
+    # An infinite score may be a mask; only NaN has no rank.
+    if bool(scores.isnan().any()):
+        raise UserError("the scores hold NaN, which has no rank: look for the diverged model or broken input first")
+    links = _checked_links(text_to_image, scores.shape[0], scores.shape[1], scores.device)
+    ranks = _rank(
+        score_rows=lambda start, stop: scores[start:stop],
+        positive=scores[links, torch.arange(len(links), device=scores.device)],
+        links=links,
+        num_images=scores.shape[0],
+        chunk_size=min(_rows_at_once(chunk_size, len(links)), len(scores)),
+    )
+    return recalls(ranks, ks)
+
+
+@dataclass(frozen=True)
+class QueryRanks:
+    """The rank of each query's best positive, as counts (Q,) on the CPU.
+
+    The rank lies in above + 1 .. above + tied - tied_positives + 1.
+
+    Attributes:
+        above: items with a higher score than the best positive.
+        tied: items with exactly its score, itself included.
+        tied_positives: those of them that belong to the query.
+    """
+
+    above: Tensor
+    tied: Tensor
+    tied_positives: Tensor
+
+    def __len__(self) -> int:
+        return len(self.above)
+
+
+def retrieval_ranks(
+    image_features: Tensor,
+    text_features: Tensor,
+    text_to_image: Tensor | Sequence[int],
+    *,
+    chunk_size: int | None = None,
+) -> dict[str, QueryRanks]:
+    """Direction -> ranks of each query's best positive; arguments and errors as `retrieval_metrics`.
+
+    `recalls` makes metrics of them; the gallery finds hits and misses by them.
+    """
+    _check_features(image_features, text_features)
+    links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
+    images, texts = image_features.double(), text_features.double()
+    rows = min(_rows_at_once(chunk_size, len(links)), len(images))
+    # All blocks use the same memory: glibc before 2.38 does not reuse freed aligned blocks, so that a new one for each block of
+    # rows let a process grow to the size of all scores.
+    exact = images.new_empty(rows, len(texts))
+    rounded = torch.empty_like(exact, dtype=torch.float32)
+
+    def score_rows(start: int, stop: int) -> Tensor:
+        torch.mm(images[start:stop], texts.T, out=exact[: stop - start])
+        return rounded[: stop - start].copy_(exact[: stop - start])
+
+    return _rank(
+        score_rows=score_rows,
+        positive=_paired_scores(images, texts, links).float(),
+        links=links,
+        num_images=len(images),
+        chunk_size=rows,
+    )
+
+
+def ranks_by_label(
+    queries: Tensor,
+    keys: Tensor,
+    query_labels: Tensor,
+    key_labels: Tensor,
+    *,
+    chunk_size: int | None = None,
+) -> QueryRanks:
+    """Ranks of each query's best match, where a query may have several: all keys of its label.
+
+    Args:
+        queries, keys: (Q, D) and (T, D), L2-normalised, on one device.
+        query_labels, key_labels: (Q,) and (T,) whole numbers.
+        chunk_size: `C`, rows of scores alive at once, as for `retrieval_metrics`.
+
+    Raises:
+        UserError: NaN or infinite features, widths that differ, no query, or a query without a match.
+    """
+    _check_features(queries, keys)
+    query_labels, key_labels = query_labels.to(queries.device), key_labels.to(queries.device)
+    if not len(queries) or not bool(torch.isin(query_labels, key_labels).all()):
+        raise UserError("each query needs a match among the candidates; leave out the others")
+    exact_keys = keys.double().T
+    parts = []
+    for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
+        block = slice(start, start + size)
+        scores = (queries[block].double() @ exact_keys).float()  # (C, T)
+        match = query_labels[block, None] == key_labels
+        best = scores.masked_fill(~match, -torch.inf).amax(dim=1, keepdim=True)
+        tied = scores == best
+        parts.append(((scores > best).sum(dim=1), tied.sum(dim=1), (tied & match).sum(dim=1)))
+    return QueryRanks(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+
+def _paired_scores(images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096) -> Tensor:
+    """(T,) score of each caption with its own image."""
+    scores = texts.new_empty(len(texts))
+    own = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
+    for start in range(0, len(texts), captions_at_once):
+        part = slice(start, min(start + captions_at_once, len(texts)))
+        products = torch.index_select(images, 0, links[part], out=own[: part.stop - start]).mul_(texts[part])
+        torch.sum(products, dim=1, out=scores[part])
+    return scores
+
+
+def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
+    """`C`. UserError for a chunk size below 1."""
+    if chunk_size is None:
+        return max(1, CHUNK_BYTES // (16 * num_texts))
+    if chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1, got {chunk_size}")
+    return chunk_size
+
+
+def _rank(
+    score_rows: Callable[[int, int], Tensor], positive: Tensor, links: Tensor, num_images: int, chunk_size: int
+) -> dict[str, QueryRanks]:
+    """Both directions from one pass over the scores, a block of rows at a time.
+
+    Args:
+        score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1; a call may overwrite the result of the one before.
+        positive: (T,) score of each caption with its image.
+        links: (T,) image of each caption.
+    """
+    texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
+    image_of_sorted = links[texts_by_image].contiguous()
+    starts = range(0, num_images, chunk_size)
+    edges = torch.tensor([*starts, num_images], device=links.device)
+    bounds = torch.searchsorted(image_of_sorted, edges).tolist()
+
+    # Comparisons as 0.0 and 1.0: a sum of booleans makes a copy of 8 bytes each. float32 counts exactly up to 2^24.
+    marks = torch.empty(
+        chunk_size, len(links), dtype=torch.float32 if len(links) < 2**24 else torch.float64, device=links.device
+    )
+
+    def count(compare: Callable[..., Tensor], scores: Tensor, others: Tensor, dim: int) -> Tensor:
+        return compare(scores, others, out=marks[: len(scores)]).sum(dim=dim).long()
+
+    by_image: list[tuple[Tensor, Tensor, Tensor]] = []
+    text_above = torch.zeros(len(links), dtype=torch.long, device=links.device)
+    text_tied = torch.zeros_like(text_above)
+    for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
+        scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
+        rows, columns = image_of_sorted[low:high] - start, texts_by_image[low:high]  # (P,) places of the positives
+        own = scores[rows, columns]
+
+        best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, own, reduce="amax")  # (C,)
+        above, tied = (count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq))
+        tied_positives = torch.zeros_like(tied).index_add_(0, rows, (own == best[rows]).to(tied.dtype))
+        by_image.append((above, tied, tied_positives))
+
+        text_above += count(torch.gt, scores, positive, dim=0)
+        text_tied += count(torch.eq, scores, positive, dim=0)
+        # A caption's own image ties with itself, even where two ways to compute their score differ in the last bit.
+        text_above[columns] -= (own > positive[columns]).long()
+        text_tied[columns] += (own != positive[columns]).long()
+    image = [torch.cat(part).cpu() for part in zip(*by_image, strict=True)]
+    text = text_above.cpu(), text_tied.cpu(), torch.ones(len(links), dtype=torch.long)
+    return {"image_to_text": QueryRanks(*image), "text_to_image": QueryRanks(*text)}
+
+
+def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> dict[str, float]:
+    """The metrics of `retrieval_metrics`, from ranks. UserError for a K below 1."""
+    ks = sorted(set(ks))
+    if not ks or ks[0] < 1:
+        raise UserError(f"ks must be positive numbers such as (1, 5, 10), got {ks}")
+    metrics: dict[str, float] = {}
+    for direction in DIRECTIONS:
+        for k, hit in zip(ks, hit_probabilities(ranks[direction], ks).mean(dim=1).tolist(), strict=True):
+            metrics[f"{direction}_R@{k}"] = hit
+    if set(RECALL_KS) <= set(ks):
+        metrics["rsum"] = 100 * sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RECALL_KS)
+    return metrics
+
+
+def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
+    """Probability that a positive is in the top K of each query, over all orders of tied items; (len(ks), Q), float64.
+
+    With g items scored above the best positive and p positives and t others scored like it, the top K has s = K - g
+    places left for the p + t tied items, and misses all p positives with probability
+    t/(p+t) * (t-1)/(p+t-1) * ... (s factors). `ks` ascend.
+    """
+    tied_others = ranks.tied - ranks.tied_positives
+    hit = torch.zeros(len(ks), len(ranks), dtype=torch.float64)
+    miss = torch.ones(len(ranks), dtype=torch.float64)
+    # Place by place: after the g better items, `drawn` tied items are above the current place.
+    for place in range(ks[-1]):
+        drawn = place - ranks.above
+        factor = (tied_others - drawn).clamp(min=0).double() / (ranks.tied - drawn).clamp(min=1)
+        miss = torch.where(drawn >= 0, miss * factor, miss)
+        for index, k in enumerate(ks):
+            if place == k - 1:
+                hit[index] = 1 - miss
+    return hit
+
+
+def _check_features(image_features: Tensor, text_features: Tensor) -> None:
+    for name, features in (("image_features", image_features), ("text_features", text_features)):
+        if features.ndim != 2 or not features.is_floating_point():
+            raise UserError(f"{name} must be a floating-point matrix (items, width), got {_describe(features)}")
+        if not bool(features.isfinite().all()):
+            row = int((~features.isfinite()).any(dim=1).nonzero()[0, 0])
+            raise UserError(
+                f"{name} holds NaN or infinity (first in row {row}): the model diverged or its input is bad"
+            )
+    if image_features.shape[1] != text_features.shape[1]:
+        raise UserError(
+            f"image_features and text_features must have the same width, got {image_features.shape[1]} and "
+            f"{text_features.shape[1]}"
+        )
+
+
+def _checked_links(text_to_image: Tensor | Sequence[int], num_images: int, num_texts: int, device: Any) -> Tensor:
+    links = torch.as_tensor(text_to_image, device=device)
+    if num_images == 0 or num_texts == 0:
+        raise UserError(f"retrieval needs images and captions, got {num_images} images and {num_texts} captions")
+    if links.ndim != 1 or len(links) != num_texts or links.is_floating_point() or links.dtype == torch.bool:
+        raise UserError(
+            f"text_to_image must hold one image index for each of the {num_texts} captions, got {_describe(links)}"
+        )
+    links = links.long()
+    if int(links.min()) < 0 or int(links.max()) >= num_images:
+        raise UserError(
+            f"text_to_image must lie in 0..{num_images - 1} (there are {num_images} images), got values from "
+            f"{int(links.min())} to {int(links.max())}"
+        )
+    captions = torch.bincount(links, minlength=num_images)
+    if int(captions.min()) == 0:
+        raise UserError(f"image {int(captions.argmin())} has no caption: leave it out or give it one")
+    return links
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,1 +1,0 @@
-"""Charts and HTML pages: what all of them share."""

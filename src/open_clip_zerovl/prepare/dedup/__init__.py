@@ -1,0 +1,1 @@
+"""Near-duplicate pictures: hashes, overlap with test sets, and leaving them out."""

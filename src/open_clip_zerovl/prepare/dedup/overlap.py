@@ -1,0 +1,316 @@
+"""Training pictures that are in a test set: `zerovl data near`, and what `zerovl data pack --drop-near` compares with.
+
+near.json    settings, counts, and each pair: source, shard, key; test set, key; distance
+near.html    pairs side by side, evenly chosen from the nearest to the farthest
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+from tqdm import tqdm
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import find_table
+from open_clip_zerovl.evaluate.retrieval.formats import split_location
+from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.prepare.dedup.near import (
+    BITS,
+    NEAR,
+    PICTURES_AT_ONCE,
+    Hashes,
+    NearIndex,
+    hash_all,
+    require_imagehash,
+)
+from open_clip_zerovl.report.html import THUMBNAIL_PX, heading, html_page, paragraph, thumbnail
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
+from open_clip_zerovl.shards.pictures import decoded, rgb
+from open_clip_zerovl.shards.writing import RETRIEVAL_MARK
+
+SHOWN = 100  # pairs on the page
+_KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
+
+
+@dataclass(frozen=True)
+class SetPicture:
+    """A picture of a test set, as a range of bytes of a file."""
+
+    test: str
+    key: str
+    file: Path
+    offset_bytes: int = 0
+    size_bytes: int = -1
+
+    def read(self) -> bytes:
+        """Its encoded bytes. UserError where the file cannot be read."""
+        try:
+            with regular_file(self.file) as file:
+                file.seek(self.offset_bytes)
+                return file.read(self.size_bytes)
+        except OSError as error:
+            raise UserError(f"{self.file}: the test picture {self.key!r} cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class ComparedSets:
+    """The pictures of one or several test sets, with an index of their hashes.
+
+    Attributes:
+        pictures: of all sets, those that can be decoded.
+        index: their hashes, in the same order.
+        unreadable: pictures that cannot be decoded, left out.
+    """
+
+    pictures: Sequence[SetPicture]
+    index: NearIndex
+    unreadable: int
+
+    def counts(self) -> dict[str, int]:
+        """Test set -> its pictures."""
+        return {
+            name: sum(one.test == name for one in self.pictures)
+            for name in dict.fromkeys(p.test for p in self.pictures)
+        }
+
+
+class Place(NamedTuple):
+    """Where a training picture is; without shards, `shard` is empty."""
+
+    source: str
+    shard: str
+    key: str
+
+
+@dataclass(frozen=True)
+class NearPair:
+    """A training picture and the test picture that it is near to."""
+
+    source: str
+    shard: str
+    key: str
+    test: str
+    test_key: str
+    distance: int
+
+
+@dataclass
+class Overlap:
+    """What was found.
+
+    Attributes:
+        tests: test set -> its pictures.
+        samples: source -> its samples with a picture.
+        unreadable: source -> pictures that cannot be decoded.
+        pairs: those within the distance, in the order of the sources.
+        within: the distance.
+        thumbnails: number of a pair -> (training picture, test picture).
+    """
+
+    tests: dict[str, int]
+    within: int
+    samples: dict[str, int] = field(default_factory=dict)
+    unreadable: dict[str, int] = field(default_factory=dict)
+    pairs: list[NearPair] = field(default_factory=list)
+    thumbnails: dict[int, tuple[Image.Image, Image.Image]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the pictures."""
+        return {
+            "hash": f"pHash, {BITS} bits",
+            "within": self.within,
+            "tests": self.tests,
+            "samples": self.samples,
+            "unreadable": self.unreadable,
+            "pairs": [asdict(pair) for pair in self.pairs],
+        }
+
+
+def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progress: bool = True) -> ComparedSets:
+    """Hash the pictures of test sets.
+
+    Args:
+        tests: `NAME=SET::NAME=SET`; a set is one that `zerovl retrieval` takes, or a folder of pictures, with subfolders.
+        split: of sets that have several.
+
+    Raises:
+        UserError: a missing package, a set that cannot be read, or one without pictures.
+    """
+    require_imagehash()
+    pictures = [
+        picture for name, path in parse_retrieval_data(tests).items() for picture in _test_pictures(name, path, split)
+    ]
+    hashes, kept = [], []
+    contents = (picture.read() for picture in pictures)
+    bar = tqdm(hash_all(contents, threads), total=len(pictures), desc="test sets", unit="picture", disable=not progress)
+    for picture, (_, own) in zip(pictures, bar, strict=True):
+        if own is not None:
+            hashes.append(own)
+            kept.append(picture)
+    return ComparedSets(kept, NearIndex(hashes), len(pictures) - len(kept))
+
+
+def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
+    folder, _ = split_location(path)
+    if folder.is_dir() and not (folder / RETRIEVAL_MARK).is_file() and not any(folder.glob("*.tar")):
+        files = sorted(p for p in folder.rglob("*") if p.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
+        if files and find_table(str(folder)) is None:
+            return [SetPicture(name, str(file.relative_to(folder)), file) for file in files]
+    found = open_retrieval_set(path, split).samples
+    return [SetPicture(name, one.key, one.file, one.offset_bytes, one.size_bytes) for one in found]
+
+
+def find_overlap(
+    data: str, tests: ComparedSets, *, within: int = NEAR, threads: int = 4, progress: bool = True
+) -> Overlap:
+    """Compare every picture of named sources with test sets.
+
+    Args:
+        data: `name=shards::name=shards`, as `--train-data`: local shards, tables, clusters.
+        within: largest distance of a copy.
+
+    Raises:
+        UserError: a distance out of range, data that cannot be read, or remote shards.
+    """
+    check_distance(within)
+    found = Overlap(tests.counts(), within)
+    for source in parse_sources(data, evaluation=True):
+        _compare(source, tests, found, threads, progress)
+    return found
+
+
+def check_distance(within: int) -> None:
+    """UserError for a distance at which distinct pictures count as near, too."""
+    if not 0 <= within <= BITS // 4:
+        raise UserError(
+            f"a distance of {within} is out of range; take 0 to {BITS // 4} of {BITS} bits (distinct pictures have about "
+            f"{BITS // 2}, copies {NEAR} or less)"
+        )
+
+
+def _compare(source: Source, tests: ComparedSets, found: Overlap, threads: int, progress: bool) -> None:
+    bar = tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress)
+
+    def pictures() -> Iterator[tuple[Place, bytes]]:
+        for shard in range(len(source.shards)):
+            for sample in samples_of(source, shard):
+                bar.update()
+                if (content := image_of(sample.files)) is not None:
+                    yield Place(source.name, os.path.basename(source.shards[shard]), sample.key), content
+
+    found.samples[source.name] = found.unreadable[source.name] = 0
+    with bar:
+        match(pictures(), tests, found, threads)
+
+
+def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4) -> None:
+    """Compare training pictures with test sets, and add to what was found: counts, pairs, thumbnails of the first ones."""
+    places: deque[Place] = deque()  # of the pictures that are being hashed
+
+    def contents() -> Iterator[bytes]:
+        for place, content in pictures:
+            places.append(place)
+            yield content
+
+    hashed = hash_all(contents(), threads)
+    while block := list(islice(hashed, PICTURES_AT_ONCE)):
+        asked = []
+        for content, own in block:
+            place = places.popleft()
+            found.samples[place.source] = found.samples.get(place.source, 0) + 1
+            found.unreadable[place.source] = found.unreadable.get(place.source, 0) + (own is None)
+            if own is not None:
+                asked.append((place, content, own))
+        _add_pairs(asked, tests, found)
+
+
+def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap) -> None:
+    numbers, distances = tests.index.nearest([own for _, _, own in asked], found.within)
+    for (place, content, _), number, distance in zip(asked, numbers.tolist(), distances.tolist(), strict=True):
+        if number < 0:
+            continue
+        test = tests.pictures[number]
+        if len(found.pairs) < _KEPT:
+            found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.read())
+        found.pairs.append(NearPair(*place, test.test, test.key, distance))
+
+
+def _thumbnail(content: bytes) -> Image.Image:
+    def shrunk(image: Image.Image) -> Image.Image:
+        small = rgb(image)
+        small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        return small.copy()
+
+    return decoded(content, shrunk)
+
+
+def write_overlap(found: Overlap, out: Path) -> None:
+    """Write `near.json` and `near.html` into a folder. UserError where they cannot be written."""
+    write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
+    ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
+    chosen = ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]
+    body = [
+        paragraph(overlap_text(found), "lead"),
+        paragraph(
+            f"Distances count the bits of {BITS} that differ. Copies that were re-encoded or resized have 0 to 8, cropped "
+            f"ones up to about {NEAR}, distinct pictures about {BITS // 2}. Look at the last ones: if those are not copies, "
+            "lower the distance."
+        ),
+        heading(f"{len(chosen)} of {len(found.pairs)} pairs, from the nearest on: training picture, test picture"),
+        *(_pair_html(found.pairs[number], *found.thumbnails[number]) for number in chosen),
+    ]
+    write_atomically(out / "near.html", html_page("Training pictures that are in test sets", body))
+
+
+def _pair_html(pair: NearPair, training: Image.Image, test: Image.Image) -> str:
+    pictures = thumbnail(training, f"training picture {pair.key}") + thumbnail(test, f"test picture {pair.test_key}")
+    said = paragraph(f"distance {pair.distance}: {pair.source} {pair.shard} {pair.key}, {pair.test} {pair.test_key}")
+    return f'<div class="example"><div class="ranking">{pictures}</div>{said}</div>'
+
+
+def overlap_text(found: Overlap) -> str:
+    """What was found, in sentences."""
+    tests = ", ".join(f"{name} ({count:,} pictures)" for name, count in found.tests.items())
+    lines = []
+    for source, count in found.samples.items():
+        own = [pair for pair in found.pairs if pair.source == source]
+        held = len({(pair.test, pair.test_key) for pair in own})
+        lines.append(
+            f"{source}: {len(own):,} of {count:,} pictures are copies of {held:,} test pictures."
+            + (f" {found.unreadable[source]:,} could not be decoded." if found.unreadable[source] else "")
+        )
+    return f"Compared with {tests}, within {found.within} of {BITS} bits. {' '.join(lines)}"
+
+
+def run_overlap(
+    data: str,
+    tests: str,
+    out: Path,
+    *,
+    split: str = "test",
+    within: int = NEAR,
+    threads: int = 4,
+    progress: bool = True,
+) -> Overlap:
+    """`zerovl data near`: find, print, write `near.json` and `near.html` into `out`. UserError as the functions it calls."""
+    check_distance(within)
+    check_writable(out, folder=True)
+    opened = open_test_sets(tests, split=split, threads=threads, progress=progress)
+    found = find_overlap(data, opened, within=within, threads=threads, progress=progress)
+    write_overlap(found, out)
+    print(overlap_text(found))
+    if opened.unreadable:
+        print(f"{opened.unreadable} test pictures could not be decoded and were not compared.")
+    print(f"Written: {out / 'near.html'}, {out / 'near.json'}")
+    return found

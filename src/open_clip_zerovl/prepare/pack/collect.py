@@ -1,0 +1,183 @@
+"""Rows and pictures into the store: each place is read once, its picture decoded, hashed, and made smaller where asked.
+
+Pictures are numbered as they come, and each 2,000 share a spool (`.pack/00012.spool`), which is kept until the shards are
+written: a call that goes on after a kill takes them from there. A spool holds a picture's bytes where they are not those of a
+local file that can be read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, texts_of
+from open_clip_zerovl.prepare.pack.sources import SourceNames
+from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.public.download import Downloader, Limits
+from open_clip_zerovl.prepare.public.gather import Batch, Gathering, Picture, Work
+from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, examine_picture
+from open_clip_zerovl.prepare.public.spool import Spool
+
+PICTURES_A_SPOOL = 2_000
+
+
+class _Wanted(NamedTuple):
+    """A picture to get: its place in an input, or its bytes."""
+
+    input: int
+    place: str
+    content: bytes | None
+
+
+class Collecting:
+    """One call: the readers' rows go into the store, their pictures into spools.
+
+    Args:
+        readers: the inputs.
+        names: how rows get the names of their sources.
+        store: empty.
+        folder: of the spools.
+        encoding: how pictures are stored.
+        limits: of downloads.
+        work: threads, attempts.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        names: Sequence[SourceNames],
+        store: Store,
+        folder: Path,
+        *,
+        encoding: Encoding,
+        limits: Limits,
+        work: Work,
+    ) -> None:
+        self.readers, self.names, self.store, self.folder = readers, names, store, folder
+        self.encoding, self.limits, self.work = encoding, limits, work
+        self.downloader: Downloader | None = None
+        totals = [reader.total for reader in readers]
+        self.gathering = Gathering(
+            self._fetch,
+            self._finish,
+            work,
+            title="reading pictures",
+            total_rows=None if None in totals else sum(total or 0 for total in totals),
+        )
+        self._batch: Batch | None = None
+
+    def run(self) -> None:
+        """Read all rows, get all pictures."""
+        try:
+            for number, reader in enumerate(self.readers):
+                for row in reader.rows():
+                    self._add(number, row)
+            if self._batch is not None:
+                self.gathering.end(self._batch)
+            self.gathering.drain()
+        finally:
+            self.gathering.close()
+            if self.downloader is not None:
+                self.downloader.close()
+
+    def _add(self, input: int, row: PairRow) -> None:
+        captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
+        source, unnamed = self.names[input].of(row.source)
+        reason = problem or unnamed or ("" if row.place else "no picture named")
+        number = None
+        if not reason:
+            number, new = self.store.number_of(row.content if row.content is not None else row.place, input)
+            if new:
+                self._submit(number, _Wanted(input, row.place, row.content))
+            else:
+                self.gathering.show(rows=1)
+        else:
+            self.gathering.show(rows=1, failures={reason: 1})
+        self.store.add_row(input, row.file, row.line, source, number, captions, reason)
+
+    def _submit(self, number: int, wanted: _Wanted) -> None:
+        index, place = divmod(number, PICTURES_A_SPOOL)
+        if self._batch is None or self._batch.number != index:
+            if self._batch is not None:
+                self.gathering.end(self._batch)
+            spool = Spool(spool_path(self.folder, index))
+            if self.work.retry_failed:
+                spool.forget_transient()
+            self._batch = Batch(index, spool)
+            self.gathering.begin(self._batch)
+        if self.downloader is None and is_address(wanted.place):
+            self.downloader = Downloader(self.limits)
+        if place not in self._batch.spool.outcomes:
+            self.gathering.submit(self._batch, place, wanted)
+
+    def _fetch(self, wanted: _Wanted) -> Picture:
+        if wanted.content is not None:
+            content = wanted.content
+        elif is_address(wanted.place):
+            assert self.downloader is not None
+            content = self.downloader(wanted.place)
+        else:
+            content = self.readers[wanted.input].obtain(wanted.place)
+        stored = examine_picture(content, self.encoding)
+        again = wanted.content is None and not is_address(wanted.place) and stored.content is content
+        about = {
+            "key": stored.pixels,
+            "width": stored.width,
+            "height": stored.height,
+            "bytes": len(stored.content),
+            "sum": sum_of(stored.content),
+            "turned": int(stored.turned),
+            "shrunk": int(stored.shrunk),
+        }
+        return Picture(stored.extension, b"" if again else stored.content, about)
+
+    def _finish(self, batch: Batch) -> None:
+        self.store.add_outcomes(batch.number * PICTURES_A_SPOOL, batch.spool.outcomes)
+        batch.spool.close()
+
+
+class Contents:
+    """The bytes of samples: `contents(sample)` takes them from their spool, or from their input."""
+
+    def __init__(self, readers: Sequence[Reader], folder: Path) -> None:
+        self.readers, self.folder = readers, folder
+
+    def __call__(self, sample: Stored) -> bytes:
+        """The bytes of a picture as it is stored.
+
+        Raises:
+            UserError: the input has changed since it was read.
+        """
+        if sample.size:
+            with open(spool_path(self.folder, sample.number // PICTURES_A_SPOOL), "rb") as file:
+                file.seek(sample.offset)
+                content = file.read(sample.size)
+        else:
+            try:
+                content = self.readers[sample.input].obtain(sample.place)
+            except Failure as failure:
+                raise UserError(f"{sample.place} was read and is gone now ({failure.reason}): {_AGAIN}") from failure
+        if sum_of(content) != sample.sum:
+            raise UserError(f"{sample.place or 'a picture'} has changed since it was read: {_AGAIN}")
+        return content
+
+
+_AGAIN = "leave the inputs as they are while they are packed, remove the folder given with --out, and call it again"
+
+
+def sum_of(content: bytes) -> str:
+    """A hash of a picture's bytes."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def is_address(place: str) -> bool:
+    """Whether a picture is fetched from the web."""
+    return place.lower().startswith(ADDRESS)
+
+
+def spool_path(folder: Path, number: int) -> Path:
+    """The spool of pictures 2,000 * number and on."""
+    return folder / f"{number:05d}.spool"

@@ -1,0 +1,144 @@
+"""Which form an input has: told by looking at it, or as `--format` says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import did_you_mean
+from open_clip_zerovl.prepare.pack.coco import CocoReader, is_coco
+from open_clip_zerovl.prepare.pack.columnar import ArrowReader, ParquetReader, saved_files
+from open_clip_zerovl.prepare.pack.folder import FolderReader, walk
+from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
+from open_clip_zerovl.prepare.pack.table import JsonReader, TableReader
+from open_clip_zerovl.prepare.pack.tars import TarReader
+
+FORMATS = ("folder", "table", "json", "parquet", "arrow", "webdataset")
+
+_ENDINGS = {
+    "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".zip"),
+    "json": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow",),
+    "webdataset": (".tar", ".tar.gz", ".tgz"),
+}
+_IN_FOLDERS = {**_ENDINGS, "table": (".csv", ".tsv", ".csv.gz", ".tsv.gz"), "json": (".jsonl", ".ndjson")}
+_LOOKED_AT = 5_000  # files of a folder
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)", re.DOTALL)
+
+
+def named_input(text: str) -> tuple[str | None, Path]:
+    """NAME=INPUT as (name, path); an input without a name has None. A path that exists as it is written is a path."""
+    match = _NAMED.fullmatch(text)
+    if match and not Path(text).exists():
+        return match[1], Path(match[2]).expanduser()
+    return None, Path(text).expanduser()
+
+
+def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
+    """The reader of an input.
+
+    Args:
+        path: a file or a folder.
+        wanted: columns.
+        form: of FORMATS; None to look.
+
+    Raises:
+        UserError: no such input, one of no known form, or of several; and what the reader raises.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1)) and not path.exists():
+        raise UserError(f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too)")
+    if not path.exists():
+        raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
+    path = path.absolute()
+    found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
+    if found == "folder":
+        if not path.is_dir():
+            raise UserError(f"{path} is a file, and --format folder wants a folder of pictures and texts")
+        return FolderReader(path, wanted)
+    if found == "arrow":
+        return ArrowReader(path, [path] if path.is_file() else saved_files(path), wanted)
+    files = [path] if path.is_file() else _files(path, _IN_FOLDERS[found])
+    if not files:
+        raise UserError(f"{path} holds no file of --format {found} ({', '.join(_IN_FOLDERS[found])})")
+    if found == "parquet":
+        return ParquetReader(path, files, wanted)
+    if found == "webdataset":
+        return TarReader(path, files, wanted)
+    if len(files) > 1:
+        raise UserError(
+            f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the one or those that are wanted"
+        )
+    if found == "table":
+        return TableReader(files[0], wanted)
+    return CocoReader(files[0], wanted) if is_coco(files[0]) else JsonReader(files[0], wanted)
+
+
+def _form_of_file(path: Path) -> str:
+    name = path.name.lower()
+    for form, endings in _ENDINGS.items():
+        if name.endswith(endings):
+            return form
+    if name.endswith((".xlsx", ".xls", ".ods")):
+        raise UserError(f"{path} is a spreadsheet: save it as CSV in UTF-8, and give that")
+    raise UserError(
+        f"{path.name} has no known ending: name its form with --format ({', '.join(FORMATS[1:])}); tables end in .csv or .tsv"
+    )
+
+
+def _form_of_folder(path: Path) -> str:
+    """The form of a folder, from the endings of its first files and what lies beside pictures."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return "arrow"
+    counts: Counter[str] = Counter()
+    pictures: set[str] = set()
+    texts: set[str] = set()
+    others: Counter[str] = Counter()
+    for file in islice((Path(folder, name) for folder, names in walk(path) for name in names), _LOOKED_AT):
+        stem, suffix = os.path.splitext(str(file))
+        if suffix.lower() in PICTURE_SUFFIXES:
+            pictures.add(stem)
+        if suffix in (".txt", ".json"):
+            texts.add(stem)
+        form = next((form for form, ends in _IN_FOLDERS.items() if file.name.lower().endswith(ends)), None)
+        if form:
+            counts[form] += 1
+        else:
+            others[suffix.lower()] += 1
+    paired = bool(pictures & texts)
+    tables = [form for form in ("table", "json") if counts[form]]
+    if paired and tables:
+        raise UserError(
+            f"{path} holds pictures with texts beside them, and a table too: give --format folder for the texts, or the table "
+            "itself"
+        )
+    if counts["webdataset"] and (pictures or tables):
+        raise UserError(
+            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: say which with --format webdataset or "
+            f"--format {'folder' if pictures and not tables else tables[0]}"
+        )
+    # img2dataset writes a parquet of the addresses beside its tars, and beside its folders of pictures.
+    for form, here in (("webdataset", counts["webdataset"]), ("folder", paired), ("parquet", counts["parquet"])):
+        if here:
+            return form
+    if len(tables) > 1:
+        raise UserError(f"{path} holds CSV and JSON tables: give the one that is wanted")
+    if tables:
+        return tables[0]
+    if counts["arrow"]:
+        return "arrow"
+    if pictures:
+        return "folder"  # whose reader says that there are no captions
+    seen = ", ".join(f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)) or "nothing"
+    raise UserError(
+        f"{path} holds neither pictures, a table, parquet files nor tars, but {seen}: give the folder or file of your pairs"
+    )
+
+
+def _files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    """Files of a folder and of those below it that have one of the endings, in order."""
+    return [Path(here, name) for here, names in walk(folder) for name in names if name.lower().endswith(endings)]

@@ -1,0 +1,335 @@
+"""`zerovl data pack`: inputs to shards, or on with a call that was interrupted.
+
+What is finished is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
+with its record, and `pack.json`, which says that all is done. The same inputs and settings give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.prepare.pack import report as reports
+from open_clip_zerovl.prepare.pack.collect import Collecting, Contents
+from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
+from open_clip_zerovl.prepare.pack.page import report_page
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.pack.sources import SourceNames, source_name
+from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
+from open_clip_zerovl.prepare.pack.store import Store
+from open_clip_zerovl.prepare.pack.write import Written, folder_of, write_split
+from open_clip_zerovl.prepare.public import manifest
+from open_clip_zerovl.prepare.public.download import Limits
+from open_clip_zerovl.prepare.public.gather import Work, check_work
+from open_clip_zerovl.prepare.public.pictures import Encoding
+
+PACK_FILE = "pack.json"
+REPORT_FILE = "report.json"
+#: Folder of spools and the store; removed when all is done.
+SCRATCH = ".pack"
+
+#: Raised by one when the same inputs and settings give other shards than before.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """What the shards depend on, besides the inputs.
+
+    Attributes:
+        form: of all inputs (`inputs.FORMATS`); None to look at each.
+        columns: which columns, and where relative paths lead from.
+        max_side_px: larger pictures are shrunk to this longer side; None keeps them.
+        min_side_px: smaller pictures are refused.
+        test_share: share of each source's pictures that is held out.
+        shard_size: samples a shard at most.
+        seed: of the order, and of what is held out.
+        exclusions: pictures to leave out.
+    """
+
+    form: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    max_side_px: int | None = None
+    min_side_px: int = 16
+    test_share: float = 0.0
+    shard_size: int = 10_000
+    seed: int = 0
+    exclusions: Sequence[Exclusion] = ()
+
+    @property
+    def encoding(self) -> Encoding:
+        """How pictures are stored: their own bytes where these may stay."""
+        return Encoding(
+            shorter_side_px=None, min_side_px=self.min_side_px, longer_side_px=self.max_side_px, upright=True
+        )
+
+    def described(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        return {
+            "format": self.form,
+            "picture_column": self.columns.picture,
+            "caption_columns": self.columns.captions and list(self.columns.captions),
+            "source_column": self.columns.source,
+            "pictures_in": self.columns.pictures_in and str(self.columns.pictures_in),
+            "separator": self.columns.separator,
+            "test_share": self.test_share,
+            "shard_size": self.shard_size,
+            "seed": self.seed,
+            "encoding": self.encoding.settings(),
+            "left_out": [[one.reason, one.settings] for one in self.exclusions],
+        }
+
+
+def pack(
+    inputs: Sequence[str],
+    out: str | Path,
+    settings: PackSettings | None = None,
+    *,
+    limits: Limits | None = None,
+    work: Work | None = None,
+) -> dict[str, Any]:
+    """Pack inputs into shards, or go on with an interrupted call; returns the report.
+
+    Args:
+        inputs: files and folders; `NAME=INPUT` makes an input a source of its own.
+        out: folder to write.
+        settings: what the shards depend on.
+        limits: of downloads.
+        work: threads, retries; `progress` also prints the report.
+
+    Raises:
+        UserError: an input that is not what it should be, a setting out of range, a folder of other inputs, or nothing to pack.
+    """
+    out, settings, work = Path(out), settings or PackSettings(), work or Work()
+    _check(inputs, settings, work)
+    check_writable(out, folder=True)
+    named = [named_input(text) for text in inputs]
+    readers = [open_input(path, settings.columns, settings.form) for _, path in named]
+    _refuse_inside(out, readers)
+    state = {
+        "pack": _FORMAT,
+        "inputs": [{"name": name, **_identity(reader)} for (name, _), reader in zip(named, readers, strict=True)],
+        "settings": settings.described(),
+    }
+    scratch = out / SCRATCH
+    retry = work.retry_failed and scratch.is_dir()
+    if _begin(out, state) and not retry:
+        found = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
+        if work.progress:
+            print(f"{out} is complete: nothing was done. What it holds:")
+            _show(found, out)
+        return found
+    if retry:
+        _write_state(out, {**state, "complete": False})
+    known: dict[str, str] = {}
+    sources = [_names(name, out, settings, known, reader) for (name, _), reader in zip(named, readers, strict=True)]
+    with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
+        store = Store(scratch / "rows.sqlite", seed=settings.seed)
+        try:
+            collecting = Collecting(
+                readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
+            )
+            collecting.run()
+            found = _finish(out, state, settings, store, readers, Contents(readers, scratch))
+        except OSError as error:
+            raise UserError(
+                f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
+            ) from error
+        finally:
+            store.close()
+            (scratch / "rows.sqlite").unlink(missing_ok=True)
+    _write_state(out, {**state, "complete": True})
+    passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
+    if not passing:
+        shutil.rmtree(scratch)
+    if work.progress:
+        _show(found, out)
+    return found
+
+
+def _finish(
+    out: Path,
+    state: dict[str, Any],
+    settings: PackSettings,
+    store: Store,
+    readers: Sequence[Reader],
+    contents: Contents,
+) -> dict[str, Any]:
+    """Split, exclude, write the shards and the report."""
+    store.make_samples()
+    names = store.sources()
+    if not names:
+        if not any(entry["transient"] for entry in reports.refused(store).values()):
+            # Nothing is worth keeping, and the next call, with other columns perhaps, may take the same folder.
+            shutil.rmtree(out / SCRATCH, ignore_errors=True)
+            (out / PACK_FILE).unlink(missing_ok=True)
+        raise UserError(_nothing(store, readers))
+    hold_out(store, settings.test_share)
+    exclude(store, settings.exclusions, contents)
+    several = len(names) > 1 or any(entry["name"] for entry in state["inputs"]) or bool(settings.columns.source)
+    written: list[Written] = []
+    for name in names:
+        folder = folder_of(out, name, several)
+        for split in ("train", "test"):
+            if store.count(name, split):
+                one = write_split(
+                    store,
+                    contents,
+                    folder,
+                    name,
+                    split,
+                    made_from={"inputs": state["inputs"]},
+                    settings=state["settings"],
+                    shard_size=settings.shard_size,
+                )
+                written.append(one)
+    found = reports.summarize(store, readers, written, out)
+    found["settings"] = state["settings"]
+    reports.write_refused(store, out / "refused.csv")
+    reports.write_origins(store, out / "origins.csv.gz")
+    write_atomically(out / "report.html", report_page(found, store, contents, reports.commands(found, out)))
+    write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return found
+
+
+def _check(inputs: Sequence[str], settings: PackSettings, work: Work) -> None:
+    check_work(work, settings.shard_size)
+    if not inputs:
+        raise UserError("there is no input: give a folder or a file of pictures and captions")
+    if not 0 <= settings.test_share < 1:
+        raise UserError(f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1")
+    if settings.form is not None and settings.form not in FORMATS:
+        raise UserError(f"--format {settings.form!r} is unknown: it is one of {', '.join(FORMATS)}")
+    for name in ("min_side_px", "max_side_px"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: it must be 1 or more")
+
+
+def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
+    """UserError where the output lies in a folder that is read: a later call would pack its own output."""
+    target = out.absolute()
+    for reader in readers:
+        if reader.path.is_dir() and (target == reader.path or reader.path in target.parents):
+            raise UserError(f"{out} lies in {reader.path}, which is read: give a folder elsewhere with --out")
+
+
+def _identity(reader: Reader) -> dict[str, Any]:
+    """What says that an input is still the same: names and sizes of its files; of a table its hash too."""
+    import hashlib
+
+    digest = hashlib.blake2b(digest_size=16)
+    size = 0
+    for file in reader.files:
+        bytes_here = file.stat().st_size
+        name = file.name if file == reader.path else str(file.relative_to(reader.path))
+        digest.update(f"{name}\0{bytes_here}\0".encode("utf-8", "surrogateescape"))
+        size += bytes_here
+    if reader.form in ("table", "json"):
+        digest.update(manifest.sha256_of(reader.files[0]).encode())
+    return {
+        "input": reader.path.name,
+        "form": reader.form,
+        "files": len(reader.files),
+        "bytes": size,
+        "hash": digest.hexdigest(),
+    }
+
+
+def _names(name: str | None, out: Path, settings: PackSettings, known: dict[str, str], reader: Reader) -> SourceNames:
+    return SourceNames(name or source_name(out.absolute().name), settings.columns.source, known)
+
+
+def _begin(out: Path, state: dict[str, Any]) -> bool:
+    """Claim the folder for these inputs and settings; whether all is done already. UserError for a folder of others."""
+    file = out / PACK_FILE
+    if not file.is_file():
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(
+                f"{out} is not empty, and no {PACK_FILE} in it says that this program wrote it: give a new folder"
+            )
+        _write_state(out, {**state, "complete": False})
+        return False
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        complete = bool(known.pop("complete"))
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is not what this program writes ({error}): give a new folder") from error
+    wanted = json.loads(json.dumps(state))
+    # Pictures that are read stay of use to these settings, or there are none.
+    useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
+    if not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE)):  # no shard is written yet
+        _write_state(out, {**state, "complete": False})
+        return False
+    if known != wanted:
+        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or call it as before")
+    return complete and (out / REPORT_FILE).is_file()
+
+
+def _nothing_read(scratch: Path) -> bool:
+    """Whether an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
+    return not any(path.is_file() and not path.name.startswith(".") for path in scratch.rglob("*"))
+
+
+def _early(state: dict[str, Any]) -> dict[str, Any]:
+    """What the pictures that are read depend on, without what only the shards do."""
+    settings = state.get("settings", {})
+    late = ("test_share", "shard_size", "seed", "left_out")
+    return {**state, "settings": {name: value for name, value in settings.items() if name not in late}}
+
+
+def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What is not as it was, in words."""
+    if known.get("inputs") != wanted["inputs"]:
+        before = ", ".join(str(one.get("input")) for one in known.get("inputs", []))
+        now = ", ".join(one["input"] for one in wanted["inputs"])
+        return (
+            f"from {before}, and now it is {now}" if before != now else f"from {before}, whose files have changed since"
+        )
+    old, new = known.get("settings", {}), wanted["settings"]
+    for name, value in new.items():
+        if old.get(name) != value:
+            return f"with {name} {json.dumps(old.get(name))}, and now it is {json.dumps(value)}"
+    return "by another version of this program"
+
+
+def _write_state(out: Path, state: dict[str, Any]) -> None:
+    write_atomically(out / PACK_FILE, json.dumps(state, indent=1) + "\n")
+
+
+def _nothing(store: Store, readers: Sequence[Reader]) -> str:
+    """The sentence for inputs of which no row can be used."""
+    found = reports.refused(store)
+    if not found:
+        return f"{', '.join(str(reader.path) for reader in readers)} has no rows: check the input"
+    why = "; ".join(
+        f"{reason} in {entry['rows']:,} (first {entry['examples'][0]['at']})"
+        for reason, entry in list(found.items())[:4]
+    )
+    passing = any(entry["transient"] for entry in found.values())
+    advice = (
+        "the same command with --retry-failed tries again what may pass"
+        if passing
+        else f"check the input, and which columns are read ({readers[0].columns})"
+    )
+    return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
+
+
+def _show(found: dict[str, Any], out: Path) -> None:
+    for line in reports.lines(found, out):
+        print(line)
+    passing = sum(entry["rows"] for entry in found["refused"].values() if entry["transient"])
+    if passing:
+        print(
+            f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
+        )
+    print(f"samples    {out / 'report.html'}")
+    print("next, a released model fine-tuned, or one from nothing:")
+    for command in reports.commands(found, out):
+        print(command)

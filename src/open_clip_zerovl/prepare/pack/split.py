@@ -1,0 +1,79 @@
+"""The held-out set, and pictures that are left out. Both go by pictures: rows and files with the same pixels are one.
+
+A picture's place in the order is a hash of seed and pixels. So the first of a source are held out, and with more data in a
+later call most of those that are held out stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.pack.store import Store, Stored
+
+
+class Candidate(NamedTuple):
+    """A sample before it is written: its key, source and split ("train", "test"); `content()` reads its picture's bytes."""
+
+    key: str
+    source: str
+    split: str
+    content: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Pictures that are to be left out.
+
+    Attributes:
+        reason: a few words to count by ("near coco").
+        keys: candidates, each picture of each source once -> keys of those to leave out, in all sources.
+        settings: what a later call on the same folder must say too.
+    """
+
+    reason: str
+    keys: Callable[[Iterator[Candidate]], Iterable[str]]
+    settings: str = ""
+
+
+def hold_out(store: Store, share: float) -> None:
+    """Move a share of each source's pictures, at least one, into the split "test". A picture is on one side in all sources.
+
+    Raises:
+        UserError: a source that has too few pictures to hold one out.
+    """
+    if not share:
+        return
+    for source in store.sources():
+        pictures = store.count(source)
+        if pictures < 2:
+            raise UserError(
+                f"source {source!r} has {pictures} picture, and --test-share {share:g} holds at least one of each source out: "
+                "give more pictures, or leave out --test-share"
+            )
+        missing = max(1, round(share * pictures)) - store.count(source, "test")
+        if missing > 0:
+            store.db.execute(
+                "UPDATE samples SET split = 'test' WHERE key IN (SELECT key FROM samples WHERE source = ? AND split = 'train' "
+                "ORDER BY position, key LIMIT ?)",
+                (source, missing),
+            )
+
+
+def exclude(store: Store, exclusions: Iterable[Exclusion], read: Callable[[Stored], bytes]) -> None:
+    """Mark the pictures that the exclusions name as dropped."""
+    for exclusion in exclusions:
+        keys = list(exclusion.keys(_candidates(store, read)))
+        store.db.executemany(
+            "UPDATE samples SET dropped = ? WHERE key = ? AND dropped IS NULL",
+            [(exclusion.reason, key) for key in keys],
+        )
+
+
+def _candidates(store: Store, read: Callable[[Stored], bytes]) -> Iterator[Candidate]:
+    for source in store.sources():
+        for split in ("train", "test"):
+            for sample in store.samples(source, split):
+                yield Candidate(sample.key, source, split, lambda sample=sample: read(sample))  # type: ignore[misc]

@@ -1,0 +1,186 @@
+"""The rows and pictures of a call, in an SQLite file: memory does not grow with the data.
+
+The file is made anew by each call, from the inputs and the spools, and removed at the end. So it needs no durability.
+
+    rows       one a row of the inputs: which picture, which source, or why it is refused
+    captions   those of a row
+    pictures   one a place (path, address ...): what became of it, and the hash of its pixels, which is the sample's key
+    samples    one a source and key: what will be written, in the order of a hash of seed and key
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from open_clip_zerovl.prepare.public.spool import Outcome
+
+_TABLES = """
+CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT);
+CREATE TABLE captions (row INT, text TEXT);
+CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, key TEXT, extension TEXT,
+    offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, reason TEXT, transient INT);
+CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
+"""
+_INDICES = """
+CREATE INDEX rows_by_picture ON rows (picture);
+CREATE INDEX captions_by_row ON captions (row);
+CREATE INDEX pictures_by_key ON pictures (key);
+"""
+
+
+class Stored(NamedTuple):
+    """A sample that is to be written: its key and, of its picture, number and extension, offset and bytes in the spool (0
+    bytes: it is still in the input), its place there, the number of the input, and the hash of the bytes.
+    """
+
+    key: str
+    number: int
+    extension: str
+    offset: int
+    size: int
+    place: str
+    input: int
+    sum: str
+
+
+class Store:
+    """The tables; one thread uses it."""
+
+    def __init__(self, path: Path, *, seed: int) -> None:
+        path.unlink(missing_ok=True)
+        self.db = sqlite3.connect(path, isolation_level=None)
+        self.db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-200000;" + _TABLES)
+        self.db.create_function("position", 1, lambda key: position(seed, key), deterministic=True)
+        self.db.execute("BEGIN")
+        self.pictures = self.row_count = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self.db.close()
+
+    def number_of(self, place: str | bytes, input: int) -> tuple[int, bool]:
+        """(number of the picture at a place, or with these bytes; whether it is new)."""
+        kind = b"bytes" if isinstance(place, bytes) else b"place"
+        content = place if isinstance(place, bytes) else place.encode("utf-8", "surrogateescape")
+        digest = hashlib.blake2b(content, digest_size=16, person=kind).digest()
+        found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
+        if found:
+            return found[0], False
+        shown = "" if isinstance(place, bytes) else place.encode("utf-8", "backslashreplace").decode()
+        self.db.execute(
+            "INSERT INTO pictures (number, hash, input, place) VALUES (?, ?, ?, ?)",
+            (self.pictures, digest, input, shown),
+        )
+        self.pictures += 1
+        return self.pictures - 1, True
+
+    def add_row(
+        self,
+        input: int,
+        file: str,
+        line: int,
+        source: str | None,
+        picture: int | None,
+        captions: list[str],
+        reason: str | None,
+    ) -> None:
+        """Keep a row."""
+        self.row_count += 1
+        self.db.execute(
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                self.row_count,
+                input,
+                file.encode("utf-8", "backslashreplace").decode(),
+                line,
+                source,
+                picture,
+                reason or None,
+            ),
+        )
+        self.db.executemany("INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions])
+
+    def add_outcomes(self, first: int, outcomes: dict[int, Outcome]) -> None:
+        """Keep what became of pictures; their numbers are counted from `first`."""
+        self.db.executemany(
+            "UPDATE pictures SET key=?, extension=?, offset=?, size=?, width=?, height=?, bytes=?, sum=?, turned=?, shrunk=?, "
+            "reason=?, transient=? WHERE number=?",
+            [
+                (
+                    outcome.about.get("key"),
+                    outcome.extension,
+                    outcome.offset_bytes,
+                    outcome.size_bytes,
+                    *(outcome.about.get(name) for name in ("width", "height", "bytes", "sum", "turned", "shrunk")),
+                    outcome.reason or None,
+                    outcome.transient,
+                    first + number,
+                )
+                for number, outcome in outcomes.items()
+            ],
+        )
+
+    def make_samples(self) -> None:
+        """Fill `samples`, once all rows and outcomes are in: a key once a source, in the training split."""
+        self.db.executescript(_INDICES)  # which ends the transaction, too
+        self.db.execute(
+            "INSERT INTO samples SELECT rows.source, pictures.key, position(pictures.key), MIN(pictures.number), 'train', NULL "
+            "FROM rows JOIN pictures ON pictures.number = rows.picture WHERE pictures.key IS NOT NULL AND rows.reason IS NULL "
+            "GROUP BY rows.source, pictures.key"
+        )
+        self.db.executescript(
+            "CREATE INDEX samples_in_order ON samples (source, split, position, key);"
+            "CREATE INDEX samples_by_key ON samples (key);"
+        )
+
+    def sources(self) -> list[str]:
+        """Names of the sources that have samples, in order."""
+        return [name for (name,) in self.db.execute("SELECT DISTINCT source FROM samples ORDER BY source")]
+
+    def count(self, source: str | None = None, split: str | None = None) -> int:
+        """Samples that are not dropped, of a source and a split or of all."""
+        return self.value(
+            "SELECT COUNT(*) FROM samples WHERE dropped IS NULL AND (? IS NULL OR source = ?) AND (? IS NULL OR split = ?)",
+            *(source, source, split, split),
+        )
+
+    def samples(self, source: str, split: str) -> Iterator[Stored]:
+        """What is to be written, in its order."""
+        cursor = self.db.execute(
+            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum FROM samples JOIN pictures ON "
+            "pictures.number = samples.picture WHERE samples.source = ? AND split = ? AND dropped IS NULL "
+            "ORDER BY position, samples.key",
+            (source, split),
+        )
+        return (Stored(*row) for row in cursor)
+
+    def sample(self, source: str, key: str) -> Stored | None:
+        """One sample of a source; None where it is dropped."""
+        row = self.db.execute(
+            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum FROM samples JOIN pictures ON "
+            "pictures.number = samples.picture WHERE samples.source = ? AND samples.key = ? AND dropped IS NULL",
+            (source, key),
+        ).fetchone()
+        return Stored(*row) if row else None
+
+    def captions_of(self, source: str, key: str) -> list[str]:
+        """All captions of a picture in a source, each once, in the order of the rows."""
+        found = self.db.execute(
+            "SELECT text FROM pictures JOIN rows ON rows.picture = pictures.number JOIN captions ON captions.row = rows.id "
+            "WHERE pictures.key = ? AND rows.source = ? AND rows.reason IS NULL ORDER BY rows.id, captions.rowid",
+            (key, source),
+        )
+        return list(dict.fromkeys(text for (text,) in found))
+
+    def value(self, query: str, *parameters: Any) -> Any:
+        """The one value that a query gives."""
+        return self.db.execute(query, parameters).fetchone()[0]
+
+
+def position(seed: int, key: str) -> int:
+    """Where a sample stands in the shuffled order, and who is held out first: a hash, so that it depends on nothing else."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,1 @@
+"""Public datasets: annotations and pictures of their makers to shards."""

@@ -1,0 +1,187 @@
+"""Pictures fetched and encoded by threads, kept in spools as they come: what makes every dataset, before shards are written.
+
+Batches are made of rows. A row's picture, or the reason why there is none, is appended to the spool of its batch; a batch is
+handed on when all its rows have come or failed. Only the calling thread writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.prepare.public.spool import Spool
+
+
+@dataclass(frozen=True)
+class Work:
+    """How the rows are processed. The shards do not depend on it.
+
+    Attributes:
+        threads: pictures fetched and encoded at the same time.
+        attempts: attempts at a picture whose failure is transient.
+        backoff_seconds: pause after the first failed attempt, doubled after each further one.
+        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
+        retry_failed: try the rows again that failed for a transient reason, of finished shards too.
+        progress: print a progress bar and a last line.
+    """
+
+    threads: int = 32
+    attempts: int = 3
+    backoff_seconds: float = 0.5
+    part: tuple[int, int] = (0, 1)
+    retry_failed: bool = False
+    progress: bool = True
+
+
+class Picture(NamedTuple):
+    """A picture as it is stored: extension, bytes, and what else the spool keeps of it."""
+
+    extension: str
+    content: bytes
+    about: Mapping[str, Any] = {}
+
+
+class Batch:
+    """Rows that are kept in one spool: its number, the spool, and how many rows are still open."""
+
+    def __init__(self, number: int, spool: Spool) -> None:
+        self.number, self.spool = number, spool
+        self.open_rows = 0
+        self.submitted = False
+
+
+class Gathering:
+    """The threads of one call.
+
+    Args:
+        fetch: a row -> its picture, or Failure; called from many threads, and again after a transient failure.
+        finish: called in the calling thread with each batch of which all rows have come or failed.
+        work: threads and attempts.
+        title, total_rows: of the progress bar.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[Any], Picture],
+        finish: Callable[[Batch], None],
+        work: Work,
+        *,
+        title: str,
+        total_rows: int | None,
+    ) -> None:
+        self.fetch, self.finish, self.work = fetch, finish, work
+        self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
+        self.results: queue.SimpleQueue[tuple[Batch, int, Picture | BaseException]] = queue.SimpleQueue()
+        # Enough rows to keep the threads busy, and few enough that pictures do not pile up while a shard is written.
+        self.window = 4 * work.threads
+        self.in_flight = 0
+        self.batches: dict[int, Batch] = {}
+        self.failures: Counter[str] = Counter()
+        self.pairs = 0
+        self.bar = tqdm(desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0)
+        self.shown = 0.0
+
+    def begin(self, batch: Batch) -> None:
+        """Begin or go on with a batch; rows that its spool holds are counted."""
+        self.batches[batch.number] = batch
+        outcomes = batch.spool.outcomes.values()
+        lost = Counter(outcome.reason for outcome in outcomes if outcome.reason)
+        self.show(pairs=len(outcomes) - lost.total(), failures=lost, rows=len(outcomes))
+
+    def submit(self, batch: Batch, number: int, row: Any) -> None:
+        """Fetch the picture of row `number` of a batch; waits while enough rows are under way."""
+        while self.in_flight >= self.window:
+            self._take()
+        self.in_flight += 1
+        batch.open_rows += 1
+        self.pool.submit(self._fetch, batch, number, row)
+
+    def end(self, batch: Batch) -> None:
+        """No more rows come to this batch."""
+        batch.submitted = True
+        if batch.open_rows == 0:
+            self._finish(batch)
+
+    def drain(self) -> None:
+        """Wait until all submitted rows have come or failed."""
+        while self.in_flight:
+            self._take()
+
+    def close(self) -> None:
+        """End the threads, and close the spools that are still open."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        for batch in self.batches.values():
+            batch.spool.close()
+        if not self.bar.disable:
+            self._count(refresh=True)
+        self.bar.close()
+
+    def show(self, *, rows: int, pairs: int = 0, failures: Mapping[str, int] | None = None) -> None:
+        """Count rows in the progress bar."""
+        self.pairs += pairs
+        self.failures.update(failures or {})
+        self.bar.update(rows)
+        if not self.bar.disable and time.monotonic() - self.shown > 1:
+            self.shown = time.monotonic()
+            self._count(refresh=False)
+
+    def _count(self, *, refresh: bool) -> None:
+        lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
+        self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh)
+
+    def _fetch(self, batch: Batch, number: int, row: Any) -> None:
+        """In a thread: put one result for a row into the queue, its picture or an error."""
+        try:
+            self.results.put((batch, number, self._picture(row)))
+        except BaseException as error:  # for the calling thread, which raises it unless it is a Failure
+            self.results.put((batch, number, error))
+
+    def _picture(self, row: Any) -> Picture:
+        for attempt in itertools.count(1):
+            try:
+                return self.fetch(row)
+            except Failure as failure:
+                if not failure.transient or attempt >= self.work.attempts:
+                    raise
+            time.sleep(self.work.backoff_seconds * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    def _take(self) -> None:
+        """Wait for one result and put it into the spool; finish its batch if it was the last one."""
+        batch, number, result = self.results.get()
+        self.in_flight -= 1
+        batch.open_rows -= 1
+        if isinstance(result, Failure):
+            batch.spool.fail(number, result.reason, transient=result.transient)
+            self.show(failures={result.reason: 1}, rows=1)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            batch.spool.add(number, *result)
+            self.show(pairs=1, rows=1)
+        if batch.submitted and batch.open_rows == 0:
+            self._finish(batch)
+
+    def _finish(self, batch: Batch) -> None:
+        self.finish(batch)
+        del self.batches[batch.number]
+
+
+def check_work(work: Work, shard_size: int) -> None:
+    """UserError for a number out of range."""
+    index, count = work.part
+    if shard_size < 1 or work.threads < 1 or work.attempts < 1 or not 0 <= index < count:
+        raise UserError(
+            f"shard_size {shard_size}, threads {work.threads} and attempts {work.attempts} must be 1 or more, and part i/n "
+            f"must have 0 <= i < n, got {index}/{count}."
+        )

@@ -1,0 +1,192 @@
+"""The inputs of a dataset: official files, fetched or given with `--source`, packed or not; and stores of pictures.
+
+Annotations are read as streams from zip, tar.gz and gz files, and pictures from their zips, so that nothing is unpacked.
+Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` says where.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.prepare.public.download import fetch_file
+from open_clip_zerovl.prepare.public.manifest import sha256_of
+from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+
+_KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
+_VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
+
+#: Where the makers publish what each dataset is made from.
+OFFICIAL: dict[str, tuple[str, ...]] = {
+    "sbu": ("https://www.cs.rice.edu/~vo9/sbucaptions/sbu-captions-all.tar.gz",),
+    "cc12m": ("https://storage.googleapis.com/conceptual_12m/cc12m.tsv",),
+    "vg": (
+        _VG,
+        "https://cs.stanford.edu/people/rak248/VG_100K_2/images.zip",
+        "https://cs.stanford.edu/people/rak248/VG_100K_2/images2.zip",
+    ),
+    "coco": (
+        _KARPATHY,
+        "http://images.cocodataset.org/zips/train2014.zip",
+        "http://images.cocodataset.org/zips/val2014.zip",
+    ),
+}
+
+#: Datasets that a person has to fetch -> how.
+BY_HAND = {
+    "cc3m": "CC3M's list asks for a sign-in: get Train_GCC-training.tsv from ai.google.com/research/ConceptualCaptions "
+    "and give it with --source",
+    "f30k": "Flickr30K's pictures ask for a form: get flickr30k-images from shannon.cs.illinois.edu/DenotationGraph and "
+    f"give the folder with --source, with dataset_flickr30k.json (in {_KARPATHY})",
+}
+
+_PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
+
+
+#: Errors of reading a broken archive: corrupt data, and entries that are encrypted or packed in a way that Python does not know
+#: (RuntimeError).
+_BROKEN_ARCHIVE = (
+    EOFError,
+    RuntimeError,
+    gzip.BadGzipFile,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+)
+
+
+def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:
+    """The files and folders of a dataset: those given, or the official ones, fetched into a folder.
+
+    Args:
+        dataset: a key of OFFICIAL or BY_HAND.
+        source: paths that were given; None to fetch.
+        folder: of the downloads.
+
+    Raises:
+        UserError: a path that does not exist, or a file that cannot be fetched.
+    """
+    if source:
+        paths = [Path(path).expanduser() for path in source]
+        for path in paths:
+            if not path.exists():
+                raise UserError(f"{path}, given with --source, does not exist.")
+        return paths
+    if dataset in BY_HAND:
+        raise UserError(f"{BY_HAND[dataset]}.")
+    return [fetch_file(url, folder / url.rpartition("/")[2], progress=progress) for url in OFFICIAL[dataset]]
+
+
+def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Name, size in bytes and SHA-256 of each file, for the manifest."""
+    return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
+
+
+def members(path: Path) -> list[str]:
+    """Names of the files in a zip or tar; for any other file its own name, without `.gz`.
+
+    Raises:
+        UserError: a broken archive.
+    """
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return [name for name in archive.namelist() if not name.endswith("/")]
+        if ".tar" in path.name or path.suffix == ".tgz":
+            with tarfile.open(path) as tar:
+                return [member.name for member in tar if member.isfile()]
+    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as error:
+        raise UserError(f"{path} is a broken archive ({error}): fetch it again.") from error
+    return [path.name.removesuffix(".gz")]
+
+
+def find_member(paths: Iterable[Path], *endings: str) -> tuple[Path, str] | None:
+    """(path, name) of the first file, or member of an archive, whose name has one of the endings; None if there is none."""
+    for path in paths:
+        if path.is_file():
+            for name in members(path):
+                if name.lower().endswith(endings) and "__MACOSX" not in name:
+                    return path, name
+    return None
+
+
+@contextmanager
+def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
+    """A file, or one member of an archive, as a stream of its plain bytes.
+
+    Raises:
+        UserError: the archive is broken; also raised while it is read.
+    """
+    with ExitStack() as stack:
+        try:
+            if zipfile.is_zipfile(path):
+                yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
+            elif ".tar" in path.name or path.suffix == ".tgz":
+                handle = stack.enter_context(tarfile.open(path)).extractfile(name)
+                assert handle is not None  # `members` lists files only
+                yield stack.enter_context(handle)
+            elif path.suffix == ".gz":
+                yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
+            else:
+                yield stack.enter_context(open(path, "rb"))
+        except _BROKEN_ARCHIVE as error:
+            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a zip whose directory points before its beginning
+                raise
+            raise UserError(f"{path} is broken ({error.strerror}): fetch it again.") from error
+
+
+class PictureStore:
+    """Pictures by file name, in folders (searched to any depth) and zips. `store(name)` -> bytes; any thread may call it."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._places: dict[str, Path | tuple[zipfile.ZipFile, str]] = {}
+        self._archives = []
+        for path in paths:
+            if path.is_dir():
+                for folder, _, names in os.walk(path):
+                    for name in names:
+                        if name.lower().endswith(_PICTURES):
+                            self._places[name] = Path(folder, name)
+            elif zipfile.is_zipfile(path):
+                archive = zipfile.ZipFile(path)
+                self._archives.append(archive)
+                for name in archive.namelist():
+                    if name.lower().endswith(_PICTURES) and "__MACOSX" not in name:
+                        self._places[name.rpartition("/")[2]] = (archive, name)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __call__(self, where: str) -> bytes:
+        """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""
+        place = self._places.get(where.rpartition("/")[2])
+        if place is None:
+            raise Failure("picture missing", transient=True)  # a later call may name more folders
+        try:
+            if isinstance(place, Path):
+                with regular_file(place) as file:
+                    return file.read()
+            archive, name = place
+            return archive.read(name)
+        except (OSError, *_BROKEN_ARCHIVE) as error:
+            raise Failure("picture cannot be read", transient=True) from error
+
+    def close(self) -> None:
+        """Close the zips."""
+        for archive in self._archives:
+            archive.close()

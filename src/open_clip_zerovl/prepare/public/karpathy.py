@@ -1,0 +1,194 @@
+"""Karpathy's splits of MS-COCO and Flickr30K (section 2.1): training pairs, and the test sets of the literature.
+
+`dataset_coco.json` and `dataset_flickr30k.json` list `images` with `filename`, `split` (train, restval, val, test), ids
+and `sentences`. Training takes train and restval: each caption is a pair, and the captions of one picture lie far apart. val
+and test are retrieval sets: a sample is an image with all its captions. Their pictures keep the bytes of the original, since
+shrunk pictures would change the scores.
+
+    OUT/train/00000.tar ..., sizes.json       pairs
+    OUT/dataset_type.txt, test/0.tar ...      CLIP_benchmark's layout: `--dataset wds/NAME --dataset_root OUT`
+    OUT/val/0.tar ...
+    OUT/zerovl/valid_anno.csv, val_anno.csv   `image,image_id,caption,caption_id`, as ZeroVL's evaluation reads them
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.prepare.public.apart import shuffled_apart
+from open_clip_zerovl.prepare.public.inputs import PictureStore, described, find_member, locate, open_member
+from open_clip_zerovl.prepare.public.json_stream import json_array
+from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
+from open_clip_zerovl.prepare.public.pictures import Encoding
+
+ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
+SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
+
+#: Papers use the first five captions of an image; a few images of COCO have more.
+CAPTIONS_PER_IMAGE = 5
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """One image of a Karpathy file; `split` is train, val or test."""
+
+    filename: str
+    split: str
+    image_id: int
+    captions: tuple[str, ...]
+    caption_ids: tuple[int, ...]
+
+
+def prepare_karpathy(
+    dataset: str,
+    out: str | Path,
+    *,
+    source: list[str] | None = None,
+    seed: int = 0,
+    shard_size: int = SHARD_SIZE,
+    work: Work | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Make a dataset with Karpathy's splits, or go on with an interrupted call; returns split -> manifest.
+
+    Args:
+        dataset: "coco" or "f30k".
+        source: Karpathy's file, by itself or in his zip, and the pictures, as folders or zips.
+        seed: of the order of the training pairs.
+        shard_size: rows a shard.
+        work: threads, retries, sharing.
+
+    Raises:
+        UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture: scores
+            on a part of a test set cannot be compared.
+    """
+    out, work, json_name = Path(out), work or Work(), ANNOTATIONS[dataset]
+    if work.part != (0, 1):
+        raise UserError(f"{dataset} is made in one piece: leave out --part.")
+    work = replace(work, attempts=1)  # a retry does not bring a missing file
+    paths = locate(dataset, source, out / "downloads", progress=work.progress)
+    found = find_member(paths, json_name) or find_member([p for p in paths if p.suffix == ".json"], ".json")
+    if found is None:
+        raise UserError(f"No {json_name} among {', '.join(map(str, paths))}: give it with --source.")
+    images = read_karpathy(*found)
+    store = PictureStore(path for path in paths if path != found[0])
+    try:
+        if not len(store):
+            raise UserError(
+                f"No pictures among {', '.join(map(str, paths))}: give their folders or zips with --source."
+            )
+        made_from = {"files": described([found[0]]), "seed": seed}
+        manifests = {}
+        # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
+        for split in ("test", "val"):
+            chosen = [image for image in images if image.split == split]
+            if chosen:
+                manifests[split] = _retrieval_set(out, dataset, split, chosen, store, made_from, shard_size, work)
+        training = [image for image in images if image.split == "train"]
+        if training:
+            manifests["train"] = prepare_pairs(
+                out / "train",
+                _training_rows(training, seed),
+                store,
+                dataset=dataset,
+                made_from=made_from,
+                shard_size=shard_size,
+                work=work,
+                total_rows=sum(len(image.captions) for image in training),
+            )
+    finally:
+        store.close()
+    return manifests
+
+
+def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
+    """The images of a Karpathy file, in its order.
+
+    Raises:
+        UserError: an entry of another form, a split that is unknown, or an image without captions.
+    """
+    images = []
+    with open_member(path, name) as stream:
+        for number, entry in enumerate(json_array(stream, str(path), key="images")):
+            try:
+                # MS-COCO's own id where there is one, as in published results.
+                image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+                sentences = [(" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]]
+                sentences = [(caption, i) for caption, i in sentences if caption]
+                image = CaptionedImage(
+                    str(entry["filename"]),
+                    SPLITS[entry["split"]],
+                    image_id,
+                    tuple(caption for caption, _ in sentences),
+                    tuple(i for _, i in sentences),
+                )
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                raise UserError(
+                    f"entry {number} of {path} is no image of Karpathy's form ({type(error).__name__} {error}): give "
+                    "dataset_coco.json or dataset_flickr30k.json."
+                ) from error
+            if not image.captions:
+                raise UserError(f"entry {number} of {path}, {image.filename}, has no caption: give the official file.")
+            images.append(image)
+    return images
+
+
+def zerovl_csv(images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE) -> str:
+    """The table that ZeroVL's released evaluation reads, one line a caption, as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("image", "image_id", "caption", "caption_id"))
+    for image in images:
+        for caption, caption_id in list(zip(image.captions, image.caption_ids, strict=True))[:captions_per_image]:
+            writer.writerow((image.filename, image.image_id, caption, caption_id))
+    return text.getvalue()
+
+
+def _training_rows(images: Sequence[CaptionedImage], seed: int) -> Iterator[Row]:
+    for i, text in shuffled_apart([len(image.captions) for image in images], seed=seed):
+        image = images[i]
+        yield Row(f"{image.image_id}_{text}", image.captions[text], image.filename)
+
+
+def _retrieval_set(
+    out: Path,
+    dataset: str,
+    split: str,
+    images: Sequence[CaptionedImage],
+    store: PictureStore,
+    made_from: dict[str, Any],
+    shard_size: int,
+    work: Work,
+) -> dict[str, Any]:
+    rows = (Row(f"{image.image_id:012d}", "\n".join(image.captions), image.filename) for image in images)
+    manifest = prepare_pairs(
+        out / split,
+        rows,
+        store,
+        dataset=dataset,
+        split=split,
+        made_from=made_from,
+        encoding=Encoding(shorter_side_px=None),
+        shard_size=shard_size,
+        shard_name="{}.tar",
+        work=work,
+        total_rows=len(images),
+    )
+    if manifest["failures"]:
+        lost = ", ".join(f"{reason} {count}" for reason, count in manifest["failures"].items())
+        raise UserError(
+            f"The {split} set of {dataset} lacks {sum(manifest['failures'].values())} of {len(images)} pictures ({lost}), and "
+            "scores on a part of it cannot be compared: give all pictures with --source, and --retry-failed."
+        )
+    # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
+    write_atomically(out / split / "nshards.txt", f"{len(manifest['shards'])}\n")
+    write_atomically(out / "dataset_type.txt", "retrieval\n")
+    csv_name = "valid_anno.csv" if split == "test" else "val_anno.csv"
+    write_atomically(out / "zerovl" / csv_name, zerovl_csv(images))
+    return manifest

@@ -1,0 +1,236 @@
+"""How a dataset was made: one record a shard, written when the shard is whole, and a manifest that sums up the records.
+
+    DIR/00000.tar ...           the shards
+    DIR/records/00000.json      rows, pairs, bytes, sha256, numbers of the failed rows by reason
+    DIR/manifest.json           inputs with their hashes, settings, counts, failures by reason, every shard's hash
+    DIR/sizes.json              samples a shard, as open_clip reads it
+
+Each process that finishes writes manifest and sizes again from the records, under a lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import locked, remove_scratch, write_atomically
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
+
+MANIFEST_FILE = "manifest.json"
+RECORDS = "records"
+
+#: Raised by one when the same inputs and settings give other shards than before.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one shard holds, and which rows failed.
+
+    Attributes:
+        shard: file name; there is no file if `pairs` is 0.
+        first_row, rows: number of its first row in the list, and how many rows it was made from.
+        pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
+        size_bytes, sha256: of the tar.
+        failures: reason -> numbers of the rows that failed.
+        transient_reasons: the reasons for which a retry may help.
+    """
+
+    shard: str
+    first_row: int
+    rows: int
+    pairs: int
+    captions: int
+    size_bytes: int
+    sha256: str
+    failures: Mapping[str, list[int]] = field(default_factory=dict)
+    transient_reasons: list[str] = field(default_factory=list)
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_recorded_shard(
+    folder: Path,
+    name: str,
+    samples: Iterable[Sample],
+    *,
+    first_row: int,
+    rows: int,
+    pairs: int,
+    captions: int,
+    failures: Mapping[str, list[int]] | None = None,
+    transient_reasons: Sequence[str] = (),
+) -> None:
+    """Write a shard, then its record. No tar is written where `pairs`, the number of samples, is 0.
+
+    Args:
+        first_row, rows, captions, failures, transient_reasons: as in `ShardRecord`.
+    """
+    path = folder / name
+    remove_scratch(path)
+    # A shard that is written again (after a retry) is not done until its new record is written.
+    (folder / RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
+    if pairs:
+        write_shard(path, samples)
+    record = ShardRecord(
+        shard=name,
+        first_row=first_row,
+        rows=rows,
+        pairs=pairs,
+        captions=captions,
+        size_bytes=path.stat().st_size if pairs else 0,
+        sha256=sha256_of(path) if pairs else "",
+        failures=failures or {},
+        transient_reasons=list(transient_reasons),
+    )
+    write_record(folder, record)
+
+
+def write_record(folder: Path, record: ShardRecord) -> None:
+    """Write a shard's record, which marks the shard as done."""
+    text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+    file = folder / RECORDS / f"{Path(record.shard).stem}.json"
+    _write_again(file, text)
+
+
+def _write_again(file: Path, text: str) -> None:
+    """Write a file whose last writing may have been killed. Called by its one writer (`sole_writer`, `locked`)."""
+    remove_scratch(file)
+    write_atomically(file, text)
+
+
+def read_record(folder: Path, shard: str) -> ShardRecord | None:
+    """The record of a shard, None if it has none. The record of a tar that is missing or has another size is removed."""
+    file = folder / RECORDS / f"{Path(shard).stem}.json"
+    if not file.is_file():
+        return None
+    record = ShardRecord(**_load(file))
+    tar = folder / shard
+    if record.pairs and not (tar.is_file() and tar.stat().st_size == record.size_bytes):
+        file.unlink()
+        return None
+    return record
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any] | None:
+    """The manifest of a folder, None where there is none. UserError for a file of another form."""
+    file = Path(folder) / MANIFEST_FILE
+    manifest = _load(file) if file.is_file() else None
+    shards = (manifest or {}).get("shards", {})
+    if not isinstance(shards, dict) or not all(
+        isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
+    ):
+        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+    return manifest
+
+
+def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Claim a folder for one dataset, or check that it is claimed for the same inputs and settings.
+
+    Args:
+        dataset, split, made_from, settings: all that must be the same in later calls.
+
+    Raises:
+        UserError: the folder holds another dataset, or was made from other inputs or with other settings.
+    """
+    head = {
+        "format": _FORMAT,
+        "dataset": dataset,
+        "split": split,
+        "made_from": json.loads(json.dumps(made_from)),
+        "settings": json.loads(json.dumps(settings)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / RECORDS):
+        known = read_manifest(folder)
+        if known is None:
+            if any(folder.glob("*.tar")):
+                raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
+            head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
+            _write_again(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
+            return
+    for name, value in head.items():
+        if known.get(name) != value:
+            raise UserError(
+                f"{folder} was begun with {name} {_short(known.get(name))}, and now it is {_short(value)}: "
+                "give a new folder, or call it as before."
+            )
+
+
+def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
+    """Write `manifest.json` and `sizes.json` from the records; returns the manifest.
+
+    Args:
+        shard_count: number of all shards, where it is known; the manifest's `complete` says whether all of them are done.
+    """
+    with locked(folder / RECORDS):
+        manifest = _load(folder / MANIFEST_FILE)
+        records = [ShardRecord(**_load(file)) for file in sorted((folder / RECORDS).glob("*.json"))]
+        records.sort(key=lambda record: record.first_row)
+        failures: Counter[str] = Counter()
+        for record in records:
+            failures.update({reason: len(rows) for reason, rows in record.failures.items()})
+        if shard_count is None:
+            shard_count = manifest.get("shard_count")
+        kept = [record for record in records if record.pairs]
+        manifest.update(
+            complete=shard_count is not None and len(records) == shard_count,
+            shard_count=shard_count,
+            rows=sum(record.rows for record in records),
+            pairs=sum(record.pairs for record in records),
+            captions=sum(record.captions for record in records),
+            size_bytes=sum(record.size_bytes for record in records),
+            failures=dict(failures.most_common()),
+            shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
+        )
+        _write_again(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
+        _write_again(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+@contextmanager
+def sole_writer(
+    folder: Path, part: str, *, of: Path | None = None, advice: str = "wait for it, or share the work with --part i/n"
+) -> Iterator[None]:
+    """Make this process the only one that writes a part of a folder.
+
+    Args:
+        of: the folder that a refused process is told of; None for `folder`.
+        advice: the end of that sentence.
+
+    Raises:
+        UserError: another process writes it.
+    """
+    busy = f"Another process is writing {of or folder}: {advice}."
+    with locked(folder / RECORDS, name=f".writer-{part}", busy=busy):
+        yield
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON ({error}): remove it and call the command again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+    return content
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 300 else text[:300] + "..."

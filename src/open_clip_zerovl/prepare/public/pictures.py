@@ -1,0 +1,179 @@
+"""A picture as training shards store it (section 2.1): shorter side 256 pixels, own proportions, JPEG quality 95.
+
+Pictures are neither padded nor enlarged. They are rotated as their EXIF tag says, and transparency becomes white, so that a
+stored picture looks as on its web page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from PIL import ExifTags, Image, ImageOps
+
+from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+
+Result = TypeVar("Result")
+
+#: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
+_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+_REASONS = {"undecodable image": "broken picture", "oversized image": "picture too large"}
+
+
+class Failure(Exception):
+    """Why a pair has no picture: `reason` is a short constant phrase to count by; `transient` says that a retry may help."""
+
+    def __init__(self, reason: str, *, transient: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.transient = transient
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How pictures are stored.
+
+    Attributes:
+        shorter_side_px: a picture with a longer shorter side is shrunk to it; None keeps the bytes of JPEG, PNG and WebP.
+        quality: JPEG quality.
+        min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
+        max_pixels: a picture with a larger width times height is refused before it is decoded.
+        longer_side_px: a picture with a longer longer side is shrunk to it.
+        upright: a picture that its EXIF tag turns is stored turned, even where its bytes could be kept.
+    """
+
+    shorter_side_px: int | None = 256
+    quality: int = 95
+    min_side_px: int = 16
+    max_pixels: int = 150_000_000
+    longer_side_px: int | None = None
+    upright: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What a manifest says of it. The last two are left out where they are not used, as in older manifests."""
+        added = {"longer_side_px": None, "upright": False}
+        return {name: value for name, value in asdict(self).items() if name not in added or value != added[name]}
+
+
+@dataclass(frozen=True)
+class StoredPicture:
+    """A picture as it is stored, and what it shows.
+
+    Attributes:
+        extension, content: the file.
+        width, height: in pixels, as it came, upright.
+        pixels: a hash of its upright RGB pixels as it came, the same for all files with these pixels.
+        turned, shrunk: what was done to it.
+    """
+
+    extension: str
+    content: bytes
+    width: int
+    height: int
+    pixels: str
+    turned: bool
+    shrunk: bool
+
+
+def encode_picture(content: bytes, encoding: Encoding) -> tuple[str, bytes]:
+    """(extension, bytes) of a picture as it is stored.
+
+    Raises:
+        Failure: no picture, or one that is broken, truncated, too small or too large.
+    """
+
+    def use(image: Image.Image) -> tuple[str, bytes]:
+        _check_size(image, encoding)
+        if encoding.shorter_side_px is None and image.format in _EXTENSIONS:
+            image.load()  # to the end, so that a truncated picture is refused
+            return _EXTENSIONS[image.format], content
+        side = encoding.shorter_side_px
+        if side is not None and side / min(image.size) < 0.5:
+            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
+            # target size is kept for the resize filter.
+            scale = side / min(image.size)
+            image.draft("RGB", (round(2 * scale * image.size[0]), round(2 * scale * image.size[1])))
+        return "jpg", _jpeg(_shrunk(_upright(image), encoding), encoding)
+
+    return _opened(content, use)
+
+
+def examine_picture(content: bytes, encoding: Encoding) -> StoredPicture:
+    """A picture as it is stored, and what it shows; it is decoded whole. Failure as for `encode_picture`."""
+
+    def use(image: Image.Image) -> StoredPicture:
+        _check_size(image, encoding)
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
+        kept = _EXTENSIONS.get(image.format or "") if not (turned and encoding.upright) else None
+        picture = _upright(image)
+        smaller = _shrunk(picture, encoding)
+        digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
+        digest.update(picture.tobytes())
+        shrunk = smaller.size != picture.size
+        same = kept is not None and not shrunk
+        return StoredPicture(
+            extension=kept if same and kept is not None else "jpg",
+            content=content if same else _jpeg(smaller, encoding),
+            width=picture.size[0],
+            height=picture.size[1],
+            pixels=digest.hexdigest(),
+            turned=turned and not same,
+            shrunk=shrunk,
+        )
+
+    return _opened(content, use)
+
+
+def _opened(content: bytes, use: Callable[[Image.Image], Result]) -> Result:
+    """`use` of the opened picture; its errors as Failure."""
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large pictures, for which `max_pixels` is the limit here, and of odd EXIF.
+            warnings.simplefilter("ignore")
+            return decoded(content, use)
+    except BadPicture as error:
+        if isinstance(error.__cause__, Image.UnidentifiedImageError):
+            raise Failure("not a picture") from error
+        raise Failure(_REASONS.get(error.reason, error.reason)) from error
+
+
+def _check_size(image: Image.Image, encoding: Encoding) -> None:
+    width, height = image.size
+    if min(width, height) < encoding.min_side_px:
+        raise BadPicture("picture too small", "")
+    if width * height > encoding.max_pixels:
+        raise BadPicture("picture too large", "")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The picture in RGB, turned as its EXIF tag says, on white where it is transparent."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+        upright = upright.convert("RGBA")
+        background = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(background, upright)
+    return rgb(upright)
+
+
+def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
+    """The picture no larger than both limits allow."""
+    scale = 1.0
+    if encoding.shorter_side_px is not None:
+        scale = encoding.shorter_side_px / min(picture.size)
+    if encoding.longer_side_px is not None:
+        scale = min(scale, encoding.longer_side_px / max(picture.size))
+    if scale >= 1.0:
+        return picture
+    least = 1 if encoding.longer_side_px is not None else encoding.shorter_side_px or 1
+    size = (max(least, round(picture.size[0] * scale)), max(least, round(picture.size[1] * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS)
+
+
+def _jpeg(picture: Image.Image, encoding: Encoding) -> bytes:
+    stored = io.BytesIO()
+    picture.save(stored, "JPEG", quality=encoding.quality)
+    return stored.getvalue()

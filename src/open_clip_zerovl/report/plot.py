@@ -1,0 +1,85 @@
+"""What all charts share: a figure, its PNG bytes, axes, colours, a moving average.
+
+Figures are drawn on matplotlib's Agg canvas, without a display and without pyplot's global state.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from open_clip_zerovl.core.errors import UserError
+
+# Colours of models, in this order: Okabe and Ito's, which people with a common colour blindness can tell apart.
+MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
+# Colours of sources: Paul Tol's muted ones.
+SOURCE_COLOURS = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499")
+RIGHT_COLOUR = "#009E73"  # of right answers: Okabe and Ito's green, which is no model's
+INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
+DPI = 160
+
+
+def require_matplotlib() -> None:
+    """UserError where matplotlib is missing. Called before a long run, so that it does not fail at its end."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError("the pictures need matplotlib, which this environment lacks; pip install matplotlib") from error
+
+
+def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:
+    """An empty white figure, width and height in inches. UserError where matplotlib is missing."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png_bytes(figure: Any) -> bytes:
+    """The figure as PNG; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def plain(text: str) -> str:
+    """Text from data for a chart, where matplotlib would read what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")
+
+
+def plain_axes(axes: Any) -> None:
+    """Axes with two sides and horizontal grid lines."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.grid(axis="y", color=GRID)
+    axes.set_axisbelow(True)
+
+
+def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
+    """Name -> colour; colours repeat where there are more names than colours."""
+    return {name: palette[i % len(palette)] for i, name in enumerate(names)}
+
+
+def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
+    """Mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
+
+    Values that are not finite (the loss of a diverged step) are left out; a mean of no values is NaN.
+
+        moving_average([1, 2, 6], 1) -> [1.5, 3, 4]
+    """
+    values = np.asarray(values, dtype=float)
+    finite = np.isfinite(values)
+    window = np.ones(2 * reach + 1)
+    own = slice(reach, reach + len(values))
+    sums = np.convolve(np.where(finite, values, 0.0), window)[own]
+    counts = np.convolve(finite.astype(float), window)[own]
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)

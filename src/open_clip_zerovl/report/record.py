@@ -1,0 +1,109 @@
+"""`record.jsonl` in a run's folder: the course of a training, one JSON object a line.
+
+    kind        when                                   besides `kind`, `at` and `time`
+    start       a process begins or goes on            settings, sources, model, batch
+    step        an optimizer step is logged            loss, lr, samples_per_second, waited, memory_bytes, by_source
+    retrieval   an epoch was evaluated                 metrics: set -> metric -> value
+    lost        an epoch ends, or the run stops in it  delivered, lost: source -> samples; source -> reason -> samples
+    end         the process ends                       how: done, stopped or failed; words
+
+`at` is the position in training, in epochs: 3.25 is a quarter into the fourth. It holds for any batch and any number of ranks.
+A process that goes on from a checkpoint first takes back what lies after it, so that each position comes once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError, place_sentence
+from open_clip_zerovl.core.files import write_atomically
+
+RECORD = "record.jsonl"
+_SAME = 1e-9  # positions closer than this are the same one, computed in two ways
+_KINDS = ("start", "step", "retrieval", "lost", "end")
+
+
+class Record:
+    """Writes the record of a run, on its first rank.
+
+    Args:
+        folder: of the run; it exists.
+        at: the position from which the run begins or goes on, in epochs. What is recorded after it is taken back.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], at: float) -> None:
+        self.path = Path(folder) / RECORD
+        self.at = at
+        if self.path.exists():
+            kept = [line for line in _read(self.path) if line["at"] <= at + _SAME and line["kind"] != "end"]
+            write_atomically(self.path, "".join(_as_line(line) for line in kept))
+
+    def add(self, kind: str, at: float, **entries: Any) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.at = at
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(_as_line({"kind": kind, "at": at, "time": round(time.time(), 3), **entries}))
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+    """The lines of a run's record, by kind, each in order of its position. Of a position that comes twice the last is kept.
+
+    Raises:
+        UserError: there is no record, or it cannot be read.
+    """
+    path = Path(folder) / RECORD
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {RECORD}: give the folder of a run that trained with flags of the recipe (logs/NAME)"
+        )
+    try:
+        lines = _read(path)
+    except OSError as error:
+        raise UserError(place_sentence(error) or f"{path} cannot be read ({error})") from error
+    found: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
+    for number, line in enumerate(lines):
+        once = line["kind"] in ("step", "retrieval")
+        found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
+    return {kind: sorted(entries.values(), key=lambda line: line["at"]) for kind, entries in found.items()}
+
+
+def _as_line(line: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(line)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines. A killed process may have left half a line, and a disk may have lost some."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and line.get("kind") in _KINDS and _is_position(line.get("at")):
+            lines.append(line)
+    return lines
+
+
+def _is_position(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9

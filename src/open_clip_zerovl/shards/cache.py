@@ -1,0 +1,363 @@
+"""Remote shards kept whole on a local disk, up to a size: one process of the machine fetches a shard, all read it as a local
+one.
+
+    DIR/3f9c2a71-00012.tar                    a whole shard
+    DIR/3f9c2a71-00012.tar.part               one that is being fetched; its length is the space reserved for it
+    DIR/.about/3f9c2a71-00012.tar.json        bytes, identity, last check with the server; its modification time is the last use
+    DIR/.zerovl-index/3f9c2a71-00012.tar.npz  its index (`tar.index`), built when the shard is complete
+
+Processes coordinate by locks on these files (flock), which end with the process that holds them. A shard is locked while it is
+read. Shards that no process reads are removed to make room for others, least recently used first.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import re
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.shards.index import FOLDER as INDEX_FOLDER
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.members import ShardError
+from open_clip_zerovl.shards.remote import Patience, RemoteStream, identity_of
+from open_clip_zerovl.shards.transfers import StalledShard, Unreachable
+from open_clip_zerovl.shards.urls import is_command
+
+_FETCHES = 3  # attempts at a shard that arrives whole but differs from the server's checksum, or is no tar
+_READ_BYTES = 1 << 20
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class ShardCache:
+    """A folder of remote shards.
+
+    Attributes:
+        folder: on a local disk; shared by all processes of the machine.
+        limit_bytes: of all files in it.
+        since: a server is asked whether a shard has changed if it was last asked before this time. By default the time at which
+            this object is made, so that each run asks once a shard.
+    """
+
+    folder: str
+    limit_bytes: int
+    since: float = field(default_factory=time.time)
+
+    @contextlib.contextmanager
+    def borrowed(
+        self, url: str, patience: Patience, notes: Callable[[str], None] = lambda _: None
+    ) -> Iterator[str | None]:
+        """The path of a whole copy of a shard, which is kept until the block ends; None where there is no room for it.
+
+        Args:
+            patience: of the transfer.
+            notes: called with a sentence where the cache cannot be used.
+
+        Raises:
+            Unreachable: the shard cannot be fetched.
+            StalledShard: another process has been fetching it for longer than `patience.most_seconds`.
+        """
+        entry = _Entry(self.folder, url)
+        try:
+            descriptor = self._obtain(entry, patience, notes)
+        except Unreachable:
+            raise
+        except (OSError, UserError) as error:
+            words = error.strerror if isinstance(error, OSError) else error
+            notes(f"the shard cache {self.folder} cannot be used ({words}); shards are read past it")
+            descriptor = None
+        if descriptor is None:
+            yield None
+            return
+        try:
+            yield entry.path
+        finally:
+            os.close(descriptor)
+
+    def _obtain(self, entry: _Entry, patience: Patience, notes: Callable[[str], None]) -> int | None:
+        """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None where there is no room."""
+        os.makedirs(os.path.join(self.folder, ".about"), exist_ok=True)
+        begin = time.monotonic()
+        while True:
+            descriptor = _lock(entry.path, fcntl.LOCK_SH)
+            if descriptor is not None:
+                about = entry.about(os.fstat(descriptor).st_size)
+                if about is not None and not self._changed(entry, about, patience, notes):
+                    os.utime(entry.about_path)
+                    return descriptor
+                os.close(descriptor)
+                if not _remove(entry):
+                    notes(
+                        "a shard has changed on its server while another run reads it from the cache; it is read past it"
+                    )
+                    return None
+                continue
+            descriptor = _lock(entry.part, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDWR | os.O_CREAT)
+            if descriptor is None:  # another process is fetching it
+                if patience.most_seconds and time.monotonic() - begin > patience.most_seconds:
+                    raise StalledShard(f"another process has been fetching it for {patience.most_seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+                continue
+            fetched = False
+            try:
+                if os.path.exists(entry.path):  # fetched by another process since it was looked for
+                    continue
+                fetched = self._fetch(entry, descriptor, patience)
+                if not fetched:
+                    notes(
+                        f"the shard cache of {self.limit_bytes / 2**30:.3g} GiB is full of shards that are being read; others "
+                        "are read past it: raise --shard-cache-gib"
+                    )
+                    return None
+            finally:
+                if not fetched:
+                    os.unlink(entry.part)
+                os.close(descriptor)
+
+    def _changed(self, entry: _Entry, about: _About, patience: Patience, notes: Callable[[str], None]) -> bool:
+        """Whether the server has another shard under this URL now; it is asked once a run."""
+        if about.checked >= self.since or is_command(entry.url):
+            return False
+        if not patience.failed:
+            try:
+                identity = identity_of(entry.url, patience)
+            except Unreachable as error:
+                notes(f"shards are taken from the cache without asking whether they have changed ({error})")
+            else:
+                if identity is not None and about.identity is not None and identity != about.identity:
+                    return True
+        entry.write(_About(about.bytes, about.identity, time.time()))
+        return False
+
+    def _fetch(self, entry: _Entry, descriptor: int, patience: Patience) -> bool:
+        """Fetch the shard into its open, locked `part`, then give it its name; False where there is no room."""
+        with RemoteStream(entry.url, patience) as stream:
+            for attempt in range(1, _FETCHES + 1):
+                stream.open()
+                md5 = self._receive(stream, descriptor)
+                if md5 is None:
+                    return False
+                fault = _fault(entry.part, stream.md5, md5)
+                if fault is None:
+                    break
+                if attempt == _FETCHES:
+                    raise Unreachable(f"{fault}, {_FETCHES} times", fault, False)
+                stream.rewind(fault)
+            os.fsync(descriptor)
+            entry.write(_About(stream.position, stream.identity, time.time()))
+        os.rename(entry.part, entry.path)
+        # A shard without an index is compressed, or torn before its first sample; its reader reports that.
+        with contextlib.suppress(ShardError, tarfile.ReadError, UserError):
+            open_index(entry.path)
+        return True
+
+    def _receive(self, stream: RemoteStream, descriptor: int) -> bytes | None:
+        """Write the whole stream to a file; returns its MD5 (of no bytes where the server gives none), None without room."""
+        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))  # reserved at a time where the length is unknown
+        room = stream.total if stream.total is not None else step
+        if not self._reserve(descriptor, room):
+            return None
+        digest = hashlib.md5(usedforsecurity=False)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.seek(0)
+            while part := stream.read(_READ_BYTES):
+                if stream.position > room:
+                    room = stream.position + step
+                    if not self._reserve(descriptor, room):
+                        return None
+                if stream.md5 is not None:
+                    digest.update(part)
+                file.write(part)
+        os.ftruncate(descriptor, stream.position)
+        return digest.digest()
+
+    def _reserve(self, descriptor: int, size: int) -> bool:
+        """Make the file `size` bytes long, and room for it; False where there is no room."""
+        with open(os.path.join(self.folder, ".lock"), "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            wanted = size - os.fstat(descriptor).st_size
+            if wanted > 0:
+                index = size // 32 + (1 << 13)
+                free = self.limit_bytes - self._used() - wanted - index
+                if free < 0 and not self._make_room(-free):
+                    return False
+                os.ftruncate(descriptor, size)
+            return True
+
+    def _used(self) -> int:
+        """Bytes of all files.
+
+        Other processes give fetched shards their names meanwhile: a file that has gone since its folder was listed is there
+        under another name, so that all are counted again.
+        """
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return sum(
+                    file.stat().st_size
+                    for name in ("", ".about", INDEX_FOLDER)
+                    for file in _files(os.path.join(self.folder, name))
+                )
+
+    def _make_room(self, wanted: int) -> bool:
+        """Remove partial files of killed processes, then unread shards, least recently used first, until `wanted` bytes are
+        free.
+
+        Returns:
+            Whether so many bytes could be freed.
+        """
+        for file in _files(self.folder):
+            if (
+                file.name.endswith(".part")
+                and (descriptor := _lock(file.path, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None
+            ):
+                wanted -= os.fstat(descriptor).st_size
+                os.unlink(file.path)
+                os.close(descriptor)
+        entries = [_Entry.of(self.folder, file.name) for file in _files(self.folder) if file.name.endswith(".tar")]
+        for entry in sorted(entries, key=_Entry.used):
+            if wanted <= 0:
+                break
+            wanted -= _remove(entry)
+        return wanted <= 0
+
+
+class FetchAhead:
+    """Fetches shards into a cache before they are read, one after the other, in a thread. It does not retry; the reader does.
+
+    Only for processes that do not fork: a child would inherit the lock on a shard that is being fetched.
+    """
+
+    def __init__(self, cache: ShardCache, patience: Patience) -> None:
+        self._cache = cache
+        self._patience = replace(patience, retries=0, command_retries=0, waits=lambda _: None, failed={})
+        self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
+
+    def want(self, url: str) -> None:
+        """Add a shard to those to fetch."""
+        self._wanted.put(url)
+
+    def close(self) -> None:
+        """Stop after the shard that is being fetched now."""
+        self._wanted.put(None)
+
+    def _run(self) -> None:
+        while (url := self._wanted.get()) is not None:
+            with contextlib.suppress(UserError, OSError, StalledShard), self._cache.borrowed(url, self._patience):
+                self._patience.failed.clear()
+
+
+@dataclass(frozen=True)
+class _About:
+    """What is known of a whole shard: its bytes, its identity (`RemoteStream`), when the server was last asked."""
+
+    bytes: int
+    identity: str | None
+    checked: float
+
+
+class _Entry:
+    """The files of one shard in a cache."""
+
+    def __init__(self, folder: str, url: str, name: str | None = None) -> None:
+        if name is None:
+            # A hash and not the URL, which may hold a token.
+            last = re.sub(r"[^A-Za-z0-9._-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2])[-60:]
+            name = f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{last.removesuffix('.tar')}.tar"
+        self.url = url
+        self.path = os.path.join(folder, name)
+        self.part = f"{self.path}.part"
+        self.about_path = os.path.join(folder, ".about", f"{name}.json")
+        self.index_path = os.path.join(folder, INDEX_FOLDER, f"{name}.npz")
+
+    @classmethod
+    def of(cls, folder: str, name: str) -> _Entry:
+        """The entry of a file in the cache, whose URL is unknown."""
+        return cls(folder, "", name)
+
+    def about(self, size_bytes: int) -> _About | None:
+        """What is known of the shard; None where that is unreadable, or the shard has another size."""
+        try:
+            with open(self.about_path, encoding="utf-8") as file:
+                found = json.load(file)
+            about = _About(int(found["bytes"]), found["identity"], float(found["checked"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return about if about.bytes == size_bytes else None
+
+    def write(self, about: _About) -> None:
+        write_atomically(self.about_path, json.dumps(about.__dict__))
+
+    def used(self) -> float:
+        """Time of the last use."""
+        try:
+            return os.stat(self.about_path).st_mtime
+        except OSError:
+            return 0.0
+
+
+def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
+    """What is wrong with a fetched shard; None for nothing."""
+    if announced is not None and announced not in (md5.hex(), base64.b64encode(md5).decode()):
+        return "another checksum than announced"
+    try:
+        whole = tarfile.is_tarfile(path)
+    except Exception:  # of bytes that only begin like a tar, or a compressed one, it raises errors of any type
+        whole = False
+    return None if whole else "no tar"
+
+
+def _lock(path: str, kind: int, flags: int = os.O_RDONLY) -> int | None:
+    """A descriptor of the file that holds a lock; None where there is no file, or with LOCK_NB another process has the lock."""
+    while True:
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, kind)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError) as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            continue
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was renamed or removed before it was locked
+
+
+def _remove(entry: _Entry) -> int:
+    """Remove a shard unless a process reads it; returns the bytes that this frees."""
+    descriptor = _lock(entry.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if descriptor is None:
+        return 0
+    freed = 0
+    for path in (entry.path, entry.index_path, entry.about_path):
+        with contextlib.suppress(FileNotFoundError):
+            freed += os.stat(path).st_size
+            os.unlink(path)
+    os.close(descriptor)
+    return freed
+
+
+def _files(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return [entry for entry in found if entry.is_file(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []

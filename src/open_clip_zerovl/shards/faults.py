@@ -1,0 +1,116 @@
+"""What can be wrong with a sample's caption and picture, and what a check of a source found.
+
+`datasets.index` checks shards, `data.check` tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from PIL import Image
+
+from open_clip_zerovl.core.errors import printable
+from open_clip_zerovl.shards.pictures import BadPicture, decoded
+
+#: First and last bytes of a whole picture, by extension (those of `members.IMAGE_EXTENSIONS`).
+PICTURE_MARKS = {
+    "jpg": (b"\xff\xd8\xff", b"\xff\xd9"),
+    "jpeg": (b"\xff\xd8\xff", b"\xff\xd9"),
+    "png": (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"),
+    "webp": (b"RIFF", b""),
+}
+_EXAMPLES = 5
+
+
+@dataclass
+class ShardCheck:
+    """What a check found in one shard, or in a table.
+
+    Attributes:
+        shard: file name of the shard or the table.
+        faults: kind of fault -> how many.
+        examples: kind of fault -> the first keys that have it.
+    """
+
+    shard: str
+    samples: int = 0
+    size_bytes: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def fault(self, kind: str, key: str = "") -> None:
+        """Count a fault, of the sample with this key."""
+        self.faults[kind] += 1
+        if key and len(self.examples.setdefault(kind, [])) < _EXAMPLES:
+            self.examples[kind].append(key)
+
+
+@dataclass(frozen=True)
+class FolderCheck:
+    """What a check found in the shards of a folder, or in a table, and how long it took."""
+
+    shards: list[ShardCheck]
+    seconds: float
+
+    @property
+    def samples(self) -> int:
+        """Of all shards."""
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def faults(self) -> Counter[str]:
+        """Kind of fault -> how many, in all shards."""
+        return sum((shard.faults for shard in self.shards), Counter())
+
+
+def check_report(result: FolderCheck) -> str:
+    """The result as text: totals and rate, then the faults of each shard."""
+    lines = [
+        f"{result.samples:,} samples in {len(result.shards):,} shards, {result.size_bytes / 1e9:.2f} GB read in "
+        f"{result.seconds:.1f} s ({result.size_bytes / 1e6 / max(result.seconds, 1e-9):,.0f} MB/s)"
+    ]
+    for shard in result.shards:
+        for kind, count in shard.faults.items():
+            keys = shard.examples.get(kind, [])
+            shown = printable(", ".join(keys)) + (", ..." if count > len(keys) else "")
+            lines.append(printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else ""))
+    lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
+    return "\n".join(lines)
+
+
+def caption_fault(content: bytes) -> str:
+    """What is wrong with a caption; "" for nothing."""
+    try:
+        return "" if content.decode("utf-8").strip() else "caption is empty"
+    except UnicodeDecodeError:
+        return "caption is not UTF-8"
+
+
+def picture_fault(content: bytes, extension: str, *, decode: bool = False) -> str:
+    """What is wrong with an encoded picture of a kind in PICTURE_MARKS; "" for nothing.
+
+    Args:
+        decode: decode it too; otherwise only its first and last bytes are looked at.
+    """
+    first, last = PICTURE_MARKS[extension]
+    fault = mark_fault(content.startswith(first), content.endswith(last, len(first)), extension)
+    if fault or not decode:
+        return fault
+    try:
+        decoded(content, Image.Image.load)
+    except BadPicture as error:
+        return f"picture cannot be decoded ({type(error.__cause__).__name__})"
+    return ""
+
+
+def mark_fault(begins: bool, ends: bool, extension: str) -> str:
+    """The fault of a picture that does not begin, or does not end, as its kind does; "" where it does both."""
+    if not begins:
+        return f"picture is no {extension}"
+    return "" if ends else "picture is cut off"

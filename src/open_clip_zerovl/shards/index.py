@@ -1,0 +1,196 @@
+"""Where each sample lies in a local shard: an index built once from the tar's headers, for direct access.
+
+A reader that begins in the middle of a shard (few shards, clusters as sources, resume) reads only what it needs. The index of
+`/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`; where that cannot be written, it lies in the user's cache folder. It
+is valid for one size and modification time of its tar. Several processes may build the same index: each writes a file of its
+own and renames it.
+
+    n  whole samples of the shard
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import atomic_file, read_arrays
+from open_clip_zerovl.shards.members import (
+    TEXT_EXTENSION,
+    Extent,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+    unreadable,
+)
+
+FOLDER = ".zerovl-index"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """Arrays over the whole samples of one shard.
+
+    Attributes:
+        image: (n, 2) offset and size of the picture's bytes, -1 where there is none.
+        text: (n, 2) offset and size of the caption's bytes, -1 where there is none.
+        captions: (n,) number of captions, one a line; 1 for a sample without a caption, which then is a bad sample.
+        keys: (bytes,) all keys one after the other, UTF-8.
+        key_ends: (n,) where each key ends in `keys`.
+        torn: (2,) reason and detail of the tear that ends the shard; two empty strings for a whole shard.
+        stamp: (3,) VERSION, and size in bytes and modification time in ns of the tar.
+    """
+
+    image: np.ndarray
+    text: np.ndarray
+    captions: np.ndarray
+    keys: np.ndarray
+    key_ends: np.ndarray
+    torn: np.ndarray
+    stamp: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def key(self, sample: int) -> str:
+        """The sample's key."""
+        begin = int(self.key_ends[sample - 1]) if sample else 0
+        return self.keys[begin : int(self.key_ends[sample])].tobytes().decode("utf-8", "surrogateescape")
+
+    def raise_if_torn(self) -> None:
+        """Raise the ShardError of a torn shard, as reading it to its end would."""
+        if self.torn[0]:
+            raise ShardError(str(self.torn[0]), str(self.torn[1]), len(self))
+
+
+def caption_lines(text: bytes) -> list[bytes]:
+    """The captions in a `txt` member, one a line, empty lines left out."""
+    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
+
+
+def open_index(path: str) -> TarIndex:
+    """The index of a plain local tar: from memory, from disk, or built now and stored.
+
+    Raises:
+        ShardError: the tar cannot be opened, or is torn before its first sample.
+        tarfile.ReadError: it is compressed or no tar.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise unreadable(error) from error
+    return _open(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(path: str, size: int, mtime_ns: int) -> TarIndex:
+    stamp = np.array([VERSION, size, mtime_ns], dtype=np.int64)
+    for file in _places(path):
+        index = _load(file)
+        if index is not None and np.array_equal(index.stamp, stamp):
+            return index
+    index = build_index(path, stamp)
+    _store(index, path)
+    return index
+
+
+def build_index(path: str, stamp: np.ndarray) -> TarIndex:
+    """The index of a plain local tar, from its headers and captions.
+
+    Args:
+        stamp: see `TarIndex`.
+
+    Raises:
+        As `open_index`.
+    """
+    image: list[Extent] = []
+    text: list[Extent] = []
+    captions, keys, torn = [], [], ("", "")
+    try:
+        with opened(path) as descriptor:
+            for key, members in locate_samples(path):
+                image.append(image_of(members) or (-1, -1))
+                text.append(members.get(TEXT_EXTENSION, (-1, -1)))
+                offset, size = text[-1]
+                captions.append(max(1, len(caption_lines(os.pread(descriptor, size, offset)))) if offset >= 0 else 1)
+                keys.append(key.encode("utf-8", "surrogateescape"))
+    except ShardError as error:
+        if error.readable == 0:
+            raise
+        torn = (error.reason, str(error))
+    return TarIndex(
+        np.array(image, dtype=np.int64).reshape(-1, 2),
+        np.array(text, dtype=np.int64).reshape(-1, 2),
+        np.array(captions, dtype=np.int32),
+        np.frombuffer(b"".join(keys), dtype=np.uint8),
+        np.cumsum([len(key) for key in keys], dtype=np.int64),
+        np.array(torn),
+        stamp,
+    )
+
+
+def _places(path: str) -> Iterator[Path]:
+    """Paths where the index of a shard may lie, best first."""
+    folder, name = os.path.split(path)
+    yield Path(folder, FOLDER, f"{name}.npz")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    yield cache / "open_clip_zerovl" / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+
+
+def _load(file: Path) -> TarIndex | None:
+    try:
+        arrays = read_arrays(file)
+        if missing := {field.name for field in fields(TarIndex)} - arrays.keys():
+            raise ValueError(f"it has no {min(missing)}")
+        index = TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
+        _require_consistent(index)
+        return index
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
+        return None
+
+
+def _require_consistent(index: TarIndex) -> None:
+    """ValueError for arrays that are no index, of which a damaged or foreign file may consist."""
+    n = len(index.captions) if index.captions.ndim == 1 else -1
+    shapes = {
+        "image": (n, 2), "text": (n, 2), "captions": (n,), "key_ends": (n,), "torn": (2,), "stamp": (3,),
+        "keys": (index.keys.size,),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        array = getattr(index, name)
+        if array.shape != shape or array.dtype.kind not in ("U" if name == "torn" else "iu"):
+            raise ValueError(f"its {name} has the shape {array.shape} and the type {array.dtype}")
+    size = int(index.stamp[1])
+    for name in ("image", "text"):
+        extents = getattr(index, name)
+        there = extents[extents[:, 0] >= 0]
+        if (there < 0).any() or (there > size).any() or (there.sum(axis=1) > size).any():
+            raise ValueError(f"its {name} lies outside of the tar")
+    ends = np.concatenate([[0], index.key_ends])
+    if (np.diff(ends) < 0).any() or ends[-1] != len(index.keys) or (index.captions < 1).any():
+        raise ValueError("its keys or captions do not add up")
+
+
+def _store(index: TarIndex, path: str) -> None:
+    arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
+    for place in _places(path):
+        with (
+            contextlib.suppress(UserError),
+            atomic_file(place) as file,
+        ):  # a folder that cannot be written: try the next
+            np.savez(file, **arrays)
+            return
+    logging.warning(f"The index of {path} could not be stored anywhere; every process builds its own.")

@@ -1,0 +1,240 @@
+"""One attempt to read a remote shard: from a server, another store, or a command; and why it failed. Retries are `remote`'s."""
+
+from __future__ import annotations
+
+import re
+import select
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.urls import HTTP, is_command
+
+_BLOCK_BYTES = 4 << 20  # of one request to a store
+_PASSING_STATUS = (408, 425, 429)  # and 500 to 599: a retry may help; all other errors of a server are final
+
+
+class StalledShard(Exception):
+    """A command delivered no byte for too long."""
+
+
+class Unreachable(OSError):
+    """A remote shard cannot be read, or not to its end.
+
+    Attributes:
+        reason: a few words to count by ("server answered 503").
+        passing: whether a retry might help; False where the server has no such shard.
+    """
+
+    def __init__(self, message: str, reason: str, passing: bool) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.passing = passing
+
+
+@dataclass
+class Transfer:
+    """One attempt to read a shard, from some byte on.
+
+    Attributes:
+        read: size -> between one byte and so many; b"" at the end.
+        close: ends the transfer.
+        begins: number of the first byte that it delivers.
+        total: bytes of the whole shard; None if unknown.
+        identity: a text that changes when the shard is replaced by another (ETag, date, size); None if unknown.
+        md5: of the whole shard, in base64 or hexadecimal digits; None if unknown.
+        end: called at the end; raises where the transfer failed.
+    """
+
+    read: Callable[[int], bytes]
+    close: Callable[[], None]
+    begins: int = 0
+    total: int | None = None
+    identity: str | None = None
+    md5: str | None = None
+    end: Callable[[], None] = lambda: None
+
+
+class Broken(Exception):
+    """A transfer failed; the message is the reason in a few words."""
+
+
+def begin_transfer(url: str, at: int, *, stall_seconds: float, command_seconds: float) -> Transfer:
+    """A transfer that begins at byte `at`, or before it where the server or command cannot do so.
+
+    Args:
+        stall_seconds: a server that sends no byte for so long has failed.
+        command_seconds: a command without a byte for so long raises StalledShard; 0 waits forever.
+    """
+    if is_command(url):
+        return _from_command(url, command_seconds)
+    file_system, path = file_system_of(url, stall_seconds)
+    if url.split(":", 1)[0] in HTTP:
+        return _from_server(file_system, path, at)
+    return _from_store(file_system, path, at, stall_seconds)
+
+
+def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. UserError where no installed package opens such URLs."""
+    scheme = url.split(":", 1)[0]
+    try:
+        import fsspec
+
+        options = {}
+        if scheme in HTTP:
+            from aiohttp import ClientTimeout
+
+            timeout = ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
+            # trust_env: proxies of the environment; encoded: escapes in a URL, which may be signed, are sent as written.
+            client = {"timeout": timeout, "trust_env": True, "read_bufsize": 1 << 20}
+            options = {"client_kwargs": client, "encoded": "%" in url}
+        return fsspec.core.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
+        command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
+        raise UserError(
+            f"shard {url} cannot be opened ({words_of(error)}); install what fsspec asks for, or write it as "
+            f"'pipe:{command.get(scheme, f'COMMAND {url}')}'"
+        ) from error
+
+
+def _from_server(file_system: Any, url: str, at: int) -> Transfer:
+    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
+    # block_size 0 makes a stream. It does not use `size`, but would ask the server for it if it were not given.
+    file = file_system.open(url, "rb", block_size=0, size=1, headers=headers)
+    given, begins = file.r.headers, 0
+    encoded = given.get("Content-Encoding", "identity") != "identity"
+    length = None if encoded or "Content-Length" not in given else int(given["Content-Length"])
+    if file.r.status == 206:
+        range_ = re.match(r"bytes (\d+)-\d+/(\d+|\*)", given.get("Content-Range", ""))
+        begins = int(range_[1]) if range_ else at
+        length = int(range_[2]) if range_ and range_[2] != "*" else None
+        if begins > at:
+            file.close()
+            raise Broken("another range than was asked for")
+    identity = given.get("ETag") or given.get("Last-Modified") or (None if length is None else f"{length} bytes")
+    md5 = given.get("Content-MD5") if not begins else None
+    return Transfer(file.read, file.close, begins, length, identity, md5)
+
+
+def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> Transfer:
+    def opened() -> tuple[Any, dict[str, Any]]:
+        file_system.invalidate_cache()
+        file = file_system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead")
+        file.seek(at)
+        return file, getattr(file, "details", None) or file_system.info(path)
+
+    limit = 4 * stall_seconds  # longer, since stores have time-outs and retries of their own
+    file, about = _in_time(opened, limit)
+    total = about.get("size")
+    marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+    identity = " ".join(str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None)
+    md5 = about.get("md5Hash")  # not S3's ETag, which for encrypted or multipart objects is no MD5
+    return Transfer(
+        lambda size: _in_time(lambda: file.read(min(size, _BLOCK_BYTES)), limit), file.close, at, total, identity, md5
+    )
+
+
+def _in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """The result of a call, made in a thread since not every file system has a time-out; a late thread is left to itself."""
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # raised in the waiting thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="remote shard")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"nothing came for {seconds:g} s")
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _from_command(url: str, command_seconds: float) -> Transfer:
+    from webdataset.gopen import Pipe, gopen
+
+    stream = gopen(url)
+    assert isinstance(stream, Pipe)
+    # Not Pipe.read: after the last byte it may raise for the command's exit status, depending on a race.
+    process, output = stream.proc, stream.stream
+
+    def read(size: int) -> bytes:
+        if command_seconds and not select.select([output], [], [], command_seconds)[0]:
+            raise StalledShard(f"nothing came for {command_seconds:g} s")
+        return output.read1(size)
+
+    def end() -> None:
+        try:
+            status = process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return  # it has closed its output and still runs
+        if status != 0:
+            raise Broken(f"command ended with status {status}")
+
+    def close() -> None:
+        output.close()
+        process.kill()  # Pipe.close would wait two hours for a command that ignores a closed pipe
+        process.wait()
+
+    return Transfer(read, close, end=end)
+
+
+def reason_of(error: BaseException) -> tuple[str, bool]:
+    """(reason, passing) of an error, as in `Unreachable`."""
+    if isinstance(error, Unreachable):
+        return error.reason, error.passing
+    if isinstance(error, Broken):
+        return str(error), True
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
+        causes.append(cause)
+    # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
+    status = next((found for each in causes if isinstance(found := getattr(each, "status", None), int)), None)
+    if status is not None and status >= 400:
+        return f"server answered {status}", status >= 500 or status in _PASSING_STATUS
+    if isinstance(error, FileNotFoundError):
+        return "no such file", False
+    if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):
+        return (error.strerror or type(error).__name__).lower(), False
+    if any("credential" in type(each).__name__.lower() for each in causes):
+        return "no credentials", False
+    if isinstance(error, TimeoutError) or "timeout" in type(error).__name__.lower():
+        return "server said nothing", True
+    names = " ".join(type(each).__name__ for each in causes)
+    if re.search("Connector|Refused|gaierror|EndpointConnection", names):
+        return "no connection", True
+    if any(isinstance(each, ConnectionError) for each in causes) or re.search("Disconnect|Payload|Incomplete", names):
+        return "cut off", True
+    if isinstance(error, (ValueError, TypeError, NotImplementedError, ImportError)):
+        return type(error).__name__, False
+    return type(error).__name__, True
+
+
+def words_of(error: BaseException) -> str:
+    """The message of an error, or its type's name."""
+    return str(error.args[-1] if isinstance(error, OSError) and error.args else error) or type(error).__name__
+
+
+def detail_of(error: Exception, reason: str) -> str:
+    """The reason, with the error's message where the reason is only the error's type."""
+    return f"{reason}: {words_of(error)}" if reason == type(error).__name__ else words_or(reason, error)
+
+
+def words_or(reason: str, error: Exception) -> str:
+    """The message of an error of this module; for any other the reason, since a library's message names its internals."""
+    return words_of(error) if isinstance(error, (Unreachable, Broken)) else reason
+
+
+def asked_wait(error: BaseException) -> float:
+    """Seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
+    headers = getattr(error, "headers", None)
+    asked = headers.get("Retry-After", "") if headers is not None and hasattr(headers, "get") else ""
+    return float(asked) if re.fullmatch(r"\d{1,6}", str(asked)) else 0.0

@@ -1,0 +1,37 @@
+"""The kinds of URL that name a shard: a local path, a store that fsspec opens (https:, s3: ...), a command (pipe:)."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from open_clip_zerovl.core.errors import UserError
+
+REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
+HTTP = ("http", "https")
+
+
+def local_path(url: str) -> str | None:
+    """The path of a shard on this machine, or None for a remote one."""
+    if url.startswith("file:"):
+        return re.sub(r"^file:(//(localhost)?)?", "", url)
+    return None if REMOTE.match(url) else url
+
+
+def check_quotes(url: str) -> None:
+    """UserError for a single quote in a URL: webdataset puts URLs between single quotes into a shell command (curl)."""
+    if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
+        raise UserError(f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27")
+
+
+def is_command(url: str) -> bool:
+    """Whether the bytes of a remote shard are the output of a command."""
+    return url.split(":", 1)[0] in _commands()
+
+
+@functools.cache
+def _commands() -> frozenset[str]:
+    """pipe:, and schemes that webdataset opens by a command (sftp: ...)."""
+    from webdataset.gopen import gopen_schemes  # which imports torch
+
+    return frozenset(gopen_schemes) - {*HTTP, "gs"}

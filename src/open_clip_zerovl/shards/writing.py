@@ -1,0 +1,179 @@
+"""A source on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
+
+A shard is a tar of samples; a sample is a group of files with one key (`key.png`, `key.txt`, `key.json`), see `members`. Shards
+are written under another name and renamed when whole. They hold no times or owners, so that the same samples give the same
+bytes.
+
+    source/train-00000.tar ...         training shards
+    source/sizes.json                  {"train-00000.tar": number of samples, ...}, which open_clip reads too
+    set/dataset_type.txt               "retrieval"
+    set/test/nshards.txt, 0.tar ...    a retrieval set, as CLIP_benchmark's `wds/` datasets are laid out
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import atomic_file, write_atomically
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of, read_samples
+from open_clip_zerovl.shards.urls import local_path
+
+SIZES_FILE = "sizes.json"
+RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
+SHARD_COUNT = "nshards.txt"  # in the folder of each of its splits
+_EDGE_BYTES = 1 << 16  # of a shard, at both ends, which its mark is made of
+MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
+
+
+def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
+    """Write one tar atomically; returns its number of samples. Nothing in it depends on the clock or the user.
+
+    Raises:
+        UserError: a key that is empty, holds a dot (webdataset ends a key at the first dot) or comes twice; a file that cannot
+            be written.
+    """
+    keys = set()
+    with atomic_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in samples:
+            if not sample.key or "." in sample.key.rsplit("/", 1)[-1] or sample.key in keys:
+                raise UserError(f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it.")
+            keys.add(sample.key)
+            for extension, content in sample.files.items():
+                member = tarfile.TarInfo(f"{sample.key}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return len(keys)
+
+
+def write_source(
+    folder: str | Path, samples: Sequence[Sample], *, shard_size: int, prefix: str = "train"
+) -> dict[str, int]:
+    """Write samples, in the order given, as shards of nearly equal size, with their `sizes.json`.
+
+    Args:
+        folder: the source's folder.
+        samples: in their order on disk; shuffle them before.
+        shard_size: samples per shard at most.
+        prefix: shards are called `<prefix>-00000.tar` and so on.
+
+    Returns:
+        Samples per shard by file name, as in `sizes.json`.
+
+    Raises:
+        UserError: no samples, or a shard size below 1.
+    """
+    folder = Path(folder)
+    if shard_size < 1:
+        raise UserError(f"The shard size is {shard_size}: it must be at least 1 sample.")
+    if not samples:
+        raise UserError(f"There is not a single sample to write into {folder}.")
+    shard_count = -(-len(samples) // shard_size)
+    # Sizes differ by at most one sample, so that no shard is much smaller than the others.
+    bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
+    sizes = {}
+    for k in range(shard_count):
+        name = f"{prefix}-{k:05d}.tar"
+        sizes[name] = write_shard(folder / name, samples[bounds[k] : bounds[k + 1]])
+    write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
+    return sizes
+
+
+def write_retrieval_set(
+    folder: str | Path, samples: Sequence[Sample], *, split: str = "test", shard_size: int = 10_000
+) -> int:
+    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; returns its size.
+
+    Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
+    (`json`) are carried along and ignored by CLIP_benchmark.
+
+    Raises:
+        UserError: no samples, or one without picture or caption.
+    """
+    folder = Path(folder)
+    if not samples:
+        raise UserError(f"There is not a single sample to write into {folder}.")
+    for sample in samples:
+        if not sample.files.get(TEXT_EXTENSION, b"").strip() or image_of(sample.files) is None:
+            raise UserError(f"The test sample {sample.key!r} for {folder} lacks its picture or its caption.")
+    shard_count = -(-len(samples) // shard_size)
+    for k in range(shard_count):
+        write_shard(folder / split / f"{k}.tar", samples[k * shard_size : (k + 1) * shard_size])
+    write_atomically(folder / split / SHARD_COUNT, f"{shard_count}\n")
+    write_atomically(folder / RETRIEVAL_MARK, "retrieval\n")
+    return len(samples)
+
+
+def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[Sample]:
+    """The samples of a set in CLIP_benchmark's layout, shard by shard.
+
+    Raises:
+        UserError: the folder holds no such set.
+    """
+    folder = Path(folder) / split
+    count_file = folder / SHARD_COUNT
+    if not count_file.is_file():
+        raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
+    for k in range(int(count_file.read_text())):
+        yield from read_samples(folder / f"{k}.tar")
+
+
+def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
+    """Shard name -> samples, from the text of a `sizes.json`.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: no JSON, no table, or a size that is no whole number of samples.
+    """
+    try:
+        return {name: _size(size) for name, size in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f'{where} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
+            "to have the shards counted"
+        ) from error
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        return _size(int(value))  # open_clip accepts this too
+    whole = (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and value.is_integer()
+    )
+    if not whole or not 0 <= value < MOST_SAMPLES:
+        raise ValueError(f"{str(value)[:80]} is no number of samples")
+    return int(value)
+
+
+def read_sizes(folder: str | Path) -> dict[str, int] | None:
+    """`parse_sizes` of a local folder's `sizes.json`; None where there is none."""
+    file = Path(folder, SIZES_FILE)
+    return parse_sizes(file.read_bytes(), file) if file.is_file() else None
+
+
+def shard_mark(shard: str) -> list[Any]:
+    """The last part of a shard's path; of a local one also its size and a digest of its first and last 64 KiB.
+
+    Modification times are left out: a copy of the data elsewhere is the same data.
+    """
+    path, name = local_path(shard), os.path.basename(shard)
+    try:
+        if path is None:
+            return [name]
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.blake2b(file.read(_EDGE_BYTES), digest_size=8)
+            file.seek(max(0, size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+        return [name, size, digest.hexdigest()]
+    except OSError:  # a lost shard has been reported when the sources were opened
+        return [name]

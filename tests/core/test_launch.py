@@ -1,0 +1,235 @@
+"""Training as a command: our program whatever else is called `training`, its processes, its signals, its exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.cli.train import take_gpus
+from open_clip_zerovl.core import launch
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.launch import ranks_here, training_command, visible_gpus
+from open_clip_zerovl.core.processes import children_of
+from support import ROOT
+from support.programs import COMMON
+from support.tars import write_source
+from support.tiny_clip import WORDS, write_bert
+
+ZEROVL = [sys.executable, "-m", "open_clip_zerovl.cli", "train"]
+
+
+def collide(folder: Path) -> Path:
+    """A current folder with all that could be taken for the training program or what it needs."""
+    for name in ("training", "elsewhere/training"):
+        (folder / name).mkdir(parents=True)
+        for module in ("__init__", "__main__", "main", "early", "params"):
+            (folder / name / f"{module}.py").write_text("raise SystemExit('another program called training')")
+    (folder / "training.py").write_text("raise SystemExit('a file called training')")
+    for name in ("data", "config", "evaluate"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')")
+    return folder
+
+
+def test_what_else_is_called_training_is_never_taken_for_it(tmp_path):
+    """As far as the model's name, which is checked once everything is imported."""
+    collide(tmp_path)
+    path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT / "src")])
+    done = subprocess.run(
+        [*ZEROVL, "--device", "cpu", "--dataset-type", "synthetic", "--model", "nothing"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "knows no model 'nothing'" in done.stderr, done.stderr
+    assert list(tmp_path.glob("logs/*")) == []
+
+
+def test_a_training_program_that_is_not_ours_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_FOLDER", tmp_path)
+    with pytest.raises(UserError, match="is not whole"):
+        training_command([])
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "__main__.py").touch()
+    (tmp_path / "training" / "main.py").write_text("from open_clip import create_model")
+    with pytest.raises(UserError, match="another package called training was installed over it"):
+        training_command([])
+
+
+def test_the_command():
+    program = str(ROOT / "src" / "training" / "__main__.py")
+    assert training_command(["--lr", "1"]) == [sys.executable, program, "--lr", "1"]
+    assert training_command(["--lr", "1"], 2)[2:] == ["--processes", "2", "--", "--lr", "1"]
+    assert training_command([], None)[2:] == ["--processes", "gpus", "--"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "rest"),
+    [
+        ([], None, []),
+        (["--", "--lr", "1"], None, ["--lr", "1"]),
+        (["--lr", "1", "--gpus", "4", "--wd", "2"], 4, ["--lr", "1", "--wd", "2"]),
+        (["--gpus=2"], 2, []),
+    ],
+)
+def test_gpus_is_taken_out_of_the_flags(words, gpus, rest):
+    assert take_gpus(words) == (gpus, rest)
+
+
+@pytest.mark.parametrize("words", [["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus", "-1"]])
+def test_a_number_of_gpus_that_is_none(words):
+    with pytest.raises(UserError, match="give the number of processes, 1 or more"):
+        take_gpus(words)
+
+
+@pytest.fixture
+def four_gpus(tmp_path, monkeypatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo \"GPU $i: NVIDIA (UUID: GPU-$i)\"; echo '  MIG 1g'; done")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("0,2", 2), (" 1 ", 1), ("GPU-0,GPU-3", 2), ("-1", 0), ("0,9,1", 1), ("0,-1,1", 1)],
+)
+def test_visible_gpus(four_gpus, visible, count):
+    assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == 0 and visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "environment", "ranks"),
+    [
+        (None, "cuda", {}, 4),
+        (2, "cuda", {}, 2),
+        (None, "cuda", {"CUDA_VISIBLE_DEVICES": "2"}, 1),
+        (None, "cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        (None, "cuda:1", {}, 1),
+        (None, "cpu", {}, 1),
+        (3, "cpu", {}, 3),
+        (None, "cuda", {"WORLD_SIZE": "8"}, 1),
+        (None, "cuda", {"SLURM_NTASKS": "2"}, 1),
+        (None, "cuda", {"SLURM_NTASKS": "1"}, 4),
+        (5, "cuda", {}, "--gpus 5: 4 GPUs are visible here; give at most"),
+        (2, "cuda", {"CUDA_VISIBLE_DEVICES": "1"}, r"1 GPU is visible here \(CUDA_VISIBLE_DEVICES=1\)"),
+        (2, "cuda", {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here"),
+        (2, "cuda:1", {}, "--gpus 2 does not work with --device cuda:1"),
+        (2, "cuda", {"WORLD_SIZE": "8"}, "--gpus 2 does not work within torchrun"),
+        (0, "cuda", {}, "--gpus 0 is out of range"),
+    ],
+)
+def test_how_many_processes(four_gpus, asked, device, environment, ranks):
+    if isinstance(ranks, int):
+        assert ranks_here(asked, device, environment) == ranks
+    else:
+        with pytest.raises(UserError, match=ranks):
+            ranks_here(asked, device, environment)
+
+
+# A rank that notes each signal, and ends after the number of them in its last word. Its parent is what torchrun would be.
+RANK = """
+import os, pathlib, signal, sys, time
+seen = []
+signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+pathlib.Path(f"started{os.getpid()}").touch()
+while len(seen) < int(sys.argv[1]):
+    time.sleep(0.02)
+time.sleep(0.5)
+pathlib.Path(f"seen{os.getpid()}").write_text(" ".join(signal.Signals(number).name for number in seen))
+sys.exit(130)
+"""
+PARENT = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "rank.py", sys.argv[1]], start_new_session=True) for _ in range(2)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+SUPERVISOR = """
+import sys
+from open_clip_zerovl.core.processes import supervise
+torchrun = sys.argv[1] == "torchrun"
+sys.exit(supervise([sys.executable, "parent.py" if torchrun else "rank.py", sys.argv[2]], torchrun=torchrun))
+"""
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("torchrun", 2), ("single", 1)])
+@pytest.mark.parametrize("presses", [1, 2])
+def test_each_rank_gets_ctrl_c_once_each_time(tmp_path, kind, ranks, presses):
+    """A terminal signals its whole foreground group; a rank that got it twice would take it for the second Ctrl-C."""
+    for name, text in (("rank", RANK), ("parent", PARENT), ("supervisor", SUPERVISOR)):
+        (tmp_path / f"{name}.py").write_text(text)
+    run = subprocess.Popen(
+        [sys.executable, "supervisor.py", kind, str(presses)], cwd=tmp_path, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    wait_until(lambda: len(list(tmp_path.glob("started*"))) == ranks, run)
+    for _ in range(presses):
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(0.4)
+    assert run.wait(timeout=30) == 130
+    assert [path.read_text() for path in tmp_path.glob("seen*")] == [" ".join(["SIGINT"] * presses)] * ranks
+
+
+def wait_until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow(reason="torchrun and two ranks that import torch, five times")
+@pytest.mark.timeout(400)
+def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
+    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM; and a lost rank.
+
+    A run on unnamed data, which no step checkpoint could resume, ends by SIGTERM too.
+    """
+    collide(tmp_path)
+    write_bert(tmp_path / "bert", words=[*WORDS, "sample", *"0123456789"])
+    data = f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
+    line = [*ZEROVL, "--gpus", "2", *COMMON, "--model", "zerovl-emoji", "--text-model", "bert", "--train-data", data]
+    line += ["--batch-size", "2", "--dga-steps", "2", "--workers", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+    def start(name: str, epochs: int) -> subprocess.Popen:
+        with open(tmp_path / f"{name}.err", "a") as err:
+            return subprocess.Popen(
+                [*line, "--epochs", str(epochs), "--name", name, "--resume", "latest"],
+                cwd=tmp_path, env=environment, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    def said(name: str) -> str:
+        return (tmp_path / f"{name}.err").read_text()
+
+    whole = start("whole", 1)
+    assert whole.wait(timeout=120) == 0, said("whole")
+    assert (tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt").exists()
+    for name, number, status in (("ctrl-c", signal.SIGINT, 130), ("sigterm", signal.SIGTERM, 85)):
+        run = start(name, 10_000)
+        wait_until(lambda name=name: "Train Epoch: 1 " in said(name), run)
+        os.killpg(run.pid, number)
+        assert run.wait(timeout=60) == status, said(name)
+        assert "is saved. The same command goes on from there" in said(name) and "Traceback" not in said(name)
+        assert list((tmp_path / "logs" / name / "checkpoints").glob("step_*.pt"))
+    line[line.index(data)] = f"{tmp_path / 'a'}/{{00000..00003}}.tar"
+    run = start("unnamed", 10_000)
+    wait_until(lambda: "Train Epoch: 1 " in said("unnamed"), run)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait(timeout=60) == 128 + signal.SIGUSR1 and "Traceback" not in said("unnamed"), said("unnamed")
+    assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
+    line[line.index("--train-data") + 1] = data
+    run = start("ctrl-c", 10_000)  # goes on from its step
+    wait_until(lambda: said("ctrl-c").count("Train Epoch: 2 ") > 1, run)
+    (torchrun,) = children_of(run.pid)
+    os.kill(children_of(torchrun)[1], signal.SIGKILL)
+    assert run.wait(timeout=60) in (1, 137)
+    assert "another rank has ended" in said("ctrl-c") or "rank 1 was ended by SIGKILL" in said("ctrl-c")

@@ -1,0 +1,69 @@
+"""Names handed on late, and model configs registered in whichever order open_clip and the package are imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SLOW = pytest.mark.slow(reason="eight seconds of imports each; three of the six stay in the fast tests")
+
+
+def output_of(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import open_clip_zerovl, open_clip",
+        "import open_clip, open_clip_zerovl",
+        pytest.param(
+            "import open_clip_zerovl; from open_clip.factory import create_model; import open_clip", marks=SLOW
+        ),
+        pytest.param("import open_clip_zerovl.core.errors, open_clip_train.params; import open_clip", marks=SLOW),
+        "import open_clip_zerovl; from importlib.util import find_spec; find_spec('open_clip'); import open_clip",
+        pytest.param("import open_clip_zerovl.recipe.flags, open_clip", marks=SLOW),
+        pytest.param("import open_clip_zerovl.models.configs, open_clip", marks=SLOW),
+    ],
+)
+def test_configs_are_registered_in_either_order(imports):
+    assert output_of(f"{imports}; print('zerovl-ViT-B-16-BERT-base' in open_clip.list_models())") == "True"
+
+
+def test_without_the_package_open_clip_does_not_know_them():
+    assert output_of("import open_clip; print('zerovl-ViT-B-16-BERT-base' in open_clip.list_models())") == "False"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import open_clip_zerovl",
+        "import open_clip_zerovl.cli",
+        "from open_clip_zerovl.cli.program import build_parser; build_parser().format_help()",
+        "import open_clip_zerovl.dga, open_clip_zerovl.data, open_clip_zerovl.evaluate.retrieval, open_clip_zerovl.checkpoints",
+    ],
+)
+def test_what_needs_no_torch_imports_none(code):
+    heavy = (
+        "[name for name in ('torch', 'timm', 'transformers', 'open_clip', 'pandas', 'numpy') if name in sys.modules]"
+    )
+    assert output_of(f"import sys; {code}; print({heavy})") == "[]"
+
+
+def test_every_name_lazy_exports_exists():
+    import open_clip_zerovl
+    from open_clip_zerovl import checkpoints, data, dga, models, plan, recipe
+    from open_clip_zerovl.evaluate import bias, probe, retrieval
+    from open_clip_zerovl.prepare import clusters as clustering
+
+    for package in (open_clip_zerovl, bias, checkpoints, clustering, data, dga, models, plan, probe, recipe, retrieval):
+        assert package.__all__
+        for name in package.__all__:
+            assert getattr(package, name).__module__.startswith("open_clip_zerovl.") and name in dir(package)
+            # Once a module of this name is imported, it would stand in the package in the name's place.
+            assert not (Path(package.__file__).parent / f"{name}.py").exists()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dga.nothing

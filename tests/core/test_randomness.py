@@ -1,0 +1,54 @@
+"""Random streams: what a seed means, and that no two purposes draw the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from open_clip_zerovl.core.randomness import Purpose, seed_step, stream, stream_seed
+from open_clip_zerovl.data.schedule import source_schedule
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+
+
+def test_no_two_purposes_and_no_two_keys_share_a_stream():
+    keys = [(), *((a,) for a in range(30)), *itertools.product(range(12), repeat=2), (1, 2, 3), (12, 3, 0), (0, 0, 0)]
+    keys += [(2**32,), (2**32, 0), (0, 1, 0), (1, 23), (12, 3)]
+    names = {(seed, purpose, *key) for seed in (0, 1, 2**40) for purpose in Purpose for key in keys}
+    assert len({stream_seed(*name) for name in names}) == len(names) > 5000
+    assert all(0 <= stream_seed(*name) < 2**64 for name in names)
+
+
+def test_a_seed_means_the_same_in_every_release():
+    """These numbers change with STREAMS_VERSION only, since a run resumed in mid-epoch counts on them."""
+    assert stream_seed(0, Purpose.IMAGE, 3, 1_000_000_007) == 4203890110358812737
+    assert stream(7, Purpose.MIXUP, 5).integers(0, 1000, 4).tolist() == [697, 598, 80, 127]
+
+
+def test_mixup_and_the_schedule_draw_apart(monkeypatch):
+    """The key of mixup's draw 1 was that of the schedule of epoch 5."""
+    states = []
+    made = np.random.default_rng
+
+    def noted(*key):
+        generator = made(*key)
+        states.append(str(generator.bit_generator.state))
+        return generator
+
+    monkeypatch.setattr(np.random, "default_rng", noted)
+    mixup = CoinFlipMixup(alpha=0.1, seed=0)
+    for _ in range(40):
+        mixup.draw()
+    for epoch in range(40):
+        source_schedule([64, 64], 16, strategy="debiased", seed=0, epoch=epoch)
+    assert len(states) == len(set(states)) == 80
+
+
+def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
+    def draw(*key):
+        seed_step(*key)
+        return torch.rand(3)
+
+    assert torch.equal(draw(0, 5, 1), draw(0, 5, 1))
+    assert len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))}) == 4

@@ -1,0 +1,313 @@
+"""`zerovl teacher`: a killed call goes on to the same bits; folders of something else, cut short or with NaN get a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.reading import RawSample
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.distill import manifest as manifest_module
+from open_clip_zerovl.distill import store as store_module
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
+from open_clip_zerovl.distill.manifest import augmentation_of
+from open_clip_zerovl.distill.models import Teacher
+from open_clip_zerovl.distill.rows import TeacherRows
+from open_clip_zerovl.distill.store import TeacherStore
+from support.hash_teacher import HashEncoder, HashModel
+from support.tars import noise_jpeg, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+
+SETTINGS = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)})
+
+
+def write_data(folder, *, first=0, bad=()):
+    for shard in range(3):
+        members = []
+        for number in range(first + 5 * shard, first + 5 * shard + 5):
+            image = (b"no picture", b"")[number % 2] if number in bad else noise_jpeg(number, 40, 40)
+            members += [(f"{number:04d}.jpg", image), (f"{number:04d}.txt", f"caption {number}".encode())]
+        write_tar(folder / f"{shard:05d}.tar", members)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return f"a={write_data(tmp_path / 'a')}"
+
+
+@pytest.fixture
+def stored(tmp_path, data):
+    embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+    return tmp_path / "out"
+
+
+def rows_of(stored, data, settings=SETTINGS, **differing):
+    transform = replace(settings, **differing).transform()
+    sources = parse_sources(data, captions=settings.captions)
+    path = differing.get("pixel_path", settings.pixel_path)
+    return TeacherRows(
+        TeacherStore.open(stored), sources, augmentation=augmentation_of(transform, path), captions=settings.captions
+    )
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
+    """Views and captions through a training checkpoint, normalised, in both dtypes; against open_clip called directly."""
+    register(tmp_path / "configs", "teach", {**NATIVE_VISION, "image_size": 24}, CLIP_TEXT)
+    model = random_model("teach")
+    checkpoint = write_run(tmp_path / "run", model, {"model": "teach"})
+    for dtype, tolerance in (("float16", 1e-3), ("bfloat16", 8e-3)):
+        settings = replace(SETTINGS, dtype=dtype)
+        store = embed_sources(data, [Encoder(str(checkpoint))], tmp_path / dtype, settings, progress=False)
+        store = TeacherStore.open(store.folder)
+        images, texts = (store.tensor(store.rows(0, 0, kind)).float() for kind in ("images", "texts"))
+        assert images.shape == (15, 2, 24) and texts.shape == (15, 24)
+        assert torch.allclose(images.norm(dim=-1), torch.ones(15, 2), atol=2 * tolerance)
+        with torch.no_grad():
+            wanted = normalize(
+                model.encode_text(open_clip.get_tokenizer("teach")([f"caption {number}" for number in range(15)])),
+                dim=-1,
+            )
+        assert (texts - wanted).abs().max() < tolerance
+        assert (images[:, 0] - images[:, 1]).abs().amax(dim=1).min() > tolerance  # views differ
+
+
+def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
+    """In units of five samples, killed in the third; done units are not embedded again."""
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr("open_clip_zerovl.distill.embed.FLUSH_SECONDS", 0.0)
+    whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
+    calls, stock = [], Teacher.images
+
+    def images(self, pixels):
+        calls.append(len(pixels))
+        if len(calls) == 8:  # a unit takes three: 8 pictures four at a time, and 2
+            raise KeyboardInterrupt
+        return stock(self, pixels)
+
+    monkeypatch.setattr(Teacher, "images", images)
+    with pytest.raises(KeyboardInterrupt):
+        embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+    with pytest.raises(UserError, match=r"not finished: [12] of 3 parts of source 'a' are missing"):
+        TeacherStore.open(tmp_path / "broken")
+    before = sum(calls)
+    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+    assert 0 < sum(calls) - before < 30
+    assert files_of(tmp_path / "broken") == files_of(whole.folder)
+    after = sum(calls)
+    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+    assert sum(calls) == after  # nothing is left to do
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import open_clip_zerovl.distill.embed as embed
+import open_clip_zerovl.distill.manifest as manifest
+from support.hash_teacher import HashEncoder
+manifest.UNIT_SAMPLES, embed.FLUSH_SECONDS = 5, 0.0
+images = embed.Teacher.images
+embed.Teacher.images = lambda self, pixels: (time.sleep(0.5), images(self, pixels))[1]
+settings = embed.TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)})
+embed.embed_sources(sys.argv[1], [HashEncoder()], sys.argv[2], settings, progress=False)
+"""
+
+
+@pytest.mark.slow  # a process of its own, which imports torch
+def test_killed_without_warning_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
+    """SIGKILL as soon as one unit of three is marked as done."""
+    out, marks = tmp_path / "killed", tmp_path / "killed" / "a.done.npy"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, data, str(out)], env=environment)
+    try:
+        deadline = time.monotonic() + 200
+        while not ((out / "teacher.json").exists() and np.load(marks).any()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    assert not np.load(marks).all()
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    for folder in ("killed", "whole"):
+        embed_sources(data, [HashEncoder()], tmp_path / folder, SETTINGS, progress=False)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
+    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    for part in ((1, 2), (0, 2)):
+        embed_sources(data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False)
+    parts, whole = files_of(tmp_path / "parts"), files_of(stored)
+    assert [name for name in whole if whole[name] != parts[name]] == ["a.done.npy"]  # other units
+    TeacherStore.open(tmp_path / "parts")
+
+
+def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_path, capsys):
+    data = f"a={write_data(tmp_path / 'a', bad=(3, 8))}"  # 3 is empty
+    store = embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+    images, texts = store.rows(0, 0, "images"), store.rows(0, 0, "texts")
+    empty = [row for row in range(15) if not images[row].any()]
+    assert empty == [3, 8] == [row for row in range(15) if not texts[row].any()]
+    assert "Source a: 2 samples cannot be shown (2 undecodable image)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"sample '0003'.*source 'a'"):
+        embed_sources(
+            data, [HashEncoder()], tmp_path / "strict", replace(SETTINGS, on_bad_sample="fail"), progress=False
+        )
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "encoders", "sentence"),
+    [
+        ({"views": 3}, [HashEncoder()], "holds embeddings with views 2 and not 3"),
+        ({"seed": 1}, [HashEncoder()], "a seed of 0 and not 1"),
+        ({"dtype": "bfloat16"}, [HashEncoder()], "numbers of type float16 and not bfloat16"),
+        ({"image_size": 20}, [HashEncoder()], "another augmentation: RandomResizedCrop"),
+        ({"auto_augment": "imagenet"}, [HashEncoder()], "another augmentation: nothing and not AutoAugment"),
+        ({}, [HashEncoder("other")], "other teachers: hash and not other"),
+        ({}, [HashEncoder(), HashEncoder("two")], "other teachers: hash and not hash, two"),
+        ({}, [HashEncoder(salt=7)], "other weights, preprocessing or precision of the teacher hash"),
+        ({}, [HashEncoder(size_px=24)], "other weights, preprocessing or precision of the teacher hash"),
+    ],
+)
+def test_a_folder_of_other_embeddings_is_refused_by_name(stored, data, settings, encoders, sentence):
+    before = files_of(stored)
+    with pytest.raises(UserError, match=sentence):
+        embed_sources(data, encoders, stored, replace(SETTINGS, **settings), progress=False)
+    assert files_of(stored) == before
+
+
+def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
+    other = write_data(tmp_path / "b", first=100)
+    with pytest.raises(UserError, match="the sources a and not b"):
+        embed_sources(f"b={other}", [HashEncoder()], stored, SETTINGS, progress=False)
+    with pytest.raises(UserError, match=r"other data: .*shard 00000\.tar of 'a' differs"):
+        embed_sources(f"a={other}", [HashEncoder()], stored, SETTINGS, progress=False)
+    with pytest.raises(UserError, match=r"do not fit source 'a': they are of other data: shard 00000\.tar"):
+        rows_of(stored, f"a={other}")
+    with pytest.raises(UserError, match="have not seen source 'c', only a"):
+        rows_of(stored, f"a={tmp_path / 'a'}::c={other}")
+    (tmp_path / "a" / "00002.tar").unlink()
+    with pytest.raises(UserError, match="they are of 15 samples of 'a', and it holds 10"):
+        rows_of(stored, data)
+
+
+def test_a_copy_of_the_data_is_the_same_data(tmp_path, stored):
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere")  # other folder, other modification times
+    rows_of(stored, f"a={tmp_path / 'elsewhere'}")
+
+
+@pytest.mark.parametrize(
+    ("differing", "sentence"),
+    [
+        ({"image_size": 24}, r"saw other pictures than this run shows: RandomResizedCrop\(size=\(16, 16\)"),
+        ({"aug_cfg": {"scale": (0.5, 1.0)}}, r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* and not .*\(0.5, 1.0\)"),
+        ({"pixel_path": "pil"}, "pixel path arrays and not pixel path pil"),
+    ],
+)
+def test_training_with_another_augmentation_is_refused_by_name(stored, data, differing, sentence):
+    if "pixel_path" in differing:
+        pytest.importorskip("simplejpeg")
+    with pytest.raises(UserError, match=sentence):
+        rows_of(stored, data, **differing)
+
+
+def test_training_with_other_captions_is_refused_by_name(stored, data):
+    sources = parse_sources(data, captions="all")
+    augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
+    with pytest.raises(UserError, match="read captions with --captions left out, and this run has all"):
+        TeacherRows(TeacherStore.open(stored), sources, augmentation=augmentation, captions="all")
+
+
+def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
+    file = stored / "a.0.images.npy"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    with pytest.raises(UserError, match=r"a\.0\.images\.npy cannot be read, it is cut short or damaged"):
+        TeacherStore.open(stored)
+    np.save(file, np.zeros((15, 2, 5), np.float16))
+    with pytest.raises(UserError, match=r"holds float16 of shape \(15, 2, 5\)"):
+        TeacherStore.open(stored)
+    file.unlink()
+    with pytest.raises(UserError, match=r"a\.0\.images\.npy is gone"):
+        TeacherStore.open(stored)
+    (stored / "teacher.json").write_text("{")
+    with pytest.raises(UserError, match=r"teacher\.json cannot be read"):
+        TeacherStore.open(stored)
+    (stored / "teacher.json").unlink()
+    with pytest.raises(UserError, match=r"holds no teacher\.json; make a folder"):
+        TeacherStore.open(stored)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(tmp_path, data, monkeypatch, dtype):
+    stored = tmp_path / "out"
+    store = embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
+    rows = np.load(stored / "a.0.texts.npy", mmap_mode="r+")
+    rows[7, 2] = store.array(torch.tensor([np.nan]))[0]
+    rows.flush()
+    with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
+        TeacherStore.open(stored)
+    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last: as if the file were long
+    found = rows_of(stored, data)
+    reading = RawSample(b"", "", 0, 7, "0007", "")
+    with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
+        found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
+    rows[7] = 0
+    rows.flush()
+    with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
+        found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
+
+
+def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):
+    stock = HashModel.encode_image
+    monkeypatch.setattr(HashModel, "encode_image", lambda self, images: stock(self, images) * float("nan"))
+    with pytest.raises(UserError, match="the teacher hash makes no numbers"):
+        embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+
+
+def test_too_little_room_is_said_before(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 100))
+    with pytest.raises(UserError, match=r"the embeddings take 0\.0 MiB, and .* has 0\.0 MiB free"):
+        embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path, data, capsys):
+    register(tmp_path / "configs", "teach2", NATIVE_VISION, CLIP_TEXT)
+    checkpoint = write_run(tmp_path / "run", random_model("teach2"), {"model": "teach2"})
+    words = ["teacher", str(checkpoint), "--train-data", data, "--out", str(tmp_path / "out"), "--views", "3"]
+    words += ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--device", "cpu"]
+    assert zerovl(words) == 0
+    said = capsys.readouterr().out
+    assert "15 samples, 3 views each, of 1 sources are left to embed by 1 teachers: about" in said
+    assert "0.0 MiB in" in said and "views/s" in said and f"Train with --teacher {tmp_path / 'out'}" in said
+    manifest = json.loads((tmp_path / "out" / "teacher.json").read_text())
+    assert manifest["teachers"][0]["width"] == 24 and "scale=(0.6, 1.0)" in str(manifest["augmentation"])
+    assert zerovl(words) == 0 and "0 samples" in capsys.readouterr().out
+    assert zerovl([*words[:-2], "--device", "cpu", "--seed", "4"]) == 2
+    assert "a seed of 0 and not 4" in capsys.readouterr().err

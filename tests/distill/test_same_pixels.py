@@ -1,0 +1,216 @@
+"""Teacher and student see the same pixels, and a caption's embedding is that caption's: over workers, ranks and resumed epochs.
+
+The teacher of these tests embeds a picture as a hash of its bytes, so that an embedding which training reads is that of the
+picture beside it, bit for bit, or of another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import open_clip_zerovl.distill.store as store_module
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
+from open_clip_zerovl.distill.manifest import augmentation_of
+from open_clip_zerovl.distill.rows import TeacherRows
+from open_clip_zerovl.distill.store import TeacherStore
+from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
+from support.tars import noise_jpeg, write_tar
+
+SETTINGS = TeacherSettings(
+    views=3, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, captions="one-per-epoch", seed=5, auto_augment="imagenet"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two sources, one of which is three clusters of mixed shards, each picture with up to three captions; and what a teacher
+    of the student's size and one of another size made of them."""
+    folder = tmp_path_factory.mktemp("pixels")
+    for name, first in (("a", 0), ("b", 100)):
+        for shard in range(3):
+            members = []
+            for number in range(first + 8 * shard, first + 8 * shard + 8):
+                lines = [f"{name} picture {number} caption {c}" for c in range(1 + number % 3)]
+                members += [
+                    (f"{number:04d}.jpg", noise_jpeg(number, 60 + number % 7, 50)),
+                    (f"{number:04d}.txt", "\n".join(lines).encode()),
+                ]
+            write_tar(folder / name / f"{shard:05d}.tar", members)
+    shards = tuple(str(folder / "b" / f"{shard:05d}.tar") for shard in range(3))
+    labels = np.arange(24, dtype=np.int32) % 2
+    sizes = tuple(os.path.getsize(shard) for shard in shards)
+    clustering = Clustering(
+        "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), sizes
+    )
+    (folder / "clusters").mkdir()
+    save_clustering(clustering, folder / "clusters")
+    data = f"a={folder}/a::b={folder}/clusters"
+    encoders = [HashEncoder(salt=1), HashEncoder("wide", salt=2, size_px=20, workers=2)]
+    store = embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
+    return folder, data, store
+
+
+def batches(data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, start=0, settings=SETTINGS):
+    """(images, tokens, origin, embeddings) of one rank's epoch."""
+    sources = parse_sources(data, captions=settings.captions)
+    transform = settings.transform()
+    rows = TeacherRows(
+        TeacherStore.open(store.folder),
+        sources,
+        augmentation=augmentation_of(transform, settings.pixel_path),
+        captions=settings.captions,
+    )
+    mixture = Mixture(
+        sources,
+        Batching(4, dga_steps, ranks, max(1, workers)),
+        Preprocessing(transform, tokens_of, pixel_path=settings.pixel_path, teachers=rows),
+        rank=rank,
+        sampling=Sampling("debiased"),
+        seed=9,
+    )
+    loader = MixtureLoader(mixture, workers=workers)
+    loader.set_epoch(epoch, start)
+    return list(loader)
+
+
+def as_kept(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "dga_steps", "epoch", "start"),
+    [(1, 0, 1, 0, 0), (1, 2, 2, 1, 0), (2, 1, 1, 2, 0), (1, 2, 1, 1, 5)],
+)
+def test_embeddings_are_of_the_pixels_and_captions_beside_them(place, ranks, workers, dga_steps, epoch, start):
+    _, data, store = place
+    shown = set()
+    for rank in range(ranks):
+        for images, tokens, origin, embeddings in batches(
+            data, store, rank=rank, ranks=ranks, workers=workers, dga_steps=dga_steps, epoch=epoch, start=start
+        ):
+            assert [tuple(part.shape) for part in embeddings] == [(4, WIDTH)] * 4
+            assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
+            assert torch.equal(embeddings[1], as_kept(hashed(tokens.to(torch.uint8), 1)))
+            assert torch.equal(embeddings[3], as_kept(hashed(tokens.to(torch.uint8), 2)))
+            shown |= set(origin[:, 0].tolist())
+    assert shown == {0, 1, 2}
+
+
+def test_a_teacher_of_another_size_sees_the_view_resized(place):
+    _, data, store = place
+    eye = HashEncoder("wide", size_px=20).load()[1]
+    images, _, _, embeddings = batches(data, store)[0]
+    for image, stored in zip(images, embeddings[2], strict=True):
+        seen = (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255).round().to(torch.uint8)
+        assert seen.shape == (3, 20, 20)
+        assert torch.equal(stored, as_kept(hashed(seen[None], 2))[0])
+
+
+def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
+    """Also where the store was made for drawing between the fields; not for the fields in another order."""
+    members = []
+    for number in range(8):
+        captions = {"syn": [f"synthetic {number} {c}" for c in range(1 + number % 3)]}
+        members += [
+            (f"{number:04d}.jpg", noise_jpeg(number, 60, 50)),
+            (f"{number:04d}.txt", f"picture {number}".encode()),
+            (f"{number:04d}.json", json.dumps(captions).encode()),
+        ]
+    write_tar(tmp_path / "a" / "00000.tar", members)
+    data, settings = f"a={tmp_path}/a", replace(SETTINGS, captions="txt=0.5,syn=0.5")
+    encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2)]
+    store = embed_sources(data, encoders, tmp_path / "teacher", settings, progress=False)
+    together = replace(SETTINGS, captions="txt+syn")
+    for images, tokens, _, embeddings in batches(data, store, settings=together):
+        assert len(tokens) == 2 * len(images) and len(embeddings) == 6
+        assert [bytes(row.tolist()).split()[0] for row in tokens[::4]] == [b"picture", b"synthetic"]
+        for teacher, salt in ((0, 1), (1, 2)):
+            of_images, *of_texts = embeddings[3 * teacher : 3 * teacher + 3]
+            assert torch.equal(of_images, as_kept(hashed(images, salt)))
+            assert torch.equal(torch.cat(of_texts), as_kept(hashed(tokens.to(torch.uint8), salt)))
+    with pytest.raises(UserError, match="read captions with --captions txt=0.5,syn=0.5, and this run has syn\\+txt"):
+        batches(data, store, settings=replace(SETTINGS, captions="syn+txt"))
+
+
+def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place, tmp_path):
+    folder, data, _ = place
+    whole = f"b={folder}/b::a={folder}/a"
+    store = embed_sources(whole, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
+    seen = set()
+    for images, tokens, origin, embeddings in batches(data, store, workers=2):
+        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
+        assert torch.equal(embeddings[1], as_kept(hashed(tokens.to(torch.uint8), 1)))
+        seen |= set(origin[:, 0].tolist())
+    assert seen == {0, 1, 2}
+
+
+def test_views_change_over_epochs_and_each_is_seen(place):
+    """The control of the tests above: views of one picture differ, so that an embedding of another view would not fit."""
+    _, data, store = place
+    rows = store.rows(0, 0, "images")
+    assert all(len({bytes(view) for view in picture}) == 3 for picture in rows)
+    seen: dict[int, set[bytes]] = {}
+    for epoch in range(8):
+        for images, _, origin, _ in batches(data, store, epoch=epoch):
+            for (source, position), image in zip(origin.tolist(), images, strict=True):
+                if source == 0:
+                    seen.setdefault(position % 24, set()).add(bytes(image.contiguous().numpy()))
+    assert all(1 < len(pictures) <= 3 for pictures in seen.values())
+    assert sum(len(pictures) for pictures in seen.values()) > 2.5 * 24
+
+
+def test_same_run_again_and_resumed_shows_the_same(place):
+    _, data, store = place
+    whole = batches(data, store, epoch=1, workers=2)
+    resumed = batches(data, store, epoch=1, start=4, workers=2)
+    for first, second in zip(whole[4:], resumed, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first[3], second[3], strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_path, monkeypatch, workers):
+    """Rows between those that are looked at on opening; the other teacher is not blamed."""
+    _, data, store = place
+    shutil.copytree(store.folder, tmp_path / "teacher")
+    rows = np.load(tmp_path / "teacher" / "a.1.images.npy", mmap_mode="r+")
+    rows[1:-1, :, 3] = np.inf
+    rows.flush()
+    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last, as if the file were long
+    damaged = TeacherStore.open(tmp_path / "teacher")
+    with pytest.raises(
+        UserError, match=r"teacher/a\.1\.images\.npy holds rows that are no numbers.*make the teachers'"
+    ):
+        batches(data, damaged, workers=workers)
+
+
+def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
+    _, _, store = place
+    shutil.copytree(store.folder, tmp_path / "teacher")
+    starts = np.load(tmp_path / "teacher" / "a.captions.npy", mmap_mode="r+")
+    starts[10:] = 0  # a copy that ended early in a file of full length
+    starts.flush()
+    with pytest.raises(UserError, match=r"a\.captions\.npy does not say where the captions of each sample begin"):
+        TeacherStore.open(tmp_path / "teacher")
+
+
+def test_pils_path_too(place, tmp_path):
+    _, data, _ = place
+    settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="pil")
+    store = embed_sources(data, [HashEncoder()], tmp_path / "pil", settings, progress=False)
+    for images, _, _, embeddings in batches(data, store, settings=settings):
+        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))

@@ -1,0 +1,358 @@
+"""Models compared on one's own sources: pools, hits and intervals against numbers by hand, and the command on tiny models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import t
+
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.evaluate.bias.compare import compare_runs, measure_run
+from open_clip_zerovl.evaluate.bias.compare_report import comparison_table, verdicts, warnings_of
+from open_clip_zerovl.evaluate.bias.compare_run import name_sides
+from open_clip_zerovl.evaluate.bias.measures import (
+    check_source_probe,
+    mean_log_p_negatives,
+    source_probe_accuracy,
+    source_probe_guesses,
+)
+from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics, source_pools
+from open_clip_zerovl.evaluate.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
+from open_clip_zerovl.evaluate.bias.samples import read_source_samples
+from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
+from support.tars import png, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_bert, write_run
+
+
+def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1
+    )
+
+
+def sources(*, bias: float, noise: float, seed: int = 0, rows: int = 60, width: int = 48) -> dict[str, SourceFeatures]:
+    """Two sources of the same concepts: a pair's embeddings share its content, `noise` blurs them, `bias` marks the source."""
+    content = unit(rows, width, seed=100)
+    found = {}
+    for index, name in enumerate("ab"):
+        mark = bias * F.one_hot(torch.tensor(index), width).double()
+        images, texts = (
+            F.normalize(content + noise * unit(rows, width, seed=7 * seed + 2 * index + side) + mark, dim=1).float()
+            for side in (0, 1)
+        )
+        found[name] = SourceFeatures(images, texts, [f"c{row}" for row in range(rows)], [True] * rows)
+    return found
+
+
+# -- hits ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_by_label_are_those_of_pairs_where_each_label_comes_once():
+    images, texts = unit(80, 12), F.normalize(unit(80, 12) + 0.6 * unit(80, 12, seed=1), dim=1)
+    texts[7] = texts[3]  # a tie
+    labels = torch.arange(80)
+    pairs = retrieval_ranks(images, texts, labels)
+    for chunk in (None, 7):
+        own = {
+            "image_to_text": ranks_by_label(images, texts, labels, labels, chunk_size=chunk),
+            "text_to_image": ranks_by_label(texts, images, labels, labels, chunk_size=chunk),
+        }
+        assert recalls(own) == pytest.approx(recalls(pairs), abs=1e-12)
+    assert recalls(pairs)["rsum"] < 590
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, None])
+def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk):
+    """In fp32 a product's last bit depends on where the copy stands and on how many rows are multiplied at once."""
+    for width in (12, 77, 500):
+        queries = unit(101, width)
+        keys = F.normalize(queries + 0.3 * unit(101, width, seed=1), dim=1)
+        labels = torch.arange(101)
+        ranks = ranks_by_label(queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199), chunk_size=chunk)
+        assert ranks.tied.tolist() == [2] * 98 + [1] * 3 and (ranks.tied_positives == 1).all()
+
+
+def test_a_query_with_several_matches_is_ranked_by_its_best_one():
+    keys = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]]), dim=1)
+    ranks = ranks_by_label(keys[:1], keys, torch.tensor([5]), torch.tensor([4, 5, 5, 6]))
+    assert (ranks.above.tolist(), ranks.tied.tolist(), ranks.tied_positives.tolist()) == ([1], [1], [1])
+    with pytest.raises(UserError, match="each query needs a match"):
+        ranks_by_label(keys, keys, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 2]))
+
+
+def test_concepts_that_repeat_or_are_missing_match_as_they_should():
+    content = torch.eye(6)
+    a = SourceFeatures(content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4)
+    b = SourceFeatures(content[[1, 0, 5]], content[[1, 0, 5]], ["cat", "dog", None], [True] * 3)
+    pools = source_pools({"a": a, "b": b})
+    across = pools.across["a", "b"]
+    assert (
+        across.rsum == 600 and across.size == 3 and len(across.texts) == 2
+    )  # two dogs and a cat; a pair without concept stays out
+    assert pools.units == 4 and pools.unit_of.tolist() == [0, 0, 1, 2, 1, 0, 3]  # dog, cat, and two of their own
+    # In one pool only the own pair is right: the two dogs of a are each other's ties, and b's dog too.
+    assert pools.mixed.images[0] == pytest.approx(1 / 3 + 1 + 1)
+    assert pool_metrics({"a": a})["across"] is None
+
+
+# -- intervals -------------------------------------------------------------------------------------------------------
+
+
+def test_measures_are_the_numbers_that_the_library_gives_without_draws():
+    features = sources(bias=0.5, noise=0.9)
+    run = measure_run(features, 30.0, {"c": sources(bias=0, noise=0.5)["a"]}, seed=3)
+    pools = pool_metrics(features)
+    values = {kind: measure.value for kind, measure in run.measures.items()}
+    for kind in ("within", "across", "mixed"):
+        assert values[kind] == pytest.approx(pools[kind], abs=1e-9)
+    images, texts = (
+        torch.cat([getattr(one, f"{side}_features") for one in features.values()]) for side in ("image", "text")
+    )
+    owner, concepts = ["a"] * 60 + ["b"] * 60, [c for one in features.values() for c in one.concepts]
+    for side, own in (("images", images), ("texts", texts)):
+        accuracy = source_probe_accuracy(own, owner, concepts=concepts, seed=3)
+        assert values[f"probe_{side}"] == pytest.approx(100 * accuracy)
+    log_p = mean_log_p_negatives(images, texts, owner, 30.0)["mean"]
+    assert values["log_p_same"] == pytest.approx(log_p["same_source"])
+    assert values["log_p_other"] == pytest.approx(log_p["other_source"])
+    assert values["unseen"] > values["within"]
+
+
+def test_the_interval_of_a_mean_is_that_of_statistics_and_covers_as_often_as_it_says():
+    """The mean of n values: the interval is 2 * 1.96 * s / sqrt(n) wide, and 95 of 100 hold the truth (binomial: 88 to 100)."""
+    rng, held = np.random.default_rng(0), 0
+    for trial in range(100):
+        values = torch.from_numpy(rng.exponential(size=200))
+        measure = mean_over([(values, torch.arange(200))], 200, [1.0])
+        drawn = resampled({"m": measure}, 400, seed=trial)["m"]
+        low, high = np.quantile(drawn, (0.025, 0.975))
+        held += low < 1 < high
+        assert high - low == pytest.approx(2 * 1.96 * values.std().item() / 200**0.5, rel=0.25)
+    assert 87 <= held <= 100
+
+
+def test_queries_of_one_concept_are_drawn_together():
+    """Twenty copies of each of 10 values are no more evidence than the 10; drawn one by one they would seem so."""
+    values = torch.from_numpy(np.random.default_rng(1).normal(size=10)).repeat_interleave(20)
+    together = mean_over([(values, torch.arange(10).repeat_interleave(20))], 10, [1.0])
+    alone = mean_over([(values, torch.arange(200))], 200, [1.0])
+    wide, narrow = (np.ptp(np.quantile(resampled({"m": m}, 1000, 0)["m"], (0.025, 0.975))) for m in (together, alone))
+    assert wide > 3 * narrow
+
+
+def test_units_that_are_told_are_those_with_queries():
+    sides = {}
+    for name, bias in (("a", 1.0), ("b", 0.5)):
+        own = {
+            source: replace(one, held_out=[row >= 40 for row in range(60)])
+            for source, one in sources(bias=bias, noise=0.5).items()
+        }
+        sides[name] = [measure_run(own, 50.0)]
+    asked = {c if c is not None else (s, i) for s, one in own.items() for i, c in enumerate(one.concepts) if i >= 40}
+    assert compare_runs(sides, draws=100).units == len(asked)
+
+
+def test_what_the_probe_cannot_split_is_told_before_anything_is_encoded():
+    names = ["a"] * 20 + ["b"] * 20
+    check_source_probe(names, [f"c{i % 5}" for i in range(40)])
+    for concepts in (["x"] * 40, ["x"] * 20 + list("vwxyz") * 4):  # all in one fold; none of a's left to fit on
+        with pytest.raises(UserError, match=r"5 folds cannot be cut from the 1 concepts of source 'a'; .*--concept"):
+            source_probe_guesses(unit(40, 4), names, concepts=concepts)
+
+
+def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
+    values = torch.from_numpy(np.random.default_rng(2).normal(size=50))
+    one = mean_over([(values, torch.arange(50))], 50, [1.0])
+    shifted = mean_over([(values + 1, torch.arange(50))], 50, [1.0])
+    drawn = resampled({"one": one, "shifted": shifted}, 300, 5)
+    assert np.allclose(drawn["shifted"] - drawn["one"], 1)  # a paired difference has no spread here
+    assert np.array_equal(drawn["one"], resampled({"one": one}, 300, 5)["one"])
+    assert not np.array_equal(drawn["one"], resampled({"one": one}, 300, 6)["one"])
+    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.resampling._DRAWS_AT_ONCE_BYTES", 8 * 50 * 7)
+    assert np.allclose(np.sort(drawn["one"]).mean(), np.sort(resampled({"one": one}, 300, 5)["one"]).mean(), atol=0.02)
+    empty = Measure(np.zeros((1, 3)), np.array([[0.0, 0.0, 4.0]]), np.ones(1))
+    assert np.isnan(empty.weighted(np.array([[1.0, 1.0, 0.0]]))).all()
+
+
+def test_seeds_are_paired():
+    assert interval_over_seeds([3.0]) is None
+    low, high = interval_over_seeds([1.0, 2.0, 3.0])
+    reach = t.ppf(0.975, 2) * 1 / 3**0.5
+    assert (low, high) == pytest.approx((2 - reach, 2 + reach))
+
+
+# -- two sides -------------------------------------------------------------------------------------------------------
+
+
+def test_a_debiased_side_is_told_from_a_biased_one_and_not_from_its_like():
+    def runs(bias: float, first: int) -> list:
+        return [measure_run(sources(bias=bias, noise=1.0, seed=seed), 30.0) for seed in range(first, first + 3)]
+
+    found = compare_runs({"biased": runs(2.0, 0), "debiased": runs(0.0, 0), "like": runs(2.0, 50)}, draws=400)
+    assert found.seeds == 3 and found.names == ["biased", "debiased", "like"]
+    for kind, way in (("across", 1), ("probe_images", -1), ("mixed", -1), ("log_p_other", 1)):
+        difference = found.differences[kind]["debiased"]
+        assert difference.told_apart and difference.value * way > 0, kind
+        low, high = difference.over_queries
+        assert low < difference.value < high
+    assert not found.differences["within"]["like"].told_apart and not found.differences["across"]["like"].told_apart
+    said = verdicts(found)
+    assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
+    assert any(
+        line.startswith("RSUM mixed: debiased is lower than biased") for line in said
+    )  # neither better nor worse
+    assert any(line.startswith("RSUM within: like and biased are not told apart by this data") for line in said)
+    table = comparison_table(found).splitlines()
+    assert "debiased - biased, over seeds" in table[0] and table[1].startswith("RSUM within")
+    numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert len(numbers["measures"]["across"]["sides"]["biased"]["runs"]) == 3
+    assert numbers["rsum_of_single_pools"].keys() == {"a", "b", "a->b", "b->a"}
+    assert warnings_of(found, concepts=True) == []
+
+
+def test_sides_are_named_and_have_as_many_runs():
+    assert name_sides(["a=x.pt,y.pt", "b=u.pt,v.pt"]) == {"a": ["x.pt", "y.pt"], "b": ["u.pt", "v.pt"]}
+    assert name_sides(["logs/one/checkpoints/epoch_2.pt", "b=v"])["one"] == ["logs/one/checkpoints/epoch_2.pt"]
+    for models, sentence in (
+        (["a=x"], "needs two sides or more"),
+        (["a=x,y", "b=z"], "a has 2, b has 1; give each side as many"),
+        (["a=x", "a=y"], "needs a name of its own"),
+        (["x.pt,y.pt", "b=z,w"], "needs a name of its own and its runs"),
+        (["a=x,,y", "b=z,v,w"], "needs a name of its own and its runs"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            name_sides(models)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+COLOURS = ("red", "green", "blue")
+
+
+def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False) -> Path:
+    """Pairs of one colour each, with json or columns: what they show, and whether they were held out."""
+    rng = np.random.default_rng(seed)
+    members, rows = [], ["filepath\ttitle\tshows\tkept"]
+    folder.mkdir(parents=True)
+    for i in range(count):
+        colour, image = COLOURS[i % 3], png(tuple(int(v) for v in rng.integers(0, 256, 3)), 16)
+        kept = i < count - 6
+        members += [(f"{i:03d}.png", image), (f"{i:03d}.txt", f"a {colour} cat".encode())]
+        members.append((f"{i:03d}.json", json.dumps({"shows": f"{colour} {i}", "kept": kept}).encode()))
+        (folder / f"{i}.png").write_bytes(image)
+        rows.append(f"{i}.png\ta {colour} cat\t{colour} {i}\t{'yes' if kept else 'no'}")
+    if table:
+        (folder / "pairs.tsv").write_text("\n".join(rows) + "\n")
+        return folder / "pairs.tsv"
+    write_tar(folder / "0.tar", members)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    name = register(folder, "compare-tiny", NATIVE_VISION, CLIP_TEXT)
+    return [str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name})) for s in range(2)]
+
+
+def test_the_command_compares_on_shards_and_tables(tmp_path: Path, models, capsys: pytest.CaptureFixture[str]):
+    a, b, c = (write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc"))
+    command = ["compare", f"one={models[0]},{models[1]}", f"two={models[1]},{models[0]}", "--data", f"a={a}::b={b}"]
+    command += ["--device", "cpu", "--draws", "200", "--out", str(tmp_path / "out")]
+    assert cli.main([*command, "--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept"]) == 0
+    printed = capsys.readouterr().out
+    assert "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
+    # The same two runs in another order: no difference of means, and nothing is told apart.
+    numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
+    measures = numbers["measures"]
+    assert list(measures) == [
+        "within",
+        "across",
+        "mixed",
+        "unseen",
+        "probe_images",
+        "probe_texts",
+        "log_p_same",
+        "log_p_other",
+    ]
+    for own in measures.values():
+        assert own["sides"]["one"]["runs"] == own["sides"]["two"]["runs"][::-1]
+        assert own["differences_from_the_first"]["two"]["value"] == pytest.approx(0, abs=1e-9)
+    assert "is better" not in printed and "is worse" not in printed
+    # 30 pairs of each were held out; all 36 of the other source have captions of the same concepts, 30 are asked for.
+    assert numbers["pool_sizes"] == {"a": 30, "b": 30, "a->b": 30, "b->a": 30, "c": 36, "mixed": 60}
+    assert numbers["intervals"]["units"] == 36 and numbers["samples_passed_over"] == {"a": 0, "b": 0, "c": 0}
+    page = (tmp_path / "out" / "compare.html").read_text(encoding="utf-8")
+    assert "The mixed pool rewards a model that recognises sources" in page and page.count('class="example"') == 2
+    assert "https:" not in page.replace("data:image", "") and "a-&gt;b" in page
+    # Without concepts there is nothing to compare across sources.
+    assert cli.main([*command[:1], models[0], f"x={models[1]}", *command[3:], "--samples", "12"]) == 0
+    printed = capsys.readouterr().out
+    assert "RSUM across sources was not measured: --concept names the field" in printed and "RSUM within" in printed
+    assert "With one run a side they say nothing of how runs of other seeds would differ" in printed
+
+
+def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, models, capsys: pytest.CaptureFixture[str]):
+    a, b = (write_pairs(tmp_path / name, 0) for name in "ab")
+    command = ["compare", f"one={models[0]}", f"two={models[1]}", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    for more, sentence in (
+        (["--data", f"a={a}"], "names one source; name those that the models were trained on"),
+        (["--data", f"a={a}::b={b}", "--unseen", f"b={b}"], "'b' is a source of --data and of --unseen"),
+        (["--data", f"a={a}::b={b}", "--concept", "what"], "has no field 'what' in its json"),
+        (["--data", f"a={a}::b={b}", "--draws", "5"], "5 draws are too few for an interval"),
+    ):
+        assert cli.main([*command, *more]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out" / "compare.json").exists()
+
+
+def test_models_that_cannot_be_found_are_told_before_any_is_encoded(
+    tmp_path: Path, models, capsys: pytest.CaptureFixture[str]
+):
+    a, b = (write_pairs(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    gone = models[1].replace("epoch_1", "epoch_7")
+    asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    for command in (["compare", f"one={models[0]}", f"two={gone}", *asked], ["bias", models[0], f"two={gone}", *asked]):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert f"'{gone}' is neither a folder" in error and f"did you mean {models[1]}?" in error
+        assert "batch" not in error  # of a progress bar
+
+
+def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(tmp_path: Path, capsys):
+    """`--model-config` and `--text-model` are of the checkpoints among the models; a folder has its own."""
+    a, b = (write_pairs(tmp_path / name, seed, count=12) for seed, name in enumerate("ab"))
+    bert = write_bert(tmp_path / "bert")
+    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "linear"}
+    text |= {"hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 8}
+    config = {"embed_dim": 16, "vision_cfg": NATIVE_VISION, "text_cfg": text}
+    name = register(tmp_path, "compare-own", NATIVE_VISION, config["text_cfg"], embed_dim=16)
+    run = write_run(tmp_path / "run", random_model(name, seed=0), {"model": name})
+    folder = export_local_dir(run, tmp_path / "exported")
+    (tmp_path / "run/params.txt").unlink()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / f"{name}.json").write_text(json.dumps(config))
+    asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu", "--draws", "100"]
+    asked += ["--text-model", str(bert)]
+    assert cli.main(["compare", f"one={folder}", f"two={run}", *asked]) == 2
+    assert "no params.txt beside" in capsys.readouterr().err
+    config_flag = ["--model-config", str(tmp_path / "own" / f"{name}.json")]
+    assert cli.main(["compare", f"one={folder}", f"two={run}", *asked, *config_flag]) == 0
+    sides = json.loads((tmp_path / "out/compare.json").read_text())["measures"]["within"]["sides"]
+    assert sides["one"]["runs"] == sides["two"]["runs"]  # the same weights
+
+
+def test_columns_of_a_table_are_fields(tmp_path: Path):
+    table = write_pairs(tmp_path / "t", 0, table=True)
+    samples, _ = read_source_samples(parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept")
+    assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
+    assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6

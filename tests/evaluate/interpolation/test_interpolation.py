@@ -1,0 +1,153 @@
+"""`zerovl interpolate`: the curve against retrieval by hand, the rules, the folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.cli import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.interpolation.curve import Point, choose
+from support.scoring import score_checkpoint
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_retrieval_set, write_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model, the same with its image features turned round, and two sets."""
+    folder = tmp_path_factory.mktemp("interpolation")
+    name = register(folder, "interpolated-tiny", NATIVE_VISION, CLIP_TEXT)
+    model = random_model(name, seed=4)
+    write_run(folder / "a", model, {"model": name})
+    with torch.no_grad():
+        model.visual.proj.neg_()
+        model.logit_scale.add_(0.5)
+    write_run(folder / "b", model, {"model": name})
+    write_retrieval_set(folder / "new", [2] * 12, seed=1)
+    write_retrieval_set(folder / "kept", [1] * 9, seed=2)
+    return folder
+
+
+def ends(folder) -> list[str]:
+    return [str(folder / end / "checkpoints" / "epoch_1.pt") for end in "ab"]
+
+
+def run(*arguments: str) -> int:
+    return main(["interpolate", *map(str, arguments), "--device", "cpu"])
+
+
+def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_path, capsys):
+    out = tmp_path / "out"
+    data = [f"--data=new={made / 'new'}", f"--kept=kept={made / 'kept'}", "--alphas=0.2,0.4,0.7"]
+    assert run(*ends(made), "--out", out, *data, "--keep=0", "--batch-size=5") == 0
+    said = capsys.readouterr().out
+    result = json.loads((out / "interpolation.json").read_text())
+    points = {point["alpha"]: point["results"] for point in result["points"]}
+    assert sorted(points) == [0, 0.2, 0.4, 0.7, 1]
+
+    by_hand = score_checkpoint(ends(made)[0], f"new={made / 'new'}::kept={made / 'kept'}")
+    for name in ("new", "kept"):
+        for key, value in by_hand[name].items():
+            assert points[0][name][key] == pytest.approx(value, abs=1e-9), key
+        # (1 - 2 alpha) x the same features: before 0.5 they are A's but for their length, after it B's
+        assert points[0.2][name] == points[0.4][name] == points[0][name]
+        assert points[0.7][name] == points[1][name]
+        assert f"{points[0][name]['rsum']:.1f}" in said
+
+    best = max((points[alpha]["new"]["rsum"], -alpha) for alpha in points)
+    assert result["chosen"]["alpha"] == -best[1] and -best[1] in (0, 0.7)
+    chosen, _, _ = load_model(out)
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out}")
+    start, end = (load_model(path)[0].state_dict() for path in ends(made))
+    alpha = result["chosen"]["alpha"]
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, chosen.state_dict()[key])
+        assert torch.allclose(tensor, (1 - alpha) * start[key] + alpha * end[key], atol=1e-6)
+    for file, begin in (("interpolation.png", b"\x89PNG"), ("interpolation.html", b"<!doctype html>")):
+        assert (out / file).read_bytes().startswith(begin)
+    page = (out / "interpolation.html").read_text()
+    assert "RSUM" in page and "http" not in page.replace("http-equiv", "")
+    assert "alpha" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("alpha", "end"), [("0", 0), ("1", 1), (None, None)])
+def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
+    out = tmp_path / "out"
+    assert run(*ends(made), "--out", out, *(["--alpha", alpha] if alpha else [])) == 0
+    found = open_clip.create_model_and_transforms(f"local-dir:{out}")[0].state_dict()
+    start, after = (load_model(path)[0].state_dict() for path in ends(made))
+    for key, tensor in found.items():
+        if end is not None:
+            assert torch.equal(tensor, (start, after)[end][key])
+    if end is None:
+        assert found["visual.proj"].abs().max() == 0  # halfway between a tensor and its opposite
+        assert found["logit_scale"].item() == pytest.approx((start["logit_scale"] + after["logit_scale"]).item() / 2)
+    assert f"local-dir:{out}" in capsys.readouterr().out
+
+
+def test_ones_own_model_is_named_by_its_file(made, tmp_path):
+    for end in "ab":  # runs that do not say which model they trained
+        shutil.copytree(made / end, tmp_path / end)
+        (tmp_path / end / "params.txt").unlink()
+    config = ["--model-config", made / "interpolated-tiny.json"]
+    assert run(*ends(tmp_path), "--out", tmp_path / "out", "--alpha", "1", *config) == 0
+    assert torch.equal(load_model(tmp_path / "out")[0].logit_scale, load_model(ends(made)[1])[0].logit_scale)
+
+
+def points(*rows: tuple[float, float, float]) -> list[Point]:
+    return [Point(alpha, {"n": {"rsum": new}, "k": {"rsum": kept}}) for alpha, new, kept in rows]
+
+
+ROWS = ((0, 100, 300), (0.25, 180, 299), (0.5, 240, 290), (0.75, 260, 250), (1, 260, 200))
+
+
+@pytest.mark.parametrize(
+    ("rule", "share", "alpha"),
+    [("kept", 0.99, 0.25), ("kept", 0.95, 0.5), ("kept", 1.0, 0), ("kept", 0.0, 0.75), ("mean", 0.99, 0.5), ("new", 0.99, 0.75),
+     (None, 0.99, 0.25)],
+)  # fmt: skip
+def test_rules(rule, share, alpha):
+    curve = choose(points(*ROWS), ["n"], ["k"], rule, kept_share=share)
+    assert curve.chosen.alpha == alpha
+    assert curve.reason.startswith(f"alpha {alpha:g} has the best")
+    line = next(line for line in curve.table().splitlines() if line.endswith("chosen"))
+    assert line.split()[0] == f"{alpha:g}"
+
+
+def test_rules_without_kept_sets():
+    assert choose(points(*ROWS), ["n"], [], kept_share=0.9).chosen.alpha == 0.75
+    with pytest.raises(UserError, match="--rule mean weighs the kept sets, and there are none"):
+        choose(points(*ROWS), ["n"], [], "mean", kept_share=0.9)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--kept=k=SET"], "give its sets too: --data"),
+        (["--data=n=SET", "--alpha=0.3"], "give --alphas, or leave --data out"),
+        (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
+        (["--data=n=SET", "--rule=kept"], "there are none; give --kept"),
+        (["--data=n=/nowhere"], "retrieval set /nowhere does not exist"),
+    ],
+)
+def test_refusals_leave_nothing(made, tmp_path, capsys, more, sentence):
+    out = tmp_path / "out"
+    assert run(*ends(made), "--out", out, *(part.replace("SET", str(made / "new")) for part in more)) == 2
+    assert sentence in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_an_earlier_export_is_kept_without_force(made, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(*ends(made), "--out", out, "--alpha=0.2") == 0
+    kept = (out / "interpolation.json").read_text()
+    assert run(*ends(made), "--out", out, "--alpha=0.9") == 2
+    assert "already holds an export" in capsys.readouterr().err
+    assert (out / "interpolation.json").read_text() == kept
+    assert run(*ends(made), "--out", out, "--alpha=0.9", "--force") == 0
+    assert json.loads((out / "interpolation.json").read_text())["chosen"]["alpha"] == 0.9

@@ -1,0 +1,425 @@
+"""`zerovl retrieval` on annotations beside pictures, over ranks, and what it writes: JSON, CSV, the gallery."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from open_clip_zerovl.checkpoints.export import export_local_dir, load_model
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.evaluate.retrieval.gallery import pick
+from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from support import warm
+from support.scoring import score_checkpoint
+from support.tiny_clip import (
+    NATIVE_VISION,
+    add_file,
+    bert_text,
+    captions,
+    picture,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
+
+COUNTS = [5, 7, 1, 5, 3, 6, 5, 2, 5, 5, 4, 5, 5]  # captions of the test images
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory) -> Path:
+    tmp = tmp_path_factory.mktemp("export")
+    name = register(tmp / "configs", "test-retrieval-sets", NATIVE_VISION, bert_text(write_bert(tmp / "bert")))
+    return export_local_dir(write_run(tmp / "run", random_model(name), {"model": name}), tmp / "export")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> Path:
+    """The same 13 test images as Karpathy's JSON (pictures in val2014/), ZeroVL's table (flat) and in CLIP_benchmark's
+    layout; the JSON holds a val image and a restval image more."""
+    root = tmp_path_factory.mktemp("sets")
+    rng = np.random.default_rng(0)
+    (root / "coco" / "val2014").mkdir(parents=True)
+    (root / "flat").mkdir()
+    images, rows = [], []
+    for i, count in enumerate([*COUNTS, 5, 5]):
+        split = "test" if i < len(COUNTS) else ("val", "restval")[i - len(COUNTS)]
+        name, data = f"COCO_val2014_{i:012d}.jpg", picture(rng, "JPEG")
+        (root / "coco" / "val2014" / name).write_bytes(data)
+        (root / "flat" / name).write_bytes(data)
+        texts = captions(rng, count)
+        sentences = [{"raw": text, "sentid": 100 * i + j} for j, text in enumerate(texts)]
+        images.append({"filename": name, "filepath": "val2014", "split": split, "imgid": i, "cocoid": 1000 + i})
+        images[-1]["sentences"] = sentences
+        if split == "test":
+            rows += [(name, 1000 + i, text, 100 * i + j) for j, text in enumerate(texts)]
+    (root / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    write_table(root / "valid_anno.csv", rows)
+    (root / "wds" / "test").mkdir(parents=True)
+    (root / "wds" / "dataset_type.txt").write_text("retrieval")
+    (root / "wds" / "test" / "nshards.txt").write_text("1")
+    with tarfile.open(root / "wds" / "test" / "0.tar", "w") as tar:
+        for entry in images[: len(COUNTS)]:
+            add_file(tar, f"{entry['cocoid']}.jpg", (root / "flat" / entry["filename"]).read_bytes())
+            add_file(tar, f"{entry['cocoid']}.txt", "\n".join(s["raw"] for s in entry["sentences"]).encode())
+    return root
+
+
+def write_table(file: Path, rows: list, header: tuple = ("image", "image_id", "caption", "caption_id")) -> Path:
+    with file.open("w", newline="", encoding="utf-8") as text:
+        csv.writer(text).writerows([header, *rows])
+    return file
+
+
+def karpathy(root: Path) -> str:
+    return f"{root / 'dataset_coco.json'}@{root / 'coco'}"
+
+
+def table(root: Path) -> str:
+    return f"{root / 'valid_anno.csv'}@{root / 'flat'}"
+
+
+# -- the formats -----------------------------------------------------------------------------------------------------
+
+
+def test_three_formats_of_one_set_hold_the_same(sets):
+    first, *others = (open_retrieval_set(where) for where in (sets / "wds", karpathy(sets), table(sets)))
+    assert len(first) == len(COUNTS)
+    assert first.num_captions() == sum(COUNTS)
+    assert first.num_captions(5) == sum(min(count, 5) for count in COUNTS)
+    for other in others:
+        assert [s.captions for s in other.samples] == [s.captions for s in first.samples]
+        assert [s.key for s in other.samples] == [s.key for s in first.samples]
+        for i in range(len(first)):
+            assert other.read_image(i).tobytes() == first.read_image(i).tobytes()
+
+
+def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
+    """A folder of shards, a list of them, open_clip's table with commas or tabs, and a folder with it hold the same images."""
+    truth = open_retrieval_set(sets / "wds").samples
+    captions_of = {sample.key: sample.captions for sample in truth}
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"{shard:05d}.tar", "w") as tar:
+            for sample in truth[5 * shard : 5 * shard + 5]:
+                image = sample.file.read_bytes()[sample.offset_bytes :][: sample.size_bytes]
+                add_file(tar, f"{sample.key}.jpg", image)
+                add_file(tar, f"{sample.key}.txt", "\n".join(sample.captions).encode())
+    lists = f"{tmp_path}/{{00000..00002}}.tar"
+    for where in (tmp_path, lists):
+        found = open_retrieval_set(where)
+        assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
+        assert found.read_image(12).tobytes() == open_retrieval_set(sets / "wds").read_image(12).tobytes()
+    assert len(open_retrieval_set(f"{tmp_path}/00001.tar")) == 5
+    with pytest.raises(UserError, match=r"00003\.tar is missing"):
+        open_retrieval_set(f"{tmp_path}/{{00000..00003}}.tar")
+    rows = [
+        (f"COCO_val2014_{int(key) - 1000:012d}.jpg", text, key) for key, texts in captions_of.items() for text in texts
+    ]
+    own = tmp_path / "own"
+    shutil.copytree(sets / "flat", own)
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        with (own / f"pairs{suffix}").open("w", newline="") as file:
+            csv.writer(file, delimiter=separator).writerows([("filepath", "title"), *(row[:2] for row in rows)])
+        for where in (own / f"pairs{suffix}", own, f"{own}/pairs{suffix}@{sets / 'flat'}"):
+            found = open_retrieval_set(where)
+            # Rows with one path are captions of one image.
+            assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
+        (own / f"pairs{suffix}").unlink()
+    names = parse_retrieval_data(f"{tmp_path}::{lists.replace(tmp_path.name, 'b')}::c/pairs.tsv")
+    assert list(names) == [tmp_path.name, "b", "pairs"]
+    with pytest.raises(UserError, match=r"is remote, and its images are read by position"):
+        open_retrieval_set("https://example.org/0.tar")
+
+
+def test_splits_of_karpathys_file(sets):
+    assert [s.key for s in open_retrieval_set(karpathy(sets), "val").samples] == ["1013"]
+    assert [s.key for s in open_retrieval_set(karpathy(sets), "train").samples] == ["1014"]
+    with pytest.raises(UserError, match=r"has no split 'dev'; it has test, train, val"):
+        open_retrieval_set(karpathy(sets), "dev")
+
+
+def test_pictures_are_found_beside_the_annotations_too(tmp_path, sets):
+    (tmp_path / "images").symlink_to(sets / "coco")
+    (tmp_path / "dataset_coco.json").symlink_to(sets / "dataset_coco.json")
+    found = open_retrieval_set(tmp_path / "dataset_coco.json")
+    assert found.samples[0].file == tmp_path / "images" / "val2014" / "COCO_val2014_000000000000.jpg"
+    # A path inside the folder, as a table may give it.
+    rows = [("val2014/COCO_val2014_000000000003.jpg", 1, "a cat", 1)]
+    nested = write_table(tmp_path / "nested.csv", rows)
+    assert open_retrieval_set(f"{nested}@{sets / 'coco'}").read_image(0).size == (48, 40)
+
+
+def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
+    rng = np.random.default_rng(0)
+    whole, small = picture(rng), picture(rng)
+    for folder, content in (("val", whole), ("val-256", small), ("val-again", whole)):
+        (tmp_path / "d" / folder).mkdir(parents=True)
+        (tmp_path / "d" / folder / "1.png").write_bytes(content)
+    table = tmp_path / "d" / "pairs.csv"
+    table.write_text("filepath,title\n1.png,a cat\n")
+    with pytest.raises(
+        UserError, match=r"1 of the 1 pictures .* are in two folders, .*: name the one folder, pairs.csv@FOLDER"
+    ):
+        open_retrieval_set(table)
+    assert open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes() == whole
+    table.write_text("filepath,title\nval/1.png,a cat\n")
+    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
+    shutil.rmtree(tmp_path / "d" / "val-256")  # the same picture twice
+    table.write_text("filepath,title\n1.png,a cat\n")
+    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
+
+
+def test_names_of_annotations(sets):
+    assert list(parse_retrieval_data(f"{karpathy(sets)}::f30k={table(sets)}")) == ["dataset_coco", "f30k"]
+    assert parse_retrieval_data("home=/data/set.v2@home") == {"home": Path("/data/set.v2@home")}  # a folder's own name
+
+
+def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
+    def refused(where: str | Path, sentence: str) -> None:
+        with pytest.raises(UserError, match=sentence) as caught:
+            open_retrieval_set(where)
+        assert "\n" not in str(caught.value)
+
+    def a_table(rows: list, **options) -> str:
+        return f"{write_table(tmp_path / 'table.csv', rows, **options)}@{sets / 'flat'}"
+
+    name = "COCO_val2014_000000000000.jpg"
+    other = "COCO_val2014_000000000001.jpg"
+    refused(tmp_path / "none.json", "does not exist")
+    refused(f"{sets / 'dataset_coco.json'}@{tmp_path / 'none'}", "folder of pictures .*none .* does not exist")
+    refused(f"{sets / 'dataset_coco.json'}@{tmp_path}", r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)")
+    (tmp_path / "other.json").write_text('{"images": [{"id": 1}]}')
+    refused(tmp_path / "other.json", r"entry 0 of .*other\.json is no image of Karpathy's form")
+    # Python's reader takes Infinity for a number, and it is none that an id could be.
+    infinite = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
+    (tmp_path / "infinite.json").write_text(json.dumps({"images": [infinite]}))
+    refused(tmp_path / "infinite.json", r"entry 0 of .*infinite\.json is no image of Karpathy's form \(OverflowError")
+    refused(
+        a_table([(name, "a cat")], header=("file", "title")),
+        "no columns 'filepath' and 'title' or 'image' and 'caption', but file, title",
+    )
+    refused(a_table([]), "holds no rows")
+    refused(a_table([(name, 1)]), "line 2: the row has fewer fields")
+    refused(a_table([(name, 1, "a dog", 1, " running")]), "line 2: the row has more fields than the header; put quotes")
+    refused(a_table([(name, 1, " ", 7)]), "line 2: caption 7 of image 1 is empty")
+    refused(a_table([(name, 1, "a", 7), (name, 1, "b", 7)]), "line 3: caption_id 7 of image 1 appears twice")
+    refused(a_table([(name, 1, "a", 7), (other, 1, "b", 8)]), f"line 3: image_id 1 is {other} here and {name} before")
+    refused(a_table([("gone.jpg", 1, "a", 7)]), r"1 of the 1 pictures .*first: gone\.jpg")
+    (tmp_path / "latin.csv").write_bytes("image,image_id,caption,caption_id\nx,1,é,1\n".encode("latin-1"))
+    refused(tmp_path / "latin.csv", "cannot be read as a table")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_device_among_the_pictures_is_told_and_not_waited_for(tmp_path):
+    (tmp_path / "train2014").mkdir()
+    os.mkfifo(tmp_path / "train2014" / "a.png")
+    sentence = {"raw": "a cat", "sentid": 1}
+    image = {"filename": "a.png", "split": "test", "imgid": 3, "sentences": [sentence]}
+    (tmp_path / "set.json").write_text(json.dumps({"images": [image]}))
+    with pytest.raises(UserError, match="1 of the 1 pictures .* are not in"):
+        open_retrieval_set(f"{tmp_path}/set.json@{tmp_path}")
+    (tmp_path / "train2014" / "a.png").unlink()
+    (tmp_path / "train2014" / "a.png").write_bytes(b"x")
+    found = open_retrieval_set(f"{tmp_path}/set.json@{tmp_path}")
+    for odd in ("fifo", "zero"):  # it has become one since it was looked up
+        (tmp_path / "train2014" / "a.png").unlink()
+        if odd == "fifo":
+            os.mkfifo(tmp_path / "train2014" / "a.png")
+        else:
+            (tmp_path / "train2014" / "a.png").symlink_to("/dev/zero")
+        with pytest.raises(UserError, match="it is no regular file but a pipe"):
+            found.read_image(0)
+
+
+def test_parts_in_order_are_the_set(sets):
+    whole = open_retrieval_set(karpathy(sets))
+    for world_size in (1, 2, 4, 20):
+        parts = [whole.part(rank, world_size) for rank in range(world_size)]
+        assert [s for part in parts for s in part.samples] == whole.samples
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, capsys):
+    data = f"coco={karpathy(sets)}::f30k={table(sets)}::wds={sets / 'wds'}"
+    files = {key: tmp_path / "out" / f"o.{key}" for key in ("json", "csv", "html")}
+    arguments = ["--output", str(files["json"]), "--csv", str(files["csv"]), "--gallery", str(files["html"])]
+    assert main(["retrieval", str(export), "--data", data, "--device", "cpu", "--workers", "1", *arguments]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    results = json.loads(files["json"].read_text())
+    assert results["captions_per_image"] == 5
+    assert results["transform"] == "checkpoint"
+    coco = results["results"]["coco"]
+    assert coco == results["results"]["f30k"] == results["results"]["wds"]
+    assert (coco["images"], coco["captions"]) == (13, sum(min(count, 5) for count in COUNTS))
+    assert printed[2].split()[-1] == f"{coco['rsum']:.1f}"
+    with files["csv"].open(newline="") as text:
+        rows = list(csv.DictReader(text))
+    assert [row["set"] for row in rows] == ["coco", "f30k", "wds"]
+    for name, value in coco.items():
+        assert float(rows[0][name]) == pytest.approx(value, abs=1e-12)
+
+    everything = score_checkpoint(str(export), f"coco={karpathy(sets)}", captions_per_image=None)
+    assert everything["coco"]["captions"] == sum(COUNTS)
+    check_gallery(files["html"].read_text(), results["results"])
+
+
+class Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.articles: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        values = dict(attrs)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag == "article":
+            self.articles.append(values["class"])
+        if tag not in ("img", "meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+
+def check_gallery(html: str, results: dict) -> None:
+    page = Page()
+    page.feed(html)
+    assert page.open == []
+    assert len(page.links) > 20
+    assert all(link.startswith("data:image/jpeg;base64,") for link in page.links)  # no other file, no server
+    assert "http" not in re.sub(r"data:[^\"]+", "", html)
+    first = Image.open(io.BytesIO(base64.b64decode(page.links[0].partition(",")[2])))
+    assert first.format == "JPEG"
+    assert first.size == (48, 40)
+    # Hits of the page are hits of the metric: R@1 without ties.
+    row = results["coco"]
+    for way, total in (("text_to_image", row["captions"]), ("image_to_text", row["images"])):
+        shown = int(
+            re.search(rf"{'Caption to picture' if way[0] == 't' else 'Picture to captions'}: hits <small>(\d+)", html)[
+                1
+            ]
+        )
+        assert shown == round(row[f"{way}_R@1"] * total)
+    assert {"hit", "miss"} >= set(page.articles)
+    assert page.articles.count("miss") > 0
+
+
+def test_captions_are_escaped_in_the_gallery(tmp_path, export):
+    rng = np.random.default_rng(1)
+    rows = []
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(picture(rng))
+        rows.append((f"{i}.png", i, f'<script>alert("{i}")</script> & more', i))
+    score_checkpoint(str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html")
+    html = (tmp_path / "g.html").read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(&quot;0&quot;)&lt;/script&gt; &amp; more" in html
+
+
+def test_picked_queries_are_spread_over_the_set():
+    mask = torch.arange(100) % 2 == 0
+    assert pick(mask, 5) == [10, 30, 50, 70, 90]
+    assert pick(mask[:6], 5) == [0, 2, 4]
+    assert pick(torch.zeros(4, dtype=torch.bool), 5) == []
+
+
+def test_the_papers_transform_squashes_and_crops(export, sets):
+    """Equal to pictures squashed to 37 x 37 and cropped to 32 by hand (256 / 224 of 32 px); unlike the checkpoint's own."""
+    model, preprocess, _ = load_model(export)
+    image = open_retrieval_set(karpathy(sets)).read_image(0)
+    ours = paper_transform_of(model.visual)(image)
+    squashed = image.resize((37, 37), Image.Resampling.BILINEAR)
+    corner = round((37 - 32) / 2)
+    pixels = torch.from_numpy(np.array(squashed)[corner : corner + 32, corner : corner + 32]).permute(2, 0, 1) / 255
+    cfg = model.visual.preprocess_cfg
+    by_hand = (pixels - torch.tensor(cfg["mean"])[:, None, None]) / torch.tensor(cfg["std"])[:, None, None]
+    torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-6)
+    assert (ours - preprocess(image)).abs().max() > 0.1
+    own, paper = (
+        score_checkpoint(str(export), f"s={karpathy(sets)}", paper_transform=paper)["s"] for paper in (False, True)
+    )
+    assert own.keys() == paper.keys()
+
+
+SCORE = """
+import sys
+from open_clip_zerovl.cli import main
+status = main(["retrieval", *sys.argv[1:]])
+sys.stdout.write(f"status {status}\\n")  # one write: print's pieces of two ranks can fall between each other
+sys.stdout.flush()
+"""
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
+    """Real gloo processes; 13 images part unevenly, and a picture that one rank cannot read stops both by its name."""
+    alone = score_checkpoint(str(export), f"s={karpathy(sets)}")["s"]
+    broken = tmp_path / "broken"
+    shutil.copytree(sets / "flat", broken)
+    (broken / "COCO_val2014_000000000012.jpg").write_bytes(b"no picture")  # of the second rank
+    (tmp_path / "score.py").write_text(SCORE)
+
+    def score(data: str, output: str) -> subprocess.CompletedProcess[str]:
+        command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [str(tmp_path / "score.py"), str(export), "--data", data, "--device", "cpu"]
+        command += ["--output", str(tmp_path / output)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    good = score(f"s={karpathy(sets)}", "good.json")
+    assert good.returncode == 0, good.stderr[-2000:]
+    assert good.stdout.count("status 0") == 2 and good.stdout.count("RSUM") == 1  # the first rank alone prints
+    together = json.loads((tmp_path / "good.json").read_text())["results"]["s"]
+    assert together == pytest.approx(alone, abs=1e-9)
+    bad = score(f"s={sets / 'valid_anno.csv'}@{broken}", "bad.json")
+    assert bad.stdout.count("status 2") == 2, bad.stderr[-2000:]
+    assert bad.stderr.count("the image of sample '1012' cannot be read") == 2
+    assert not (tmp_path / "bad.json").exists()
+
+
+# -- the ranks behind the metrics ------------------------------------------------------------------------------------
+
+
+def test_ranks_tell_what_stands_above_and_what_ties():
+    image = torch.eye(4)
+    text = torch.stack([image[0], image[0], image[2], (image[1] + image[3]) / 2**0.5])
+    ranks = retrieval_ranks(image, text, [0, 1, 2, 3])
+    assert ranks["text_to_image"].above.tolist() == [0, 1, 0, 0]  # caption 1 reads like image 0
+    assert ranks["text_to_image"].tied.tolist() == [1, 3, 1, 2]
+    assert ranks["image_to_text"].above.tolist() == [0, 1, 0, 0]
+    assert ranks["image_to_text"].tied.tolist() == [2, 3, 1, 1]
+
+
+def test_a_captions_own_image_never_stands_above_it():
+    """The two ways to one inner product (a row of the block, a pair alone) may differ in the last bit: counted once."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.nn.functional.normalize(torch.randn(50, 7, generator=generator), dim=-1)
+    ranks = retrieval_ranks(image, image, torch.arange(50))
+    for way in ("image_to_text", "text_to_image"):
+        assert ranks[way].above.tolist() == [0] * 50
+        assert ranks[way].tied.tolist() == [1] * 50
+    scores = torch.eye(50)
+    metrics = retrieval_metrics_from_scores(scores, torch.arange(50))
+    assert metrics["rsum"] == 600
+    assert set(metrics) == {f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in RECALL_KS} | {"rsum"}

@@ -1,0 +1,257 @@
+"""`zerovl search`: pictures are embedded once, changes noticed, bad ones counted; ranks are those of the model's cosines."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.probe.features import tower_fingerprint
+from open_clip_zerovl.evaluate.search import index
+from open_clip_zerovl.evaluate.search.collection import open_collection
+from open_clip_zerovl.evaluate.search.index import embed_collection, model_digest
+from open_clip_zerovl.evaluate.search.run import SearchSettings, nearest, run_search
+from support.tiny_clip import (
+    NATIVE_VISION,
+    add_file,
+    bert_text,
+    picture,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
+
+COUNT = 9
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """Two checkpoints of one small model."""
+    home = tmp_path_factory.mktemp("home")
+    register(home / "configs", "search-bert", NATIVE_VISION, bert_text(write_bert(home / "bert")))
+    for seed in (0, 1):
+        write_run(home / f"run-{seed}", random_model("search-bert", seed=seed), {"model": "search-bert"})
+    return home
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """Pictures in a folder and one below it, a broken one, an empty one, and a file that is none."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "photos" / "below").mkdir(parents=True)
+    for i in range(COUNT):
+        (tmp_path / "photos" / ("below" if i % 3 else ".") / f"{i}.{'png' if i % 2 else 'JPG'}").write_bytes(
+            picture(rng, "PNG" if i % 2 else "JPEG")
+        )
+    (tmp_path / "photos" / "broken.jpg").write_bytes(b"no picture")
+    (tmp_path / "photos" / "empty.png").write_bytes(b"")
+    (tmp_path / "photos" / "notes.txt").write_text("a cat")
+    return tmp_path / "photos"
+
+
+def checkpoint(home: Path, seed: int = 0) -> str:
+    return str(home / f"run-{seed}" / "checkpoints" / "epoch_1.pt")
+
+
+def search(
+    home: Path, data: Path | str, cache: Path, *, seed: int = 0, words: str = "a cat", batch_size: int = 4, **more
+):
+    encoder = Encoder(checkpoint(home, seed), device="cpu", batch_size=batch_size, workers=more.pop("workers", 0))
+    return run_search({"model": encoder}, str(data), SearchSettings(words, cache=cache, **more))["model"]
+
+
+def expected(home: Path, photos: Path, words: str = "a cat", image: Path | None = None) -> list[tuple[str, float]]:
+    """Names and cosines, computed one by one."""
+    model, transform, tokenizer = load_model(checkpoint(home))
+    found = []
+    with torch.no_grad():
+        query = F.normalize(model.encode_text(tokenizer([words])), dim=-1)[0] if words else torch.zeros(24)
+        if image is not None:
+            query = (
+                query + F.normalize(model.encode_image(transform(Image.open(image).convert("RGB"))[None]), dim=-1)[0]
+            )
+        for path in photos.rglob("[0-9]*"):
+            feature = model.encode_image(transform(Image.open(path).convert("RGB"))[None])[0]
+            score = torch.dot(F.normalize(feature, dim=0), F.normalize(query, dim=0))
+            found.append((str(path.relative_to(photos)), float(score)))
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_are_those_of_the_models_own_cosines(home, photos, tmp_path, workers):
+    found = search(home, photos, tmp_path / "cache", best=20, workers=workers)
+    wanted = expected(home, photos)
+    assert [hit.picture for hit in found.hits] == [name for name, _ in wanted]
+    assert [hit.score for hit in found.hits] == pytest.approx([score for _, score in wanted], abs=1e-5)
+    assert (found.pictures, found.bad, found.computed) == (COUNT, 2, COUNT + 2)
+    query = photos / "0.JPG"
+    both = search(home, photos, tmp_path / "cache", image=query, best=20)
+    assert [hit.picture for hit in both.hits] == [name for name, _ in expected(home, photos, image=query)]
+    alone = search(home, photos, tmp_path / "cache", words="", image=query, best=1)
+    assert alone.hits[0].picture == "0.JPG" and alone.hits[0].score == pytest.approx(1, abs=1e-5)
+
+
+def test_pictures_are_embedded_once_and_changes_are_noticed(home, photos, tmp_path):
+    first = search(home, photos, tmp_path / "cache")
+    again = search(home, photos, tmp_path / "cache")
+    assert again.computed == 0 and again.hits == first.hits and again.bad == 2
+    # Another picture under an old name: it is embedded again, and found at its own place.
+    Image.new("RGB", (40, 40), "red").save(photos / "3.png")
+    changed = search(home, photos, tmp_path / "cache", words="", image=photos / "3.png", best=1)
+    assert changed.computed == 1 and changed.hits[0].score == pytest.approx(1, abs=1e-5)
+    # The same size and another time of change counts as changed, too; a mended picture is no longer bad, a gone one is gone.
+    os.utime(photos / "0.JPG", ns=(1, 1))
+    Image.new("RGB", (40, 40), "blue").save(photos / "broken.jpg")
+    (photos / "6.JPG").unlink()
+    after = search(home, photos, tmp_path / "cache", best=20)
+    assert (after.computed, after.bad, after.pictures) == (2, 1, COUNT)
+    assert "6.JPG" not in {hit.picture for hit in after.hits}
+    # Another model finds nothing of the first.
+    assert search(home, photos, tmp_path / "cache", seed=1).computed == COUNT + 1
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_digest_is_of_image_tower_and_transform(home):
+    model, transform, _ = load_model(checkpoint(home))
+    digest = model_digest(model, transform)
+    with torch.no_grad():
+        model.logit_scale.add_(1)
+        assert model_digest(model, transform) == digest
+        model.visual.proj[0, 0] += 1e-3
+    assert model_digest(model, transform) != digest
+    other, other_transform, _ = load_model(checkpoint(home))
+    assert model_digest(other, other_transform) == digest
+    other_transform.transforms[0].size = 64
+    assert model_digest(other, other_transform) != digest
+
+
+def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their_own(home):
+    register(home / "configs", "search-quick", NATIVE_VISION, bert_text(home / "bert"), quick_gelu=True)
+    plain, transform, _ = load_model(checkpoint(home))
+    quick, _, _ = load_model(checkpoint(home), model_name="search-quick")
+    assert all(torch.equal(tensor, plain.visual.state_dict()[key]) for key, tensor in quick.visual.state_dict().items())
+    assert model_digest(quick, transform) != model_digest(plain, transform)
+    assert tower_fingerprint(quick.visual) != tower_fingerprint(plain.visual)
+
+
+def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys):
+    content = (photos / "0.JPG").read_bytes()
+    for name in (b"\xff.jpg", b"a\x1b[2J.jpg"):
+        Path(os.fsdecode(os.fsencode(photos) + b"/" + name)).write_bytes(content)
+    page, output = tmp_path / "page.html", tmp_path / "found.json"
+    found = search(home, photos, tmp_path / "cache", best=20, page=page, output=output)
+    shown = capsys.readouterr().out
+    shown.encode("utf-8")  # as a terminal does
+    assert "\\udcff.jpg" in shown and "a\\x1b[2J.jpg" in shown and "\x1b" not in shown
+    assert "\\udcff.jpg" in page.read_text(encoding="utf-8")
+    names = {hit["picture"] for hit in json.loads(output.read_text())["models"]["model"]["hits"]}
+    assert names == {hit.picture for hit in found.hits} and os.fsdecode(b"\xff.jpg") in names
+
+
+def test_a_stopped_call_goes_on_and_a_damaged_part_is_made_again(home, photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "PART_PICTURES", 3)
+    model, transform, _ = load_model(checkpoint(home))
+    collection = open_collection(str(photos))
+    whole = embed_collection(collection, model, transform, cache=tmp_path / "whole", batch_size=2)
+    calls = []
+
+    def stopping(pixels):
+        calls.append(len(pixels))
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return type(model).encode_image(model, pixels)
+
+    stopped, _, _ = load_model(checkpoint(home))
+    stopped.encode_image = stopping
+    with pytest.raises(KeyboardInterrupt):
+        embed_collection(collection, stopped, transform, cache=tmp_path / "cache", batch_size=2)
+    resumed = embed_collection(collection, model, transform, cache=tmp_path / "cache", batch_size=2)
+    assert 0 < resumed.computed < whole.computed and resumed.places == whole.places
+    torch.testing.assert_close(resumed.features, whole.features, rtol=0, atol=1e-6)
+    part = sorted((tmp_path / "cache").rglob("part-*.npz"))[0]
+    part.write_bytes(part.read_bytes()[:100])
+    mended = embed_collection(collection, model, transform, cache=tmp_path / "cache", batch_size=2)
+    assert 0 < mended.computed < whole.computed and mended.places == whole.places
+    assert torch.equal(mended.features.argsort(0), whole.features.argsort(0))
+
+
+def test_shards_and_tables_are_searched_too(home, photos, tmp_path):
+    alone = search(home, photos, tmp_path / "cache", best=3)
+    (tmp_path / "shards").mkdir()
+    good = sorted(path for path in photos.rglob("*") if path.stem.isdigit())
+    for shard in range(2):
+        with tarfile.open(tmp_path / "shards" / f"{shard}.tar", "w") as tar:
+            for path in good[shard::2]:
+                add_file(tar, f"{path.stem}.{path.suffix[1:].lower()}", path.read_bytes())
+                add_file(tar, f"{path.stem}.txt", b"words")
+    found = search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache", best=3)
+    assert [Path(hit.picture).name for hit in found.hits] == [Path(hit.picture).stem for hit in alone.hits]
+    assert found.hits[0].picture.startswith("mine/") and found.pictures == COUNT and found.bad == 0
+    assert search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache").computed == 0
+    rows = "".join(f"{path},words\n" for path in [*good, good[0], photos / "gone.jpg"])
+    (tmp_path / "table.csv").write_text(f"image,caption\n{rows}")
+    listed = search(home, tmp_path / "table.csv", tmp_path / "cache", best=3, page=tmp_path / "page.html")
+    assert [Path(hit.picture).name for hit in listed.hits] == [Path(hit.picture).name for hit in alone.hits]
+    assert (listed.pictures, listed.bad) == (COUNT, 1)
+
+
+def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos, tmp_path, capsys):
+    (photos / "<b>.png").write_bytes((photos / "3.png").read_bytes())
+    models = [f"one={checkpoint(home)}", f"two={checkpoint(home, 1)}"]
+    files = ["--page", str(tmp_path / "page.html"), "--output", str(tmp_path / "found.json")]
+    command = ["search", *models, str(photos), "a small cat", "--best", "4", "--cache", str(tmp_path / "cache"), *files]
+    assert main([*command, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.split()[:2] == ["one", "two"]
+        and f"one: {COUNT + 1} pictures and 2 that cannot be decoded or are not there; 0 of all known" in out
+    )
+    data = json.loads((tmp_path / "found.json").read_text())
+    assert list(data["models"]) == ["one", "two"] and data["words"] == "a small cat"
+    assert all(len(model["hits"]) == 4 for model in data["models"].values())
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        page.count("<figure>") == 8 and 'src="data:image/png' in page and "<b>.png" not in page and "http" not in page
+    )
+    assert main([*command, "--device", "cpu"]) == 0
+    assert f"{COUNT + 3} of all known from before" in capsys.readouterr().out
+
+
+def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, capsys):
+    def said(data: object, words: str = "a cat", *more: object) -> str:
+        status = main(
+            ["search", checkpoint(home), str(data), words, "--cache", str(tmp_path / "cache"), *map(str, more)]
+        )
+        error = capsys.readouterr().err
+        assert status == 2 and error.count("\n") == 1
+        return error
+
+    (tmp_path / "nothing").mkdir()
+    assert "holds no pictures" in said(tmp_path / "nothing")
+    assert "does not exist; give a folder" in said(tmp_path / "absent")
+    assert "is a file: give a folder" in said(photos / "notes.txt")
+    assert "there is nothing to search for" in said(photos, " ")
+    assert "has an image that cannot be decoded" in said(photos, "", "--image", photos / "broken.jpg")
+    assert "cannot be read" in said(photos, "", "--image", photos / "absent.jpg")
+    assert "cannot be written" in said(photos, "a cat", "--page", photos)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "1.jpg").write_bytes(b"x")
+    assert "none of the 1 pictures" in said(tmp_path / "bad")
+
+
+def test_equal_scores_keep_their_order():
+    features = F.normalize(torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1]]), dim=-1)
+    assert [row for row, _ in nearest(features, torch.tensor([1.0, 0]), 3)] == [0, 2, 3]
+    with pytest.raises(UserError, match="1 or more, but is 0"):
+        SearchSettings("a", best=0)

@@ -1,0 +1,474 @@
+"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
+
+import argparse
+import math
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from losses import LOSSES, peak_gib
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import PeakBytes
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
+from support import ROOT
+from support.dense_loss import DenseLoss, sample_ids, teacher_features
+
+
+def features(n, d=8, dtype=torch.float64, seed=0, alike=0.0):
+    """Two (n, d) matrices of unit rows that want gradients; `alike` near 1 makes texts near-copies of images."""
+    generator = torch.Generator().manual_seed(seed)
+    images = normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=-1)
+    noise = normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=-1)
+    texts = normalize(alike * images + (1 - alike) * noise, dim=-1)
+    return images.to(dtype).requires_grad_(), texts.to(dtype).requires_grad_()
+
+
+def value_and_gradients(loss, images, texts, scale=20.0, **inputs):
+    scale = torch.tensor(scale, dtype=torch.promote_types(images.dtype, torch.float32), requires_grad=True)
+    value = loss(images, texts, scale, **inputs)
+    return value.detach(), *torch.autograd.grad(value, [images, texts, scale])
+
+
+def relative(found, reference):
+    return ((found.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def test_gradient_by_hand_two_orthogonal_pairs():
+    # A.2 with s = 1, images = texts = unit vectors: every softmax is (p, 1-p) with p = e/(e+1).
+    # (P + Q - 2Y) = 2 [[p-1, 1-p], [1-p, p-1]]; times T and 1/(2N) = 1/4: rows (p-1)/2 * (1, -1); d/ds = p - 1.
+    p = math.e / (math.e + 1)
+    images, texts = (
+        torch.eye(2, dtype=torch.float64).requires_grad_(),
+        torch.eye(2, dtype=torch.float64).requires_grad_(),
+    )
+    value, image_grad, text_grad, scale_grad = value_and_gradients(ContrastiveLoss(), images, texts, 1.0)
+    expected = (p - 1) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    assert value.item() == pytest.approx(-math.log(p), rel=1e-14)
+    torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
+    assert scale_grad.item() == pytest.approx(p - 1, rel=1e-14)
+
+
+def test_mixup_by_hand_two_orthogonal_pairs():
+    # A.3 with lambda = 0.7: each row's target is (0.7, 0.3) over (itself, its partner).
+    p, lam = math.e / (math.e + 1), 0.7
+    images, texts = (
+        torch.eye(2, dtype=torch.float64).requires_grad_(),
+        torch.eye(2, dtype=torch.float64).requires_grad_(),
+    )
+    value, image_grad, text_grad, scale_grad = value_and_gradients(
+        ContrastiveLoss(), images, texts, 1.0, mixup_lambda=lam, partner=reversed_partner([2])
+    )
+    expected = (p - lam) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    assert value.item() == pytest.approx(-(lam * math.log(p) + (1 - lam) * math.log(1 - p)), rel=1e-14)
+    torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
+    assert scale_grad.item() == pytest.approx(p - lam, rel=1e-14)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 5])
+def test_mixup_is_the_papers_two_terms(chunk_size):
+    """A.3 as written, term by term, with autograd; partners reversed within micro-batches of 3 and 4."""
+    images, texts = features(7)
+    lam, partner = 0.85, reversed_partner([3, 4])
+
+    def paper(i, t, s):
+        total = 0.0
+        for query, key in ((i, t), (t, i)):
+            for j in range(7):
+                normaliser = torch.logsumexp(s * query[j] @ key.T, dim=0)
+                total = total - lam * (s * query[j] @ key[j] - normaliser) / 7
+                total = total - (1 - lam) * (s * query[j] @ key[int(partner[j])] - normaliser) / 7
+        return total / 2  # open_clip's convention (and the paper's code): the mean of both directions
+
+    ours = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), images, texts, mixup_lambda=lam, partner=partner)
+    for found, reference in zip(ours, value_and_gradients(paper, images, texts), strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 13, 50])
+def test_equals_open_clips_loss(chunk_size):
+    images, texts = features(13)
+    ours = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), images, texts)
+    for found, reference in zip(ours, value_and_gradients(ClipLoss(), images, texts), strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+def test_mixup_weight_of_one_is_no_mixup():
+    images, texts = features(6)
+    mixed = value_and_gradients(ContrastiveLoss(), images, texts, mixup_lambda=1.0, partner=reversed_partner([6]))
+    for found, reference in zip(mixed, value_and_gradients(ContrastiveLoss(), images, texts), strict=True):
+        assert torch.equal(found, reference)
+
+
+def test_numerical_derivative():
+    images, texts = features(5, d=3)
+    scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
+    loss = ContrastiveLoss(chunk_size=2)
+    assert torch.autograd.gradcheck(
+        lambda i, t, s: loss(i, t, s, mixup_lambda=0.6, partner=reversed_partner([2, 3])), (images, texts, scale)
+    )
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.35])
+def test_fp32_against_fp64_at_medium_size(alike):
+    """N=700, scale 100, ragged last chunk. `alike` 0.35: most pairs are won, P - Y is small and must not cancel away."""
+    images, texts = features(700, d=64, alike=alike)
+    reference = value_and_gradients(ContrastiveLoss(), images, texts, 100.0)
+    single = [x.detach().float().requires_grad_() for x in (images, texts)]
+    whole = value_and_gradients(ContrastiveLoss(), *single, 100.0)
+    for chunk_size in (64, 699):
+        chunked = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), *single, 100.0)
+        stock = value_and_gradients(ClipLoss(), *single, 100.0)
+        for found, unchunked, theirs, exact in zip(chunked, whole, stock, reference, strict=True):
+            # Inputs rounded to fp32 at scale 100 move the gradient by about 100 * 2^-24: 5e-5 is the invariant's bound.
+            assert relative(found, exact) <= 5e-5
+            assert relative(found, unchunked) <= 2e-5
+            assert relative(found, exact) <= 3 * relative(theirs, exact) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_safe_at_scale_100_with_near_duplicates(dtype):
+    images, _ = features(64, dtype=dtype)
+    images = torch.cat([images, images + 1e-6]).detach().requires_grad_()
+    texts = (-images).detach().requires_grad_()  # the worst: positives at -100, nothing to win
+    for found in value_and_gradients(ContrastiveLoss(chunk_size=10), images, texts, 100.0):
+        assert torch.isfinite(found).all()
+
+
+def test_half_precision_features_are_computed_in_fp32():
+    """Against fp64 on the same rounded features only the final rounding of the gradient is left, under autocast too."""
+    images, texts = features(96, d=32, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in (images, texts)]
+    reference = value_and_gradients(ContrastiveLoss(), *exact, 100.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value, image_grad, text_grad, scale_grad = value_and_gradients(
+            ContrastiveLoss(chunk_size=40), images, texts, 100.0
+        )
+    assert value.dtype == torch.float32 and image_grad.dtype == torch.bfloat16
+    assert relative(value, reference[0]) <= 1e-6 and relative(scale_grad, reference[3]) <= 1e-5
+    assert relative(image_grad, reference[1]) <= 2**-8 and relative(text_grad, reference[2]) <= 2**-8
+
+
+def test_half_precision_gradients_survive_a_loss_scaler():
+    """Gradients below fp16's smallest number (6e-8) come out once scaled: they are kept in fp32 until then."""
+    images, texts = features(64, d=32, dtype=torch.float16, alike=0.55)
+    scaled = ContrastiveLoss()(images, texts, torch.tensor(30.0)) * 2.0**16
+    (gradient,) = torch.autograd.grad(scaled, images)
+    exact = [x.detach().double().requires_grad_() for x in (images, texts)]
+    reference = value_and_gradients(ContrastiveLoss(), *exact, 30.0)[1]
+    assert (reference.abs() < 2**-24).float().mean() > 0.02  # the case is one: many would have been lost
+    assert relative(gradient.double() / 2**16, reference) <= 2**-10
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+        return result
+
+
+def test_only_a_chunk_of_logits_is_alive():
+    n, chunk_size = 300, 16
+    images, texts = features(n, d=4)
+    with LargestTensor() as seen:
+        value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), images, texts)
+    assert seen.numel == chunk_size * n
+    with LargestTensor() as seen:
+        value_and_gradients(ContrastiveLoss(), images, texts)
+    assert seen.numel == n * n
+
+
+def test_called_as_open_clips_training_loop_calls_it():
+    images, texts = features(4)
+    scale, bias = torch.full((1,), 20.0, dtype=torch.float64, requires_grad=True), torch.zeros((), requires_grad=True)
+    inputs = {"image_features": images, "text_features": texts, "logit_scale": scale, "logit_bias": bias}
+    losses = ContrastiveLoss()(**inputs, output_dict=True)
+    assert list(losses) == ["contrastive_loss"] and losses["contrastive_loss"].ndim == 0
+    losses["contrastive_loss"].backward()
+    assert scale.grad.shape == (1,) and scale.grad.abs() > 0
+    assert bias.grad.item() == 0.0  # a constant on all logits changes no softmax
+    with torch.no_grad():
+        assert not ContrastiveLoss()(images, texts, scale).requires_grad
+
+
+def test_only_wanted_gradients():
+    images, texts = features(4)
+    ContrastiveLoss()(images, texts.detach(), torch.tensor(20.0)).backward()
+    assert images.grad is not None and texts.grad is None
+
+
+def test_reversed_partner():
+    assert reversed_partner([3, 2, 1]).tolist() == [2, 1, 0, 4, 3, 5]
+    assert reversed_partner([]).tolist() == []
+
+
+def test_refusals():
+    images, texts = features(4)
+    scale, partner = torch.tensor(20.0), reversed_partner([4])
+    with pytest.raises(UserError, match=r"chunk_size .* 0"):
+        ContrastiveLoss(chunk_size=0)
+    with pytest.raises(UserError, match="rank is 2"):
+        ContrastiveLoss(rank=2, world_size=2)
+    with pytest.raises(UserError, match="not initialised"):
+        ContrastiveLoss(world_size=2)(images, texts, scale)
+    with pytest.raises(UserError, match=r"\(4, 8\) and \(3, 8\)"):
+        ContrastiveLoss()(images, texts[:3], scale)
+    with pytest.raises(UserError, match=r"logit_scale .* \(2,\)"):
+        ContrastiveLoss()(images, texts, torch.ones(2))
+    with pytest.raises(UserError, match="only partner"):
+        ContrastiveLoss()(images, texts, scale, partner=partner)
+    with pytest.raises(UserError, match=r"between 0 and 1, but is 1.5"):
+        ContrastiveLoss()(images, texts, scale, mixup_lambda=1.5, partner=partner)
+    with pytest.raises(UserError, match=r"\(4,\) int64"):
+        ContrastiveLoss()(images, texts, scale, mixup_lambda=0.5, partner=partner[:3])
+    for wrong in ([1, 2, 3, 0], [4, 2, 1, 0], [-1, 2, 1, 0]):
+        with pytest.raises(UserError, match="its own inverse"):
+            ContrastiveLoss()(images, texts, scale, mixup_lambda=0.5, partner=torch.tensor(wrong))
+
+
+OPTIONS = {
+    "other sources count a twentieth": {"cross_source_weight": 0.05},
+    "other sources left out": {"cross_source_weight": 0.0},
+    "other sources count double": {"cross_source_weight": 2.0},
+    "same caption": {"positives": "caption"},
+    "same picture": {"positives": "image"},
+    "same caption or picture": {"positives": "both"},
+    "same caption, other sources left out": {"positives": "caption", "cross_source_weight": 0.0},
+    "two teachers": {"distill_weight": 0.7, "distill_temperature": 0.1},
+    "two teachers alone": {"distill_weight": 1.0, "distill_temperature": 0.05},
+    "two teachers, other sources left out": {
+        "distill_weight": 0.7,
+        "distill_temperature": 0.1,
+        "cross_source_weight": 0.0,
+    },
+    "all": {"distill_weight": 0.4, "distill_temperature": 0.2, "cross_source_weight": 0.3, "positives": "both"},
+}
+
+
+def option_inputs(options, b, seed=0):
+    inputs = {"ids": sample_ids(b, seed)}
+    if options.get("distill_weight"):
+        inputs["teacher_features"] = teacher_features(b, seed)
+    return inputs
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_their_dense_definition(name, chunk_size):
+    """Against autograd on whole matrices. Chunks of one row with other sources left out: columns without any logit."""
+    options, (images, texts) = OPTIONS[name], features(13)
+    inputs = option_inputs(options, 13)
+    wanted = value_and_gradients(DenseLoss(**options), images, texts, 5.0, **inputs)
+    loss = ContrastiveLoss(chunk_size=chunk_size, **options)
+    for found, reference in zip(value_and_gradients(loss, images, texts, 5.0, **inputs), wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+    assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
+    plain = value_and_gradients(ContrastiveLoss(), images, texts, 5.0)
+    assert relative(plain[1], wanted[1]) >= 0.05  # the control: the option changes the gradient
+
+
+def test_cross_source_weight_by_hand():
+    # Four pairs of two sources, all cosines zero: each row's softmax has 1 + 1 + 2 W terms, so the loss is ln(2 + 2 W).
+    images, texts = torch.zeros(2, 4, 3, dtype=torch.float64).requires_grad_().unbind()
+    ids = {"source": torch.tensor([0, 1, 0, 1])}
+    for weight in (0.0, 0.5, 1.0, 3.0):
+        loss = ContrastiveLoss(cross_source_weight=weight)(images, texts, torch.tensor(1.0), ids=ids)
+        assert loss.item() == pytest.approx(math.log(2 + 2 * weight), rel=1e-14)
+
+
+def test_other_sources_left_out_is_a_loss_for_each_source():
+    """W = 0 is what one-source batches of those sizes give, weighed by their sizes."""
+    images, texts = features(9)
+    sources = torch.tensor([0, 2, 0, 1, 1, 0, 2, 2, 2])
+    found = value_and_gradients(ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources})
+
+    def apart(i, t, s):
+        groups = [sources == source for source in range(3)]
+        return sum(ClipLoss()(i[group], t[group], s) * group.sum() / 9 for group in groups)
+
+    for one, reference in zip(found, value_and_gradients(apart, images, texts), strict=True):
+        assert relative(one, reference) <= 1e-12
+
+
+def test_mixup_within_sources_with_a_cross_source_weight():
+    images, texts = features(6)
+    inputs = {
+        "ids": {"source": torch.tensor([0, 1, 0, 0, 1, 0])},
+        "mixup_lambda": 0.8,
+        "partner": torch.tensor([5, 4, 3, 2, 1, 0]),
+    }
+    wanted = value_and_gradients(DenseLoss(cross_source_weight=0.1), images, texts, **inputs)
+    ours = value_and_gradients(ContrastiveLoss(cross_source_weight=0.1, chunk_size=4), images, texts, **inputs)
+    for found, reference in zip(ours, wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["other sources left out", "all", "two teachers alone"])
+def test_options_in_single_precision(name):
+    """fp32, scale 100, teachers' features in fp16 as a cache holds them: against the same numbers in fp64."""
+    options, n = OPTIONS[name], 300
+    images, texts = features(n, d=32, alike=0.35)
+    single = [x.detach().float().requires_grad_() for x in (images, texts)]
+    inputs = {"ids": sample_ids(n, 0)}
+    wide = dict(inputs)
+    if options.get("distill_weight"):
+        inputs["teacher_features"] = teacher_features(n, 0, dtype=torch.float16)
+        wide["teacher_features"] = [tuple(x.double() for x in pair) for pair in inputs["teacher_features"]]
+    wanted = value_and_gradients(
+        DenseLoss(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
+    )
+    found = value_and_gradients(ContrastiveLoss(chunk_size=64, **options), *single, 100.0, **inputs)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 2e-5
+
+
+@pytest.mark.parametrize("columns", [7, 16, 40])
+def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch, columns):
+    """40 pairs of 7, 16 and all columns at once: the same loss and gradients as of the teachers in fp32 at once."""
+    monkeypatch.setattr("open_clip_zerovl.losses.logits._WIDENED_ROWS", columns)
+    sides = features(40)
+    inputs = {"teacher_features": teacher_features(40, 0, dtype=torch.float16)}
+    wide = {"teacher_features": [tuple(x.to(sides[0].dtype) for x in pair) for pair in inputs["teacher_features"]]}
+    loss = ContrastiveLoss(chunk_size=9, distill_weight=0.6, distill_temperature=0.1)
+    found = value_and_gradients(loss, *sides, **inputs)
+    wanted = value_and_gradients(loss, *sides, **wide)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 1e-12
+
+
+def test_report_of_sources_and_twins():
+    images, texts = features(5)
+    ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}
+    loss = ContrastiveLoss(positives="caption")
+    loss(images, texts, torch.tensor(5.0), ids=ids)
+    assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
+    assert loss.report.twins.tolist() == [True, True, False, True, True]
+    two_texts = {"source": ids["source"], "caption": torch.tensor([7, 8, 9, 8, 6, 1, 2, 3, 4, 2])}
+    loss(images, torch.cat([texts, texts]), torch.tensor(5.0), ids=two_texts, texts_per_image=2)
+    assert loss.report.twins.tolist() == [False, True, False, True, True]  # by either of their captions
+    plain = ContrastiveLoss()
+    plain(images, texts, torch.tensor(5.0))
+    assert plain.report.sources is None and plain.report.twins is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_need_no_quadratic_memory(name):
+    """Four times as many rows take four times the memory, not sixteen times."""
+    peaks = []
+    for n in (256, 1024):
+        images, texts = features(n, d=4, dtype=torch.float32)
+        inputs = option_inputs(OPTIONS[name], n)
+        with PeakBytes() as seen:
+            value_and_gradients(ContrastiveLoss(chunk_size=32, **OPTIONS[name]), images, texts, **inputs)
+        peaks.append(seen.peak)
+    assert peaks[1] <= 4.2 * peaks[0]
+
+
+@pytest.mark.slow  # the chunks' bookkeeping at 65,536 rows takes minutes; nothing is computed
+@pytest.mark.parametrize(("name", "most_gib"), [("InfoNCE", 0.8), ("teachers", 1.3)])
+def test_memory_at_65536_pairs_is_that_of_the_documentation(name, most_gib):
+    """D = 512, chunks of 256 rows, two teachers of width 768 in fp16."""
+    arguments = argparse.Namespace(samples=65536, width=512, chunk=256, teachers=2, teacher_width=768)
+    made, whole = peak_gib(LOSSES[name], arguments)
+    assert whole < most_gib
+    said = " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
+    assert f"{made:.2f} GiB ({whole:.2f} with its inputs)" in said
+
+
+def test_refusals_of_options():
+    images, texts = features(4)
+    scale, ids = torch.tensor(20.0), sample_ids(4, 0)
+    mixed = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
+    with pytest.raises(UserError, match="from 0 on, but is -1"):
+        ContrastiveLoss(cross_source_weight=-1.0)
+    with pytest.raises(UserError, match="one of pair, caption, image, both, but is 'text'"):
+        ContrastiveLoss(positives="text")
+    with pytest.raises(UserError, match="between 0 and 1, but is 1.2"):
+        ContrastiveLoss(distill_weight=1.2)
+    with pytest.raises(UserError, match="positive number, but is 0"):
+        ContrastiveLoss(distill_temperature=0.0)
+    with pytest.raises(UserError, match="plain loss"):
+        ContrastiveLoss(gather_grad=False, cross_source_weight=0.5)
+    with pytest.raises(UserError, match=r"cross_source_weight=0 needs ids\['source'\]"):
+        ContrastiveLoss(cross_source_weight=0.0)(images, texts, scale)
+    with pytest.raises(UserError, match=r"positives='both' needs ids\['image'\]"):
+        ContrastiveLoss(positives="both")(images, texts, scale, ids={"caption": ids["caption"]})
+    with pytest.raises(UserError, match=r"ids\['source'\] must be \(4,\) int64"):
+        ContrastiveLoss()(images, texts, scale, ids={"source": ids["source"].float()})
+    with pytest.raises(UserError, match="0 teachers' features are given"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale)
+    with pytest.raises(UserError, match="distill_weight is 0 and 2 teachers"):
+        ContrastiveLoss()(images, texts, scale, teacher_features=teacher_features(4, 0))
+    with pytest.raises(UserError, match="4 rows each"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(3, 0))
+    with pytest.raises(UserError, match="mixup is not defined with positives='caption'"):
+        ContrastiveLoss(positives="caption")(images, texts, scale, ids=ids, **mixed)
+    with pytest.raises(UserError, match="no teacher has seen the mixed samples"):
+        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(4, 0), **mixed)
+    with pytest.raises(UserError, match="partner must be of the row's own source"):
+        ContrastiveLoss(cross_source_weight=0.5)(
+            images, texts, scale, ids={"source": torch.tensor([0, 0, 1, 1])}, **mixed
+        )
+
+
+def with_bias(loss, images, texts, scale=5.0, bias=-2.0, **inputs):
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale, bias))
+    value = loss(images, texts, scale, bias, **inputs)
+    return value.detach(), *torch.autograd.grad(value, [images, texts, scale, bias])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 50])
+def test_sigmoid_equals_open_clips(chunk_size):
+    images, texts = features(13)
+    wanted = with_bias(SigLipLoss(), images, texts)
+    for found, reference in zip(with_bias(SigmoidLoss(chunk_size=chunk_size), images, texts), wanted, strict=True):
+        assert relative(found, reference) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sigmoid_options_are_their_dense_definition(name, chunk_size):
+    options, (images, texts) = OPTIONS[name], features(13)
+    inputs = option_inputs(options, 13)
+    wanted = with_bias(DenseLoss(sigmoid=True, **options), images, texts, **inputs)
+    loss = SigmoidLoss(chunk_size=chunk_size, **options)
+    for number, (found, reference) in enumerate(zip(with_bias(loss, images, texts, **inputs), wanted, strict=True)):
+        if number == 4 and options.get("distill_weight") == 1.0:
+            assert found == reference == 0  # softmaxes alone: the bias changes nothing
+            continue
+        assert relative(found, reference) <= 1e-12
+    assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
+    plain = with_bias(SigmoidLoss(), images, texts)
+    assert relative(plain[1], wanted[1]) >= 0.02  # the control: the option changes the gradient
+
+
+def test_sigmoid_in_single_precision_keeps_what_is_won():
+    """Scale 100: most logits are far on the right side, where 1 - sigmoid would be rounded to zero."""
+    images, texts = features(300, d=32, alike=0.35)
+    single = [x.detach().float().requires_grad_() for x in (images, texts)]
+    wanted = value_and_gradients(
+        DenseLoss(sigmoid=True), *(x.detach().double().requires_grad_() for x in single), 100.0
+    )
+    found = value_and_gradients(SigmoidLoss(chunk_size=64), *single, 100.0)
+    for one, reference in zip(found, wanted, strict=True):
+        assert relative(one, reference) <= 2e-5
+
+
+def test_sigmoid_needs_no_quadratic_memory_and_no_mixup():
+    peaks = []
+    for n in (256, 1024):
+        images, texts = features(n, d=4, dtype=torch.float32)
+        with PeakBytes() as seen:
+            value_and_gradients(SigmoidLoss(chunk_size=32), images, texts)
+        peaks.append(seen.peak)
+    assert peaks[1] <= 4.2 * peaks[0]
+    images, texts = features(4)
+    with pytest.raises(UserError, match="mixup is not defined with the sigmoid loss"):
+        SigmoidLoss()(images, texts, torch.tensor(1.0), mixup_lambda=0.5, partner=reversed_partner([4]))

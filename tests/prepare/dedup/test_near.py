@@ -1,0 +1,187 @@
+"""Near-duplicates: planted copies are found at the distances that the page states, distinct pictures are kept."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.dedup import near
+from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hash
+from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, write_overlap
+from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.writing import write_retrieval_set
+from scripts.bench.near import COPIES, cropped, encoded, fractal, resized
+from support.tars import write_tar
+
+pytest.importorskip("imagehash")
+
+
+# What is done to a picture, and how far from it the copy may be.
+MOST = {
+    "JPEG, quality 30": 10,
+    "half size": 12,
+    "double size": 10,
+    "squashed to 224 x 224": 10,
+    "grey": 10,
+    "cropped by 2 %": 36,
+}
+
+
+def turned(image: Image.Image, exif: Image.Exif) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", exif=exif)
+    return buffer.getvalue()
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def originals() -> list[Image.Image]:
+    return [fractal(seed, 320, 240) for seed in range(24)]
+
+
+def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
+    hashes = [picture_hash(encoded(image)) for image in originals]
+    index = NearIndex(hashes)
+    copies = {name: ([COPIES[name](image) for image in originals], most) for name, most in MOST.items()}
+    for name, (contents, most) in {**copies, "png": ([png(image) for image in originals], 10)}.items():
+        numbers, distances = index.nearest([picture_hash(content) for content in contents], NEAR)
+        assert numbers.tolist() == list(range(24)), name
+        assert distances.max() <= most, (name, distances)
+    others = NearIndex([picture_hash(encoded(fractal(seed, 160, 120))) for seed in range(100, 160)])
+    assert others.nearest(hashes, BITS // 4)[0].tolist() == [-1] * 24
+    far = np.bitwise_count(np.stack(hashes)[:, None] ^ others.words.T).sum(axis=-1)
+    assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
+
+
+def test_a_picture_is_turned_as_its_exif_says(originals):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees
+    lying = turned(originals[0].transpose(Image.Transpose.ROTATE_90), exif)
+    index = NearIndex([picture_hash(encoded(originals[0]))])
+    assert index.nearest([picture_hash(lying)])[1][0] <= 8
+    with pytest.raises(BadPicture):
+        picture_hash(b"no picture")
+
+
+def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch):
+    rng = np.random.default_rng(0)
+    tests = rng.integers(0, 2**63, (300, 4), dtype=np.uint64)
+    asked = rng.integers(0, 2**63, (200, 4), dtype=np.uint64)
+    flips = rng.permutation(BITS)
+    for row in range(100):  # row flips of a test picture's bits, scattered over its words or all in one
+        bits = np.unpackbits(tests[row].view(np.uint8))
+        chosen = flips[:row] if row % 2 else np.arange(row)
+        bits[chosen] ^= 1
+        asked[row] = np.packbits(bits).view(np.uint64)
+    tests[200] = tests[3]  # of equally near ones the first is named
+    every = np.bitwise_count(asked[:, None] ^ tests).sum(axis=-1)
+    monkeypatch.setattr(near, "_BLOCK_PAIRS", 300 * 7)
+    for within in (0, 1, 5, NEAR, 64):
+        numbers, distances = NearIndex(tests).nearest(asked, within)
+        expected = np.where(every.min(axis=1) <= within, every.argmin(axis=1), -1)
+        assert numbers.tolist() == expected.tolist()
+        found = numbers >= 0
+        assert distances[found].tolist() == every.min(axis=1)[found].tolist() and (distances[~found] == BITS + 1).all()
+        assert found.sum() == within + 1
+    with pytest.raises(UserError, match="no picture that can be compared"):
+        NearIndex([])
+
+
+def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, originals, capsys):
+    tests = [Sample(f"t{i}", {"jpg": encoded(originals[i]), "txt": b"a cat"}) for i in range(6)]
+    write_retrieval_set(tmp_path / "coco", tests)
+    members = []
+    for i in range(12):  # pictures 4 to 15, of which 4 and 5 are copies of test pictures
+        content = encoded(resized(originals[4 + i], 0.6), 60)
+        members += [(f"{i:03d}.jpg", content), (f"{i:03d}.txt", b"a dog")]
+    members += [("099.jpg", b"no picture"), ("099.txt", b"x"), ("100.txt", b"no picture at all")]
+    write_tar(tmp_path / "a" / "00007.tar", members)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.jpg").write_bytes(encoded(cropped(originals[20], 0.02)))
+    (tmp_path / "b" / "pairs.csv").write_text("filepath,title\nx.jpg,a bird\nx.jpg,the same bird\n")
+    (tmp_path / "val" / "n01").mkdir(parents=True)
+    (tmp_path / "val" / "n01" / "bird.jpg").write_bytes(encoded(originals[20]))
+    command = ["data", "near", f"a={tmp_path}/a::b={tmp_path}/b", "--test", f"coco={tmp_path}/coco::val={tmp_path}/val"]
+    assert cli.main([*command, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "a: 2 of 13 pictures are copies of 2 test pictures. 1 could not be decoded." in printed
+    assert "b: 2 of 2 pictures are copies of 1 test pictures." in printed
+    listed = json.loads((tmp_path / "out" / "near.json").read_text())
+    assert listed["within"] == NEAR and listed["tests"] == {"coco": 6, "val": 1}
+    pairs = [(p["source"], p["shard"], p["key"], p["test"], p["test_key"]) for p in listed["pairs"]]
+    assert pairs == [
+        ("a", "00007.tar", "000", "coco", "t4"),
+        ("a", "00007.tar", "001", "coco", "t5"),
+        ("b", "pairs.csv", "00000001-x", "val", "n01/bird.jpg"),
+        ("b", "pairs.csv", "00000002-x", "val", "n01/bird.jpg"),
+    ]
+    page = (tmp_path / "out" / "near.html").read_text(encoding="utf-8")
+    assert page.count('class="example"') == 4 and page.count("data:image/png") == 8
+    # A smaller distance keeps the cropped copies.
+    assert cli.main([*command, "--out", str(tmp_path / "less"), "--distance", "8"]) == 0
+    assert "b: 0 of 2 pictures are copies" in capsys.readouterr().out
+    for more, sentence in (
+        (["--distance", "90"], "a distance of 90 is out of range; take 0 to 64 of 256 bits"),
+        (["--test", f"x={tmp_path}/none"], "does not exist"),
+    ):
+        assert cli.main([*command, *more, "--out", str(tmp_path / "no")]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, originals, capsys):
+    tests = [Sample(f"t{i}", {"jpg": encoded(originals[i]), "txt": b"a cat"}) for i in range(3)]
+    write_retrieval_set(tmp_path / "coco", tests)
+    (tmp_path / "mine").mkdir()
+    rows = ["picture,caption"]
+    for i in range(8):  # of which 1 and 2 are copies, and 2 comes twice
+        (tmp_path / "mine" / f"{i}.jpg").write_bytes(encoded(resized(originals[1 + i], 0.5), 70))
+        rows.append(f"{i}.jpg,caption {i}")
+    (tmp_path / "mine" / "pairs.csv").write_text("\n".join([*rows, "1.jpg,caption again"]) + "\n")
+    command = ["data", "pack", str(tmp_path / "mine" / "pairs.csv"), "--out", str(tmp_path / "out"), "--threads", "2"]
+    drop = ["--drop-near", f"coco={tmp_path}/coco"]
+    assert cli.main([*command, *drop]) == 0
+    assert "near coco" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "out" / "near.json").read_text())["pairs"]
+    assert sorted(pair["test_key"] for pair in listed) == ["t1", "t2"]
+    packed = [sample for shard in sorted((tmp_path / "out" / "train").glob("*.tar")) for sample in read_samples(shard)]
+    assert sorted(sample.files["txt"] for sample in packed) == [f"caption {i}".encode() for i in range(2, 8)]
+    assert not {pair["key"] for pair in listed} & {sample.key for sample in packed}
+    assert (tmp_path / "out" / "near.html").read_text().count('class="example"') == 2
+    assert cli.main([*command, *drop]) == 0 and "is complete" in capsys.readouterr().out
+    assert cli.main([*command, *drop, "--near-distance", "4"]) == 2  # another setting in the same folder
+    assert "left_out" in capsys.readouterr().err
+    assert cli.main([*command, "--near-distance", "4"]) == 2
+    assert "--near-distance goes with --drop-near" in capsys.readouterr().err
+    assert cli.main([*command, "--drop-near", f"coco={tmp_path}/none"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "imagehash", None)
+    with pytest.raises(UserError, match=r"pip install 'open_clip_zerovl\[near\]'"):
+        near.require_imagehash()
+
+
+def test_of_many_pairs_the_page_shows_some_up_to_the_farthest(tmp_path: Path):
+    small = Image.new("RGB", (8, 8))
+    pairs = [NearPair("a", "0.tar", f"{i}", "t", f"<{i}>", i % 57) for i in range(400)]
+    write_overlap(
+        Overlap({"t": 3}, NEAR, {"a": 900}, {"a": 0}, pairs, dict.fromkeys(range(400), (small, small))), tmp_path
+    )
+    page = (tmp_path / "near.html").read_text()
+    assert page.count('class="example"') == SHOWN and "distance 0:" in page and "distance 56:" in page
+    assert "&lt;" in page and "<399>" not in page
+    assert len(json.loads((tmp_path / "near.json").read_text())["pairs"]) == 400

@@ -1,0 +1,434 @@
+"""Lists of addresses to shards, against a real web server on loopback that serves the good, the bad and the slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare.public import manifest, pairs
+from open_clip_zerovl.prepare.public.cc import prepare_cc
+from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
+from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.prepare.public.inputs import PictureStore, open_member
+from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
+from open_clip_zerovl.prepare.public.pairs import Work
+from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
+from open_clip_zerovl.prepare.public.spool import Spool
+from open_clip_zerovl.shards.members import read_samples
+from support.hostile_server import hostile_server, photo
+
+LIMITS = Limits(idle_seconds=1.0, total_seconds=2.0, max_bytes=1_000_000)
+WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
+
+#: What each kind of address comes to.
+EXPECTED = {
+    "good": None,
+    "png": None,
+    "chunked": None,
+    "moved": None,
+    "flaky": None,
+    "missing": "http 404",
+    "loop": "bad redirect",
+    "html": "not a picture",
+    "busy": "http 503",
+    "cut": "cut off",
+    "truncated": "broken picture",
+    "pixel": "picture too small",
+    "huge": "too many bytes",
+    "flood": "too many bytes",
+    "drip": "timed out",
+    "silent": "timed out",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with hostile_server() as running:
+        yield running
+
+
+def write_list(path: Path, urls: list[str]) -> Path:
+    path.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)), encoding="utf-8")
+    return path
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every shard, sizes.json and record of a folder, by its hash."""
+    files = [*folder.glob("*.tar"), folder / "sizes.json", *folder.glob("records/*.json")]
+    return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files}
+
+
+def captions(folder: Path) -> list[str]:
+    return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
+
+
+# ----------------------------------------------------------------------------------------------------- what comes
+
+
+def test_every_kind_of_answer_is_counted_by_its_reason(server, tmp_path):
+    kinds = [kind for kind in EXPECTED for _ in range(2)]
+    urls = [server.url(kind, i) for i, kind in enumerate(kinds)]
+    urls += ["", "ftp://127.0.0.1/x.jpg", "http://127.0.0.1:1/x.jpg", "http://no host/x.jpg", server.url("tofile", 0)]
+    listed = write_list(tmp_path / "list.tsv", urls)
+    begin = time.monotonic()
+    result = prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    assert time.monotonic() - begin < 20  # no address holds the rest up for longer than its limit and its retry
+
+    came = [i for i, kind in enumerate(kinds) if EXPECTED[kind] is None]
+    assert captions(tmp_path / "out") == [f"caption {i}" for i in came]  # in the list's order
+    failures = Counter(EXPECTED[kind] for kind in kinds if EXPECTED[kind])
+    failures.update({"no address": 1, "not a web address": 2, "connection refused or lost": 1, "bad redirect": 1})
+    assert result["failures"] == failures
+    assert result["complete"] and result["pairs"] == len(came) and result["rows"] == len(urls)
+    # Only what may pass is tried again.
+    assert server.requests["/missing/10.jpg"] == 1 and server.requests["/busy/16.jpg"] == 2
+
+    (source,) = parse_sources(f"cc3m={tmp_path / 'out'}")
+    assert source.num_samples == len(came)
+    assert not check_shards(tmp_path / "out", hashes=True, decode=True, progress=False).faults
+    for shard, entry in result["shards"].items():
+        assert entry["sha256"] == sha256_of(tmp_path / "out" / shard)
+    records = [json.loads(file.read_text()) for file in (tmp_path / "out/records").glob("*.json")]
+    lost = {row for record in records for rows in record["failures"].values() for row in rows}
+    assert lost == set(range(len(urls))) - set(came)  # which ones, by their number in the list
+
+
+def test_a_second_call_fetches_nothing(server, tmp_path):
+    listed = write_list(tmp_path / "list.tsv", [server.url("good", 1000 + i) for i in range(25)])
+    first = prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    before, asked = contents(tmp_path / "out"), server.requests.total()
+    assert prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK) == first
+    assert contents(tmp_path / "out") == before and server.requests.total() == asked
+    assert json.loads((tmp_path / "out/sizes.json").read_text()) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    # A shard that has gone is made again, and only that one.
+    (tmp_path / "out/00001.tar").unlink()
+    prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    assert contents(tmp_path / "out") == before and server.requests.total() == asked + 10
+
+
+def test_what_failed_for_a_passing_reason_can_be_tried_again(server, tmp_path):
+    urls = [server.url("flaky" if i % 3 else "missing", 2000 + i) for i in range(12)]
+    listed = write_list(tmp_path / "list.tsv", urls)
+    once = dataclasses.replace(WORK, attempts=1)
+    arguments = dict(source=[str(listed)], shard_size=6, limits=LIMITS)
+    first = prepare_cc("cc12m", tmp_path / "out", work=once, **arguments)
+    assert first["failures"] == {"http 503": 8, "http 404": 4} and first["pairs"] == 0
+    assert not list((tmp_path / "out").glob("*.tar"))
+    again = dataclasses.replace(once, retry_failed=True)
+    second = prepare_cc("cc12m", tmp_path / "out", work=again, **arguments)
+    assert second["failures"] == {"http 404": 4} and second["pairs"] == 8
+    assert captions(tmp_path / "out") == [f"caption {i}" for i in range(12) if i % 3]
+    assert all(server.requests[f"/missing/{2000 + i}.jpg"] == 1 for i in range(0, 12, 3))  # gone is gone
+
+
+def test_two_processes_share_a_list(server, tmp_path):
+    listed = write_list(tmp_path / "list.tsv", [server.url("good", 3000 + i) for i in range(35)])
+    arguments = dict(source=[str(listed)], shard_size=10, limits=LIMITS)
+    half = prepare_cc("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(0, 2)), **arguments)
+    assert not half["complete"] and half["pairs"] == 20
+    whole = prepare_cc("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(1, 2)), **arguments)
+    assert whole["complete"] and captions(tmp_path / "out") == [f"caption {i}" for i in range(35)]
+    alone = prepare_cc("cc3m", tmp_path / "alone", work=WORK, **arguments)
+    assert alone["shards"] == whole["shards"]
+
+
+def test_a_folder_keeps_to_its_list(server, tmp_path):
+    listed = write_list(tmp_path / "list.tsv", [server.url("good", i) for i in range(3)])
+    prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
+    write_list(listed, [server.url("good", i) for i in range(4)])
+    with pytest.raises(UserError, match="was begun with made_from"):
+        prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
+    with (
+        manifest.sole_writer(tmp_path / "busy", "0-of-1"),
+        pytest.raises(UserError, match="Another process is writing"),
+    ):
+        prepare_cc("cc3m", tmp_path / "busy", source=[str(listed)], limits=LIMITS, work=WORK)
+
+
+# ------------------------------------------------------------------------------------------------------ interrupted
+
+KILLED = """
+import importlib.util, sys, types
+# Without the package's own __init__, which loads torch: the call shall be killed at work, not while it starts.
+package = types.ModuleType("open_clip_zerovl")
+package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
+sys.modules["open_clip_zerovl"] = package
+from open_clip_zerovl.prepare.public.cc import prepare_cc
+from open_clip_zerovl.prepare.public.download import Limits
+from open_clip_zerovl.prepare.public.pairs import Work
+prepare_cc("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5),
+           work=Work(threads=4, attempts=1, progress=False))
+"""
+
+
+def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
+    """SIGKILL twice at different depths, then to the end: byte for byte what an undisturbed call writes."""
+    kinds = ["good", "good", "missing", "moved", "truncated"]
+    listed = write_list(tmp_path / "list.tsv", [server.url(kinds[i % 5], 4000 + i) for i in range(150)])
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out"), str(listed)]
+    server.delay_seconds = 0.02
+    try:
+        for served in (40, 60):
+            while server.served.acquire(blocking=False):
+                pass
+            process = subprocess.Popen(command)
+            for _ in range(served):
+                assert server.served.acquire(timeout=60), "the call made no requests"
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            assert (tmp_path / "out" / "manifest.json").is_file() and not (read_manifest(tmp_path / "out") or {})[
+                "complete"
+            ]
+    finally:
+        server.delay_seconds = 0.0
+    assert any((tmp_path / "out/records").glob("*.spool"))  # or the test has shown nothing
+    before = server.requests.total()
+    work = Work(threads=4, attempts=1, progress=False)
+    arguments = dict(source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5), work=work)
+    resumed = prepare_cc("cc3m", tmp_path / "out", **arguments)
+    # 150 rows and 30 redirects; the kills cost no more than what was under way.
+    assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10
+    assert sorted(captions(tmp_path / "out")) == sorted(f"caption {i}" for i in range(150) if i % 5 in (0, 1, 3))
+    assert resumed == prepare_cc("cc3m", tmp_path / "undisturbed", **arguments)
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    assert not [p for p in (tmp_path / "out").rglob("*") if p.suffix in (".spool", ".part")]
+
+
+@pytest.mark.parametrize("crash_in", ["write_shard", "sha256_of", "write_record"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, tmp_path, monkeypatch, crash_in, after):
+    listed = write_list(tmp_path / "list.tsv", [server.url("good", i) for i in range(8)])
+    original = getattr(manifest, crash_in)
+
+    def crash(*args):
+        if after:
+            original(*args)
+        raise SystemError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, crash_in, crash)
+        with pytest.raises(SystemError, match="killed here"):
+            arguments = dict(source=[str(listed)], shard_size=4, limits=LIMITS, work=WORK)
+            # described() hashes the list too: the shard's own hash is what shall crash
+            patch.setattr("open_clip_zerovl.prepare.public.cc.described", lambda paths: ["the list"])
+            prepare_cc("cc3m", tmp_path / "out", **arguments)
+    monkeypatch.setattr("open_clip_zerovl.prepare.public.cc.described", lambda paths: ["the list"])
+    result = prepare_cc("cc3m", tmp_path / "out", **arguments)
+    assert result["complete"] and captions(tmp_path / "out") == [f"caption {i}" for i in range(8)]
+    assert not list((tmp_path / "out/records").glob("*.spool"))
+
+
+def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
+    spool = Spool(tmp_path / "whole")
+    spool.add(3, "jpg", b"first")
+    spool.fail(1, "http 404", transient=False)
+    spool.add(2, "png", b'{"row": 9, "size": 0}\n')  # a picture that looks like a record
+    spool.close()
+    whole = (tmp_path / "whole").read_bytes()
+    for length in range(len(whole) + 1):
+        (tmp_path / "cut").write_bytes(whole[:length])
+        cut = Spool(tmp_path / "cut")
+        assert list(cut.outcomes) == [3, 1, 2][: len(cut.outcomes)]
+        cut.add(7, "jpg", b"next")
+        assert cut.read(7) == b"next" and (3 not in cut.outcomes or cut.read(3) == b"first")
+        cut.close()
+        again = Spool(tmp_path / "cut")
+        assert again.outcomes == cut.outcomes and 9 not in again.outcomes
+        again.close()
+    assert len(cut.outcomes) == 4
+
+
+# --------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("AVIF: decoding failed"), NotImplementedError("DDS"), AssertionError(), KeyError("x")]
+)
+def test_whatever_a_decoder_raises_costs_one_picture(tmp_path, monkeypatch, error):
+    """One undecodable AVIF or DDS ended `zerovl data sbu`, and again at every call."""
+    rows = [pairs.Row(str(i), "a caption", str(i)) for i in range(3)]
+    load = ImageFile.ImageFile.load
+
+    def rotten(image):
+        if image.size == (99, 98):
+            raise error
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", rotten)
+    contents = [photo(0, 40, 40), photo(1, 99, 98), photo(2, 40, 40)]
+    work = Work(threads=1, progress=False)
+    made = pairs.prepare_pairs(
+        tmp_path,
+        rows,
+        lambda where: contents[int(where)],
+        dataset="sbu",
+        made_from={},
+        encoding=Encoding(32),
+        work=work,
+    )
+    assert made["pairs"] == 2 and made["failures"] == {"broken picture": 1}
+
+
+def test_pictures_of_other_formats_are_not_opened(monkeypatch):
+    """EPS from the web started Ghostscript."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started"))
+    for form in ("EPS", "DDS", "TGA"):
+        content = io.BytesIO()
+        Image.new("RGB", (32, 32), (9, 9, 9)).save(content, form)
+        with pytest.raises(Failure, match="not a picture"):
+            encode_picture(content.getvalue(), Encoding())
+
+
+def test_sixteen_bit_greys_are_scaled_as_in_training():
+    """They were stored as white."""
+    content = io.BytesIO()
+    Image.fromarray(np.full((32, 32), 0x4000, np.uint16)).save(content, "PNG")
+    extension, stored = encode_picture(content.getvalue(), Encoding())
+    assert extension == "jpg" and opened(stored).getpixel((5, 5)) == (64, 64, 64)
+    assert decode_image(content.getvalue()).getpixel((5, 5)) == (64, 64, 64)
+
+
+@pytest.mark.parametrize("kind", ["corrupt deflate data", "encrypted", "unknown compression"])
+def test_a_rotten_entry_of_a_zip_is_one_missing_picture(tmp_path, kind):
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jpg", photo(0, 40, 40))
+        archive.writestr("good.jpg", photo(1, 40, 40))
+    content = bytearray(path.read_bytes())
+    local, central = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
+    if kind == "encrypted":
+        content[local + 6] |= 1
+        content[central + 8] |= 1
+    elif kind == "unknown compression":
+        content[local + 8] = content[central + 10] = 99
+    else:
+        content[local + 35 : local + 60] = b"\xff" * 25
+    path.write_bytes(content)
+    store = PictureStore([path])
+    try:
+        with pytest.raises(Failure, match="picture cannot be read"):
+            store("a.jpg")
+        assert store("good.jpg") == photo(1, 40, 40)
+    finally:
+        store.close()
+    with pytest.raises(UserError, match=r"images\.zip is broken or encrypted"), open_member(path, "a.jpg") as stream:
+        stream.read()
+
+
+def opened(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("size", "stored"),
+    [((1000, 500), (512, 256)), ((500, 1001), (256, 513)), ((200, 100), (200, 100)), ((256, 4000), (256, 4000))],
+)
+def test_the_shorter_side_is_shrunk_to_256_and_never_enlarged(size, stored):
+    extension, content = encode_picture(photo(0, *size), Encoding())
+    assert extension == "jpg" and opened(content).size == stored and opened(content).format == "JPEG"
+
+
+def test_quality_95_is_what_pillow_writes_at_95():
+    original = photo(5, 300, 256, "PNG")
+    expected = io.BytesIO()
+    opened(original).save(expected, "JPEG", quality=95)
+    assert encode_picture(original, Encoding())[1] == expected.getvalue()
+
+
+def test_transparency_becomes_white_and_exif_turns_the_picture():
+    content = io.BytesIO()
+    Image.new("RGBA", (64, 32), (0, 0, 0, 0)).save(content, "PNG")
+    assert opened(encode_picture(content.getvalue(), Encoding())[1]).getpixel((5, 5)) == (255, 255, 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    content = io.BytesIO()
+    Image.new("RGB", (64, 32)).save(content, "JPEG", exif=exif)
+    assert opened(encode_picture(content.getvalue(), Encoding())[1]).size == (32, 64)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "1", "I;16"])
+def test_every_mode_is_stored_as_rgb(mode):
+    content = io.BytesIO()
+    image = Image.new("L", (40, 30), 90).convert(mode) if mode != "I;16" else Image.new("I;16", (40, 30), 90)
+    image.save(content, "TIFF" if mode in ("CMYK", "I;16") else "PNG")
+    assert opened(encode_picture(content.getvalue(), Encoding())[1]).mode == "RGB"
+
+
+def test_originals_can_be_kept_and_are_still_checked():
+    keep = Encoding(shorter_side_px=None)
+    for format, extension in (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")):
+        content = photo(1, 900, 700, format)
+        assert encode_picture(content, keep) == (extension, content)
+        with pytest.raises(Failure, match="broken picture"):
+            encode_picture(content[: len(content) // 2], keep)
+    assert encode_picture(photo(1, format="GIF", mode="P"), keep)[0] == "jpg"
+    with pytest.raises(Failure, match="picture too large"):
+        encode_picture(photo(1, 900, 700), Encoding(max_pixels=100_000))
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
+    content = os.urandom(300_000)
+    asked = []
+
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            asked.append(self.headers.get("Range"))
+            begin = int((asked[-1] or "bytes=0-")[6:-1])
+            self.send_response(206 if asked[-1] else 200)
+            self.send_header("Content-Length", str(len(content) - begin))
+            self.end_headers()
+            self.wfile.write(content[begin : begin + 120_000])  # breaks off twice
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as files:
+        Thread(target=files.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{files.server_address[1]}/annotations.zip"
+        path = fetch_file(url, tmp_path / "annotations.zip", backoff_seconds=0.01, progress=False)
+        assert path.read_bytes() == content
+        assert asked == [None, "bytes=120000-", "bytes=240000-"]
+        assert fetch_file(url, path, progress=False) == path and len(asked) == 3
+        files.shutdown()
+    with pytest.raises(UserError, match=r"could not be fetched .* --source"):
+        fetch_file(url, tmp_path / "other", attempts=2, backoff_seconds=0.01, idle_seconds=1, progress=False)
+
+
+def test_wrong_certificates_are_refused_unless_allowed(tmp_path):
+    """A server with a self-signed certificate: a reason of its own, and the picture where that is switched off."""
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -keyout key -out cert"
+    made = subprocess.run(command.split(), cwd=tmp_path, capture_output=True)
+    if made.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    import ssl
+
+    with hostile_server() as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url("good", 1).replace("http:", "https:")
+        with pytest.raises(Failure, match="bad certificate"):
+            Downloader(LIMITS)(url)
+        assert Downloader(dataclasses.replace(LIMITS, verify_tls=False))(url) == photo(1)

@@ -1,0 +1,353 @@
+"""Counting, checking and reporting shards that are there already."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.check import check_table
+from open_clip_zerovl.data.sources import count_tar_samples
+from open_clip_zerovl.plan.holdings import holdings, report
+from open_clip_zerovl.prepare.public.index import check_shards, index_shards
+from open_clip_zerovl.prepare.public.manifest import sha256_of
+from open_clip_zerovl.shards.faults import check_report
+from open_clip_zerovl.shards.headers import BrokenTar, Member, plain_run, walk_tar
+from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard
+from support.tars import png, write_source, write_tar
+
+
+def members_of(content: bytes) -> list[Member]:
+    return list(walk_tar(lambda offset, size: content[offset : offset + size], len(content)))
+
+
+NAMES = [
+    ("000000001.jpg", 700),
+    ("000000001.txt", 0),
+    ("folder/000000002.tar.gz", 512),
+    ("a/" * 60 + "long.jpg", 5),
+    ("b" * 180 + ".txt", 1024),
+    ("\u00fcml\u00e4ut.png", 3),
+]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_headers_are_read_as_tarfile_reads_them(form):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, size in NAMES:
+            if form == tarfile.USTAR_FORMAT and len(name) > 150:
+                continue  # ustar cannot hold it
+            member = tarfile.TarInfo(name)
+            member.size = size
+            member.mtime = 1700000000.5  # pax keeps the half second in a header of its own
+            tar.addfile(member, io.BytesIO(os.urandom(size)))
+    content = stream.getvalue()
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        expected = [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
+    assert members_of(content) == expected and len(expected) >= 5
+    plain = plain_run(bytearray(content), 1024 if form == tarfile.PAX_FORMAT else 512, len(content))
+    # In bulk the same, up to the first that is not plain: ustar's long path, GNU's long name, pax's fields.
+    assert plain == (expected[:3] if form != tarfile.PAX_FORMAT else [])
+    end = expected[-1].offset + expected[-1].size
+    for length in (0, 100, 512, end - 1 if expected[-1].size else end - 600, end):
+        with pytest.raises(BrokenTar):
+            members_of(content[:length])
+    for spot in (0, 130, 150):
+        with pytest.raises(BrokenTar, match="no tar header"):
+            members_of(content[:spot] + b"?" + content[spot + 1 :])
+
+
+def plain_tar(count: int) -> tuple[bytes, list[Member]]:
+    """A tar of plain files, and its members."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(count):
+            member = tarfile.TarInfo(f"{number:05d}.{('jpg', 'txt')[number % 2]}")
+            member.size = (0, 1, 511, 512, 513, 3000)[number % 6]
+            tar.addfile(member, io.BytesIO(bytes(member.size)))
+    return stream.getvalue(), members_of(stream.getvalue())
+
+
+def test_a_run_of_plain_members_ends_where_walking_has_to_tell():
+    content, expected = plain_tar(40)
+    assert plain_run(bytearray(content), 0, len(content)) == expected and len(expected) == 40
+    for skip in (1, 7, 39):  # entered at a later header, in a buffer that begins anywhere
+        start = expected[skip].offset - 512 - 100
+        assert plain_run(bytearray(content[start:]), 100, len(content) - start, start) == expected[skip:]
+    for whole in (1, 20):  # the buffer ends within a header, a file, or right behind one
+        for end in (
+            expected[whole].offset - 1,
+            expected[whole].offset,
+            expected[whole].offset + expected[whole].size - 1,
+        ):
+            found = plain_run(bytearray(content), 0, end)
+            assert found == [m for m in expected if -(-(m.offset + m.size) // 512) * 512 <= end]
+    head = expected[20].offset - 512
+    for spot, byte in ((0, b"?"), (110, b"7"), (124, b"\x80"), (150, b"9"), (156, b"5"), (156, b"x"), (345, b"d")):
+        broken = bytearray(content[: head + spot] + byte + content[head + spot + 1 :])
+        assert plain_run(broken, 0, len(broken)) == expected[:20], spot
+    assert plain_run(bytearray(1024), 0, 1024) == []
+    for digits in (b"-0000001000", b"-0000000001"):
+        negative = bytearray(content)
+        negative[head + 124 : head + 135] = digits
+        assert plain_run(negative, 0, len(negative)) == expected[:20]
+        with pytest.raises(BrokenTar, match=f"a negative size at byte {head}"):
+            members_of(bytes(negative))
+
+
+@pytest.mark.parametrize("window_bytes", [300, 512, 1500, 4096, 1 << 22])
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_check_sees_the_same_through_any_window(tmp_path, monkeypatch, window_bytes, form):
+    names = [f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}" for i in range(30)]
+    picture = png((1, 2, 3), 40)
+    with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
+        for i, name in enumerate(names):
+            for suffix, content in (
+                ("png", picture[: -1 if i == 4 else None]),
+                ("txt", b" " if i == 5 else b"words" * i),
+            ):
+                member = tarfile.TarInfo(f"{name}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    manifest = {"shards": {"0.tar": {"sha256": sha256_of(tmp_path / "0.tar")}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("open_clip_zerovl.prepare.public.index._WINDOW_BYTES", window_bytes)
+    for decode in (False, True):
+        (found,) = check_shards(tmp_path, hashes=True, decode=decode, progress=False).shards
+        assert found.samples == 30
+        assert found.examples == {"picture is cut off": [names[4]], "caption is empty": [names[0], names[5]]}
+
+
+def test_a_file_of_nine_gigabytes_is_read_from_its_header():
+    member = tarfile.TarInfo("big.jpg")
+    member.size = 9 << 30
+    header = member.tobuf(tarfile.GNU_FORMAT)
+    total = 512 + (9 << 30) + 1024
+
+    def read_at(offset: int, size: int) -> bytes:
+        return header if offset == 0 else bytes(size)
+
+    assert list(walk_tar(read_at, total)) == [Member("big.jpg", 512, 9 << 30)]
+
+
+def test_index_counts_as_training_does(tmp_path):
+    write_source(tmp_path / "s", 0, 57, 10, sizes=False)
+    write_tar(
+        tmp_path / "s" / "odd.tar",
+        [
+            ("__meta__/x.json", b"{}"),
+            ("k.jpg", b"1"),
+            ("k.txt", b"a"),
+            ("k.jpg", b"2"),
+            ("d/e.f.txt", b"x"),
+            ("README", b""),
+        ],
+    )
+    sizes = index_shards(str(tmp_path / "s"), progress=False)
+    assert sizes == {p.name: count_tar_samples(p) for p in sorted((tmp_path / "s").glob("*.tar"))}
+    assert sizes["odd.tar"] == 3 and sum(sizes.values()) == 60
+    assert json.loads((tmp_path / "s/sizes.json").read_text()) == sizes
+    with tarfile.open(tmp_path / "s/00000.tar") as tar:
+        names = [member.name for member in tar]
+    assert [f"{s.key}.{suffix}" for s in read_samples(tmp_path / "s/00000.tar") for suffix in s.files] == names
+    (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
+    with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
+        index_shards(str(tmp_path / "s"), progress=False)
+    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is no folder")):
+        with pytest.raises(UserError, match=message):
+            index_shards(str(folder), progress=False)
+
+
+def pax_member(record: bytes, size: int | None = None) -> bytes:
+    """A pax header of one record, and the header of the file that it is about."""
+    about = tarfile.TarInfo("pax")
+    about.type, about.size = tarfile.XHDTYPE, len(record) if size is None else size
+    member = tarfile.TarInfo("b.txt")
+    return about.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def long_name_of(size: int) -> bytes:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, size
+    return header.tobuf(tarfile.GNU_FORMAT)
+
+
+ROTTEN_HEADERS = {
+    "a pax record of length 0": pax_member(b"0 path=x\n"),
+    "a pax record of a negative length": pax_member(b"-1 path=x\n"),
+    "a negative size in pax": pax_member(b"14 size=-1024\n"),
+    "a name that claims 8 GiB": long_name_of(8 << 30),
+    "5,000 headers about headers": b"".join(long_name_of(1) + b"n".ljust(512, b"\0") for _ in range(5000)),
+}
+
+
+@pytest.mark.parametrize("kind", ROTTEN_HEADERS)
+def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tmp_path, kind):
+    """Counting for `zerovl data index`, `zerovl data check` and `zerovl cluster`; before, they went round for ever."""
+    whole, _ = plain_tar(4)
+    content = whole[: whole.index(bytes(1024), len(whole) - 10240)]
+    (tmp_path / "s").mkdir()
+    shard = tmp_path / "s/0.tar"
+    shard.write_bytes(content[: -(-len(content) // 512) * 512] + ROTTEN_HEADERS[kind] + bytes(1024))
+    with pytest.raises(UserError, match=r"0\.tar is broken: "):
+        index_shards(str(tmp_path / "s"), progress=False)
+    (found,) = check_shards(tmp_path / "s", progress=False).shards
+    assert any(fault.startswith("broken: ") for fault in found.faults)
+    with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
+        list(read_samples(shard))
+    assert count_tar_samples(shard, torn=True) in (3, 4)  # the last one's end is not seen where reading breaks off
+
+
+def test_index_of_a_store_behind_a_url(tmp_path):
+    import fsspec
+
+    write_source(tmp_path / "s", 0, 25, 10, sizes=False)
+    store = fsspec.filesystem("memory")
+    for shard in (tmp_path / "s").glob("*.tar"):
+        store.pipe(f"/bucket/s/{shard.name}", shard.read_bytes())
+    assert index_shards("memory://bucket/s", progress=False) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    assert json.loads(store.cat("/bucket/s/sizes.json")) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    with pytest.raises(UserError, match="nosuch://bucket/s cannot be opened"):
+        index_shards("nosuch://bucket/s", progress=False)
+
+
+def test_check_finds_every_kind_of_fault(tmp_path):
+    jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
+    write_shard(tmp_path / "00000.tar", [Sample(f"{i}", {"jpg": jpg, "txt": b"fine"}) for i in range(4)])
+    faulty = {
+        "a": {"jpg": jpg},
+        "b": {"txt": b"text only"},
+        "c": {"jpg": jpg, "txt": b" \n"},
+        "d": {"jpg": jpg, "txt": b"\xff\xfe"},
+        "e": {"jpg": jpg[:-2], "txt": b"cut"},
+        "f": {"png": b"<html>", "txt": b"page"},
+        "g": {"png": png((1, 2, 3)), "txt": b"fine"},
+    }
+    write_shard(tmp_path / "00001.tar", [Sample(key, files) for key, files in faulty.items()])
+    write_tar(
+        tmp_path / "00002.tar", [("k.jpg", jpg), ("k.txt", b"1"), ("l.jpg", jpg), ("l.txt", b"2"), ("k.jpg", jpg)]
+    )
+    (tmp_path / "00003.tar").write_bytes((tmp_path / "00000.tar").read_bytes()[:2000])
+    sizes = {"00000.tar": 4, "00001.tar": 7, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
+    (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    result = check_shards(tmp_path, progress=False)
+    by_shard = {shard.shard: dict(shard.faults) for shard in result.shards}
+    assert by_shard["00000.tar"] == {}
+    assert by_shard["00001.tar"] == {
+        "no caption": 1,
+        "no picture": 1,
+        "caption is empty": 1,
+        "caption is not UTF-8": 1,
+        "picture is cut off": 1,
+        "picture is no png": 1,
+    }
+    assert by_shard["00002.tar"] == {"key comes twice": 1, "no caption": 1, "holds 3 samples, sizes.json says 2": 1}
+    assert any(fault.startswith("broken: it is cut off") for fault in by_shard["00003.tar"])
+    assert by_shard["00009.tar"] == {"shard missing": 1}
+    text = check_report(result)
+    assert "00001.tar: no caption: 1 (a)" in text and "faults." in text and "MB/s" in text
+    # What looks whole from outside shows when it is decoded.
+    assert (
+        "picture cannot be decoded (UnidentifiedImageError)"
+        in check_shards(tmp_path, decode=True, progress=False).faults
+    )
+    with pytest.raises(UserError, match="no manifest.json with hashes"):
+        check_shards(tmp_path, hashes=True, progress=False)
+
+
+def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, capsys):
+    jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
+    pictures = {"a.jpg": png((1, 2, 3)), "cut.jpg": jpg[:-2], "b.gif": b"<html>", "whole.jpg": jpg}
+    for name, content in pictures.items():
+        (tmp_path / name).write_bytes(content)
+    rows = [
+        "a.jpg,a dog",
+        "cut.jpg,a cat",
+        "b.gif,a page",
+        "gone.jpg,a bird",
+        "a.jpg,",
+        "a.jpg,a dog, running",
+        "whole.jpg",
+    ]
+    (tmp_path / "pairs.csv").write_bytes("\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n")
+    faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
+    assert faults == {
+        "picture is cut off": 1,
+        "picture cannot be opened (UnidentifiedImageError)": 1,
+        "no picture file that can be read": 1,
+        "caption is empty": 1,
+        "row has more fields than the header, or is too long": 1,
+        "no caption": 1,
+        "caption is not UTF-8": 1,
+    }
+    assert cli.main(["data", "check", str(tmp_path), "--decode"]) == 2  # the folder's one table
+    printed = capsys.readouterr()
+    assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
+    assert "picture cannot be decoded (UnidentifiedImageError): 1 (00000007-whole)" in printed.out
+    assert "faults: see above" in printed.err
+    assert cli.main(["data", "check", str(tmp_path), "--hash"]) == 2 and cli.main(["data", "index", str(tmp_path)]) == 2
+    assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
+
+
+def test_report_puts_table_2_beside_what_is_there(tmp_path):
+    write_source(tmp_path / "data/noto", 0, 30, 10)
+    write_source(tmp_path / "data/sbu", 0, 86, 50)
+    samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"one\ntwo"}) for i in range(6)]
+    write_retrieval_set(tmp_path / "data/test/noto", samples)
+    cc12m = tmp_path / "cc12m"
+    cc12m.mkdir()
+    for k in range(2):  # as img2dataset leaves them
+        statistics = {"count": 100, "successes": 60, "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40}}
+        (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
+    text = report([tmp_path / "data", cc12m])
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["SBU"] == ["SBU", "0.86M", "0.86M", "86", "86", "0.0%", "2"]
+    assert lines["CC12M"] == ["CC12M", "10.06M", "10.06M", "120", "120", "0.0%", "60.0%", "2"]
+    assert lines["CC3M"] == ["CC3M", "2.81M", "2.81M", "-", "-", "-", "-", "-"]
+    assert lines["Total (pre-training)"][2:6] == ["14.23M", "14.23M", "0.00M", "0.00M"]
+    assert lines["MS-COCO test"][2:4] == ["5K", "25K"] and lines["F30K test"][2:4] == ["1K", "5K"]
+    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
+    assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
+    assert {h.name for h in holdings([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
+    with pytest.raises(UserError, match="has no shards"):
+        report([tmp_path / "data/test/noto/test"])
+
+
+EMOJI = Path("data/emoji")
+
+
+def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
+    write_source(tmp_path / "noto", 0, 3, 3)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "README.md").write_text("what is here")
+    found = holdings(sorted(tmp_path.glob("*")))
+    assert [holding.name for holding in found] == ["noto"]
+    assert [record.message for record in caplog.records if "bert has no shards" in record.message]
+    with pytest.raises(UserError, match="bert has no shards"):
+        holdings([tmp_path / "bert", tmp_path / "README.md"])
+    with pytest.raises(UserError, match="gone is no folder"):
+        holdings([tmp_path / "noto", tmp_path / "gone"])
+
+
+@pytest.mark.skipif(not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+def test_report_of_the_demo_data(capsys):
+    assert cli.main(["data", "report", str(EMOJI)]) == 0
+    lines = {line.split("  ")[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    sources = json.loads((EMOJI / "manifest.json").read_text())["card"]["sources"]
+    for name, entry in sources.items():
+        train = entry["pairs"] - 400  # 200 are held out for the test set, 200 for validation
+        shards = len(json.loads((EMOJI / name / "sizes.json").read_text()))
+        assert lines[name] == [f"{train:,}", f"{train:,}", str(shards)]
+        assert lines[f"test/{name}"] == lines[f"val/{name}"] == ["200", "200", "1"]
+        assert lines[f"test-across/{name}"] == ["800", "800", "1"]

@@ -1,0 +1,136 @@
+"""A run's record and its page: positions that come once, damaged files, what the page shows and what it must not load."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.report import plot
+from open_clip_zerovl.report import run_charts as charts
+from open_clip_zerovl.report.record import Record, read_record
+from open_clip_zerovl.report.run_examples import write_examples
+from open_clip_zerovl.report.run_page import write_run_page
+
+PICTURE = "data:image/jpeg;base64,AAAA"
+
+
+def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
+    """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
+    monkeypatch.setattr(charts, "png_bytes", lambda figure: figure)
+    lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
+    (axes,) = charts.retrieval_picture(lines).axes
+    assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
+    (axes,) = charts.retrieval_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}]).axes
+    assert axes.get_ylim()[0] > 100
+
+
+def step(record: Record, at: float, loss: float | None = 1.0, **by_source: float) -> None:
+    record.add("step", at, loss=loss, by_source=by_source, lr=1e-3, samples_per_second=10.0, waited=0.1)
+
+
+def write_record(folder: Path, *, name: str = "a") -> None:
+    folder.mkdir(exist_ok=True)
+    record = Record(folder, 0.0)
+    record.add("start", 0.0, model="tiny", batch="4 x 2 x 1", epochs=2, steps=4, sources={name: 40, "b": 20},
+               settings={"lr": "0.001", "train_data": "<script>"})  # fmt: skip
+    for i in range(8):
+        step(
+            record, (i + 1) / 4, 5.0 - i / 2 if i != 6 else float("nan"), **{name: 5.0 - i / 2} if i % 2 else {"b": 4.0}
+        )
+    for epoch, rsum in ((1, 300.0), (2, 250.0)):
+        recalls = {f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+        record.add("retrieval", epoch, metrics={"coco": {**recalls, "rsum": rsum}})
+        record.add("lost", epoch, delivered={name: 40, "b": 20}, lost={name: {"no caption": 2}})
+    record.add("end", 2.0, how="done", words="")
+
+
+def test_what_lies_after_the_position_of_a_resume_is_taken_back(tmp_path):
+    record = Record(tmp_path, 0.0)
+    for at in (1 / 3, 2 / 3, 1.0, 4 / 3):
+        step(record, at)
+    record.add("retrieval", 1, metrics={})
+    record.add("end", 4 / 3, how="stopped")
+    with open(record.path, "a") as file:
+        file.write('{"kind": "step", "at": 1.5, "lo')  # a killed process's last line
+    record = Record(tmp_path, 0 + 2 / 3)
+    step(record, 1.0, loss=9.0)
+    found = read_record(tmp_path)
+    assert [(line["at"], line["loss"]) for line in found["step"]] == [(1 / 3, 1.0), (2 / 3, 1.0), (1.0, 9.0)]
+    assert not found["retrieval"] and not found["end"]
+    assert len(record.path.read_text().splitlines()) == 3
+
+
+def test_an_evaluation_that_is_made_again_counts_once(tmp_path):
+    """A run that was killed after it had evaluated an epoch and before the epoch's checkpoint evaluates it again."""
+    record = Record(tmp_path, 0.0)
+    record.add("retrieval", 1, metrics={"x": {"rsum": 1.0}})
+    Record(tmp_path, 1.0).add("retrieval", 1, metrics={"x": {"rsum": 2.0}})
+    assert [line["metrics"]["x"]["rsum"] for line in read_record(tmp_path)["retrieval"]] == [2.0]
+
+
+def test_the_page(tmp_path):
+    write_record(tmp_path / "run", name="a & <b>")
+    example = {
+        "set": "coco",
+        "caption": "a <i>cat</i>",
+        "rank": 3,
+        "own": PICTURE,
+        "top": [{"picture": PICTURE, "own": True}],
+    }
+    write_examples(tmp_path / "run", 2, [example])
+    assert zerovl(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "run.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course
+    for words in (
+        "Training run run", "tiny. 2 of 2 epochs, 4 x 2 x 1. Ended as planned. Best RSUM: coco 300.0 after epoch 1.",
+        "The loss of 1 logged steps is not a number, first at epoch 1.75.", "coco, best", "coco, last", "own picture at rank 3",
+        "a &lt;i&gt;cat&lt;/i&gt;", "<td>a &amp; &lt;b&gt;</td><td>40</td><td>80</td><td>4 no caption (5 %)</td>",
+        "<td>b</td><td>20</td><td>40</td><td>none</td>", "<td>--train-data</td><td>&lt;script&gt;</td>",
+    ):  # fmt: skip
+        assert words in page, words
+    assert "<script" not in page and not re.search(r'(?:src|href)="(?!data:)', page)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "has no record.jsonl: give the folder of a run"),
+        ("", "does not say how the run began"),
+        ('not json\n{"kind": "step", "at": -1}\n[]\n{"kind": "else", "at": 1}\n', "does not say how the run began"),
+    ],
+)
+def test_no_record(tmp_path, capsys, content, words):
+    if content is not None:
+        (tmp_path / "record.jsonl").write_text(content)
+    assert zerovl(["report", str(tmp_path)]) == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "run.html").exists()
+    assert zerovl(["report", str(tmp_path / "nowhere")]) == 2 and "there is no folder" in capsys.readouterr().err
+
+
+def test_a_run_without_steps_has_a_page(tmp_path):
+    Record(tmp_path, 0.0).add("start", 0.0, sources={}, settings={})
+    assert "No step is recorded" in write_run_page(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("picture", ["https://example.org/a.png", 'data:image/png;base64,A" onerror="x', 3])
+def test_a_picture_from_elsewhere_is_refused(tmp_path, picture):
+    write_record(tmp_path)
+    example = {"set": "s", "caption": "c", "rank": 1, "own": picture, "top": []}
+    (tmp_path / "examples.json").write_text(json.dumps({"epoch": 1, "examples": [example]}))
+    with pytest.raises(UserError, match="is not what training wrote"):
+        write_run_page(tmp_path)
+
+
+def test_without_matplotlib_it_is_told(tmp_path, monkeypatch):
+    def missing() -> None:
+        raise UserError("the pictures need matplotlib")
+
+    write_record(tmp_path)
+    monkeypatch.setattr(plot, "require_matplotlib", missing)
+    with pytest.raises(UserError, match="need matplotlib"):
+        write_run_page(tmp_path)
