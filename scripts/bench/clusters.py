@@ -39,9 +39,9 @@ from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.schedule import Batching, epoch_pieces
+from open_clip_zerovl.data.sample_stream import SliceReader
+from open_clip_zerovl.data.schedule import Batching, epoch_slices
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.clusters.folders import write_clusters
 from open_clip_zerovl.shards.index import open_index
@@ -101,8 +101,8 @@ def read(train_data: str) -> float:
     begin = time.perf_counter()
     streams = []
     for index, source in enumerate(mixture.sources):
-        pieces = epoch_pieces(source.sizes, schedule, index)
-        streams.append(PieceReader(Reading(source, index), pieces, pieces).samples())
+        slices = epoch_slices(source.sizes, schedule, index)
+        streams.append(SliceReader(Reading(source, index), slices, slices).samples())
     for step in schedule.source_of_step.tolist():
         for _ in range(BATCH):
             next(streams[max(0, step)])

@@ -13,7 +13,7 @@ The first batches, in which workers start and fill their shuffle windows, are le
 distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
 
 `--profile`: microseconds of CPU a sample by stage, in one process, for both pixel paths in turns; and what it costs a worker to
-bring a batch into shared memory, as a DataLoader does it and in blocks that are used again (`data/lending.py`).
+bring a batch into shared memory, as a DataLoader does it and in blocks that are used again (`data/pool.py`).
 
 `--resume`: an epoch of a million small samples is entered in its middle. Expected: the first batch comes within 5 % of the time
 that reading the skipped samples takes.
@@ -50,14 +50,14 @@ from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
 from open_clip_zerovl.data import mixture as mixture_module
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of, normalize, split_normalize
-from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.sample_stream import SampleStream
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import Share
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.data.words import WordAugment
@@ -337,7 +337,7 @@ def stages_of(shards: str, work: Work, pixel_path: str, samples: int) -> dict[st
         next(batches)
     seconds: dict[str, float] = {}
     wrapped = [
-        (Share, "take", "read"),
+        (SampleStream, "take", "read"),
         (mixture, "decode", "decode"),
         (mixture, "transform", "transform"),
         (mixture, "reseed", "seeds"),
@@ -359,7 +359,7 @@ def stages_of(shards: str, work: Work, pixel_path: str, samples: int) -> dict[st
 def hand_over(rounds: int = 20) -> dict[str, float]:
     """Microseconds of CPU a sample that a worker spends to bring collated images into shared memory, by way."""
     images = [torch.zeros(224, 224, 3, dtype=torch.uint8).permute(2, 0, 1) for _ in range(BATCH)]
-    book = Lending(1)
+    book = BufferPool(1)
     seconds = {"DataLoader": 0.0, "blocks": 0.0}
     for _ in range(rounds):
         begin = time.process_time()
@@ -368,9 +368,9 @@ def hand_over(rounds: int = 20) -> dict[str, float]:
         begin = time.process_time()
         found = book.block(0, batch_layout(images))
         assert found is not None
-        lent = Lent.of(0, found[0], collate_images(images, found[1]), ())
+        batch = PooledBatch.of(0, found[0], collate_images(images, found[1]), ())
         seconds["blocks"] += time.process_time() - begin
-        book.receive(lent)
+        book.receive(batch)
     return {way: value / (rounds * BATCH) * 1e6 for way, value in seconds.items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.data.health import Books
+from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
 from training.config import RecipeConfig
@@ -99,7 +99,7 @@ class Journal:
             self._draw(epoch, index, entries["samples_per_second"])
         self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
 
-    def lost(self, at: float, books: Books) -> None:
+    def lost(self, at: float, books: EpochStats) -> None:
         """What was delivered and lost since the epoch, or this process, began."""
         self._add("lost", at, delivered=books.delivered, lost=books.lost)
 

@@ -26,13 +26,13 @@ from PIL import Image
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import shard_members
-from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
+from open_clip_zerovl.data import shard_reader
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.stats import JUDGED_SAMPLES, BatchReport, DataStats, DroppedSample, EpochStats
 from open_clip_zerovl.shards.index import open_index
 from support import ROOT
 from support.tars import noise_jpeg, png, write_source, write_tar
@@ -293,14 +293,14 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = shard_members._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+    read, bad = shard_reader._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
 
     def failing(descriptor, extent):
         if extent is not None and list(extent) == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, extent)
 
-    monkeypatch.setattr(shard_members, "_content", failing)
+    monkeypatch.setattr(shard_reader, "_content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}
@@ -456,13 +456,13 @@ def test_captions_that_fill_the_context_are_told_once(tmp_path, caplog, words, s
 
 def test_the_books_are_judged_over_all_ranks():
     """A rank that loses most of its share ends nothing while the source as a whole is sound, and the other way round."""
-    losses = [Loss(0, "short shard", "", "s", "", number) for number in range(600)]
-    one = Ledger(["a"], 0.1)
+    losses = [DroppedSample(0, "short shard", "", "s", "", number) for number in range(600)]
+    one = DataStats(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
-    one.add(Report({0: 1000}, losses))  # 60 % of what this rank has seen so far
-    healthy = Books({"a": 999_000})
-    one.close_epoch([one.books, healthy])
-    uniform = Books({"a": 125_000}, {"a": {"no image": 30_000}})
+    one.add(BatchReport({0: 1000}, losses))  # 60 % of what this rank has seen so far
+    healthy = EpochStats({"a": 999_000})
+    one.close_epoch([one.epoch, healthy])
+    uniform = EpochStats({"a": 125_000}, {"a": {"no image": 30_000}})
     with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
         one.close_epoch([uniform] * 8)
 

@@ -23,9 +23,9 @@ from open_clip_zerovl.data.clusters import (
 )
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.schedule import Batching, epoch_pieces
+from open_clip_zerovl.data.sample_stream import SliceReader
+from open_clip_zerovl.data.schedule import Batching, epoch_slices
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.shards import members as tar_members
@@ -279,10 +279,10 @@ def test_a_piece_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch)
         )
     monkeypatch.setattr(reading.os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
     schedule = Mixture((source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)).schedule(0)
-    pieces = epoch_pieces(source.sizes, schedule, 0)
-    list(PieceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
+    pieces = epoch_slices(source.sizes, schedule, 0)
+    list(SliceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
     opened.clear(), bytes_read.clear(), announced.clear()
-    samples = list(PieceReader(Reading(source, 0), pieces, pieces).samples())
+    samples = list(SliceReader(Reading(source, 0), pieces, pieces).samples())
     tars = [path for path, *_ in opened if str(path).endswith(".tar")]
     assert len(tars) == len(pieces) == 7 and len(samples) > 5 * len(tars)
     assert sum(size for _, size, _ in bytes_read) == sum(len(s.image) + len(s.caption) for s in samples)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.items import ItemSet, read_batches
+from open_clip_zerovl.data.workers import ItemSet, read_batches
 
 
 class Numbers(ItemSet):

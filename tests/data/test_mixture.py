@@ -15,8 +15,8 @@ from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 from open_clip_zerovl.data.loader import MixtureLoader, _divided
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
+from open_clip_zerovl.data.sample_stream import LocalOrder, reordered
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import LocalOrder, reordered
 from open_clip_zerovl.data.sources import parse_sources
 from support.tars import ids_of, png, write_source, write_tar
 

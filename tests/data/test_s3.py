@@ -77,6 +77,6 @@ def test_shards_in_s3(server, tmp_path):
                 server.restart(2)
         assert seen == whole and loader.lost == {}
         if workers == 0:
-            assert loader.ledger.books.waited["cc"].shards >= 1
+            assert loader.stats.epoch.waited["cc"].shards >= 1
     with pytest.raises(UserError, match=r"remote shards of source 'cc' have no size, first s3://bucket/gone"):
         parse_sources(remote.replace("bucket/cc", "bucket/gone"))

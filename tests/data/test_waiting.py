@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from open_clip_zerovl.data import waiting
+from open_clip_zerovl.data import workers as workers_module
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.schedule import Batching
@@ -17,8 +17,8 @@ from support.tars import write_source
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_TOLD_SECONDS", 0.2)
-    monkeypatch.setattr(waiting, "TOLD_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(workers_module, "FIRST_WARNING_SECONDS", 0.2)
+    monkeypatch.setattr(workers_module, "NEXT_WARNING_SECONDS", 0.3)
 
 
 def loader_of(tmp_path, transform, workers) -> MixtureLoader:
@@ -55,4 +55,4 @@ def test_handling_a_batch_is_no_wait_and_the_thread_ends(tmp_path, short, caplog
         time.sleep(0.4)
     time.sleep(0.2)
     assert not [record for record in caplog.records if "Waiting for data" in record.getMessage()]
-    assert not [thread for thread in waiting.threading.enumerate() if thread.name == "told waits"]
+    assert not [thread for thread in workers_module.threading.enumerate() if thread.name == "stall watchdog"]

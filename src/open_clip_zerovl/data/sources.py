@@ -4,12 +4,8 @@
 
     sbu=/d/sbu/{00000..00099}.tar::vg=/d/vg::/d/cc3m/{00000..00331}.tar
 
-Components are separated by `::`. A component is one of
-
-    webdataset shards, as a brace-expanded list or a folder with *.tar
-    a table of pairs (.csv or .tsv), or a folder with one
-    a folder that `zerovl cluster` wrote: each of its clusters is a source
-    where models are evaluated: a retrieval set in CLIP_benchmark's layout, which stands for the shards of its test split
+Components are separated by `::`; `components` lists their kinds. Each cluster of a clustering is a source. Where models are
+evaluated, a retrieval set in CLIP_benchmark's layout stands for the shards of its test split.
 
 A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
@@ -25,22 +21,22 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import braceexpand
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
+from open_clip_zerovl.data.clusters import Cluster, Clustering, open_clusters
+from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
-from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
-from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
+from open_clip_zerovl.data.sizes import listed_sizes
+from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.remote import check_openable
 from open_clip_zerovl.shards.urls import REMOTE, local_path
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
+from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ def parse_sources(
 
 @dataclass(frozen=True)
 class _Content:
-    """What a source is made of: shards with the file of their sizes, a cluster, or a table."""
+    """Shards with the file of their sizes, a cluster, or a table."""
 
     shards: tuple[str, ...] = ()
     sizes_file: str | None = None
@@ -171,46 +167,37 @@ def _contents(
     name: str | None, pattern: str, strict: bool, evaluation: bool = False
 ) -> tuple[str, dict[str, _Content]]:
     """The name of a component, given or found, and its sources by name: several for a clustering, else one."""
-    name, pattern = _retrieval_set(name, pattern, evaluation)
-    if (clustering := find_clustering(pattern)) is not None:
-        source, clusters = open_clusters(*clustering, strict=strict)
+    found = kind_of(pattern)
+    path = found.path
+    if found.kind == "clusters":
+        source, clusters = open_clusters(Path(path), found.beside, strict=strict)
         name = name or source
         tables = [c.shards[0] if c.shards and c.shards[0].lower().endswith(EXTENSIONS) else None for c in clusters]
         contents = (_Content(c.shards, table=t, cluster=c) for c, t in zip(clusters, tables, strict=True))
         return name, {f"{name}-{i:03d}": content for i, content in enumerate(contents)}
-    if (table := find_table(pattern)) is not None:
-        name = name or _folder_name(table)
-        return name, {name: _Content(table=table)}
-    pattern, sizes_file = split_sizes_file(pattern)
-    shards = expand_shards(pattern)
+    if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
+        raise UserError(
+            f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
+            "shards, a list of shards, or a table beside its pictures (`zerovl data coco` and `f30k` write shards of "
+            "Karpathy's JSON)"
+        )
+    if found.kind == "table":
+        name = name or _folder_name(path)
+        return name, {name: _Content(table=path)}
+    if found.kind == "benchmark":
+        splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
+        test = os.path.join(path, "test")
+        if not evaluation or test not in splits:
+            raise UserError(
+                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
+                f"{' or '.join(splits) or test}"
+            )
+        name, path = name or Path(path).absolute().name, test
+    shards = expand_shards(path)
     name = name or _folder_name(shards[0])
     for shard in shards:
         check_openable(shard)
-    return name, {name: _Content(shards, sizes_file)}
-
-
-def _retrieval_set(name: str | None, pattern: str, evaluation: bool) -> tuple[str | None, str]:
-    """Name and pattern of a component; for a retrieval set in CLIP_benchmark's layout those of its test split.
-
-    Raises:
-        UserError: a retrieval set where a source to train on is asked for, or annotations of a form that sources do not have.
-    """
-    if re.match(r"[^@]+\.json(@|$)", pattern, re.IGNORECASE) and not REMOTE.match(pattern):
-        raise UserError(
-            f"{pattern!r} names annotations as JSON, which `zerovl retrieval` and --retrieval-data take; a source is a folder "
-            "of shards, a list of shards or a table (`zerovl data coco` and `f30k` write shards of Karpathy's JSON)"
-        )
-    folder = Path(pattern)
-    if REMOTE.match(pattern) or not (folder / RETRIEVAL_MARK).is_file() or any(folder.glob("*.tar")):
-        return name, pattern
-    splits = [str(entry) for entry in sorted(folder.iterdir()) if (entry / SHARD_COUNT).is_file()]
-    test = str(folder / "test")
-    if not evaluation or test not in splits:
-        raise UserError(
-            f"{pattern} is a retrieval set, whose shards are in its splits; name the shards to read: "
-            f"{' or '.join(splits) or test}"
-        )
-    return name or folder.absolute().name, test
+    return name, {name: _Content(shards, found.beside)}
 
 
 def _source(
@@ -227,8 +214,7 @@ def _source(
             raise UserError(
                 f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
             )
-        sizes = block_sizes(len(table))
-        return Source(name, (table.path,) * len(sizes), sizes, weight, table, captions)
+        return replace(_of_table(name, table), weight=weight, captions=captions)
     cluster, each_caption = content.cluster, captions == "all"
     if cluster is not None and cluster.picked is not None:
         if each_caption:
@@ -244,11 +230,14 @@ def _source(
     )
 
 
-def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
-    """A table as a source, each row a sample. UserError where it cannot be read."""
-    table = open_table(path, style)
+def _of_table(name: str, table: CsvTable) -> Source:
     sizes = block_sizes(len(table))
     return Source(name, (table.path,) * len(sizes), sizes, table=table)
+
+
+def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
+    """A table as a source, each row a sample. UserError where it cannot be read."""
+    return _of_table(name, open_table(path, style))
 
 
 def clustered_source(clustering: Clustering) -> Source:
@@ -307,26 +296,6 @@ def count_tar_captions(path: str | Path) -> int:
         raise UserError(
             f"shard {path} cannot be read as a plain tar ({error}), which '--captions all' needs; fetch or unpack it"
         ) from error
-
-
-def expand_shards(pattern: str) -> tuple[str, ...]:
-    """The shards of a folder, or of a brace pattern.
-
-    Raises:
-        UserError: a folder without tars, or braces that do not match.
-    """
-    if not REMOTE.match(pattern) and os.path.isdir(pattern):
-        # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
-        listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
-        names = {path.name for path in Path(pattern).glob("*.tar")} | listed
-        shards = tuple(str(Path(pattern, name)) for name in sorted(names))
-        if not shards:
-            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
-        return shards
-    try:
-        return tuple(braceexpand.braceexpand(pattern))
-    except ValueError as error:  # its UnbalancedBracesError
-        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
 
 
 def _folder_name(shard: str) -> str:

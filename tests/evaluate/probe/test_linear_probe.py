@@ -25,6 +25,7 @@ from torchvision.transforms import ToTensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.evaluate.probe import features as probe_features
 from open_clip_zerovl.evaluate.probe.charts import confusion_picture
@@ -33,7 +34,6 @@ from open_clip_zerovl.evaluate.probe.lars import LarsSettings, lars, learning_ra
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
 from open_clip_zerovl.evaluate.probe.run import run_linear_probe
 from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet, class_list, open_probe_set
 from support import tiny_clip
 from support.tars import png, write_tar
 

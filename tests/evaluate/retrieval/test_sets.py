@@ -23,10 +23,10 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.gallery import pick
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (

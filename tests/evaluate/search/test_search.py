@@ -16,9 +16,9 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.evaluate.probe.features import tower_fingerprint
 from open_clip_zerovl.evaluate.search import index
-from open_clip_zerovl.evaluate.search.collection import open_collection
 from open_clip_zerovl.evaluate.search.index import embed_collection, model_digest
 from open_clip_zerovl.evaluate.search.run import SearchSettings, nearest, run_search
 from support.tiny_clip import (

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
 from open_clip_zerovl.prepare.public.cc import prepare_cc, tsv_rows
 from open_clip_zerovl.prepare.public.index import check_shards

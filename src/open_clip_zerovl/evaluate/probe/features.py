@@ -22,8 +22,8 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.items import ItemSet, read_batches
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.workers import ItemSet, read_batches
 
 PART_SAMPLES = 8192  # images per cache file: an interrupted call loses at most the features of so many
 

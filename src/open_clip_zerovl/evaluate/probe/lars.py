@@ -30,6 +30,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
+from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
@@ -39,7 +40,6 @@ from open_clip_zerovl.evaluate.probe.features import (
     tower_fingerprint,
     transform_fingerprint,
 )
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
 
 log = logging.getLogger(__name__)
 

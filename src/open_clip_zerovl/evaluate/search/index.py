@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, check_writable, locked, read_arrays
-from open_clip_zerovl.evaluate.search.collection import Collection
+from open_clip_zerovl.data.collection import Collection
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.evaluate.search.collection import Collection, open_collection
+from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
 from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import BadImage, decode_image
-from open_clip_zerovl.data.items import read_batches
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import Fault
+from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import Sample, ShardError, image_of
 
@@ -49,7 +49,7 @@ class _Samples(IterableDataset):
                 continue
             begin, seen = int(starts[number]), 0
             for sample in samples_of(self.source, number):
-                # As an item and not raised: see `data.items`.
+                # As an item and not raised: see `data.workers`.
                 try:
                     picture = self._picture(sample, shard)
                 except UserError as error:
