@@ -150,10 +150,8 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", "caption"])
         writer.writerows((f"{number}.png", caption) for number, caption in enumerate(captions))
-    table = open_table(str(path))
-    with open(path, "rb") as file:
-        rows = [table.read_row(file.fileno(), row) for row in range(len(table))]
-    assert rows == [(f"{number}.png", caption.encode()) for number, caption in enumerate(captions)]
+    rows = [(sample.image, sample.captions) for sample in open_table(str(path)).samples()]
+    assert rows == [(f"{number}.png", [caption.encode()]) for number, caption in enumerate(captions)]
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Cluster, Clustering, open_clusters
-from open_clip_zerovl.data.components import expand_shards, kind_of
+from open_clip_zerovl.data.clusters import Clustering, open_clusters
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
@@ -117,64 +118,40 @@ def parse_sources(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
     check_separators(train_data)
-    strict = on_bad_sample == "fail"
-    named: dict[str, _Content] = {}
+    how = _Opening(captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation)
+    sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
     for position, component in enumerate(train_data.split("::"), start=1):
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
         if not pattern.strip():
             raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
-        name, contents = _contents(match["name"] if match else None, pattern, strict, evaluation)
-        if name in members or contents.keys() & named.keys():
+        name, found = _open(match["name"] if match else None, pattern, how)
+        names = [source.name for source in found]
+        if name in members or sources.keys() & names:
             raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
-        named.update(contents)
-        members[name] = list(contents)
+        members[name] = names
+        sources.update(zip(names, found, strict=True))
     factors = _parse_weights(weights, members)
-    tables: dict[str, CsvTable] = {}  # those whose clusters are sources: scanned once
-
-    def table_of(content: _Content) -> CsvTable | None:
-        if content.table is None:
-            return None
-        if content.cluster is None or content.cluster.picked is None:
-            return open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
-        if captions == "one-per-epoch":
-            raise UserError(
-                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {content.table} are of "
-                "single rows; leave it out"
-            )
-        if content.table not in tables:
-            tables[content.table] = open_table(content.table, table_format, strict=strict)
-        return tables[content.table].part(content.cluster.picked)
-
-    return tuple(
-        _source(name, content, table_of(content), factors[name], captions, strict, timeout_seconds)
-        for name, content in named.items()
-    )
+    return tuple(replace(source, weight=factors[name]) for name, source in sources.items())
 
 
-@dataclass(frozen=True)
-class _Content:
-    """Shards with the file of their sizes, a cluster, or a table."""
+class _Opening(NamedTuple):
+    """Arguments of `parse_sources` that apply to every component."""
 
-    shards: tuple[str, ...] = ()
-    sizes_file: str | None = None
-    table: str | None = None
-    cluster: Cluster | None = None
+    captions: str | None
+    table_format: CsvFormat | None
+    strict: bool
+    timeout_seconds: float
+    evaluation: bool
 
 
-def _contents(
-    name: str | None, pattern: str, strict: bool, evaluation: bool = False
-) -> tuple[str, dict[str, _Content]]:
-    """The name of a component, given or found, and its sources by name: several for a clustering, else one."""
+def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
+    """The name of a component, given or found, and its sources: several for a clustering, else one."""
     found = kind_of(pattern)
     path = found.path
     if found.kind == "clusters":
-        source, clusters = open_clusters(Path(path), found.beside, strict=strict)
-        name = name or source
-        tables = [c.shards[0] if c.shards and c.shards[0].lower().endswith(EXTENSIONS) else None for c in clusters]
-        contents = (_Content(c.shards, table=t, cluster=c) for c, t in zip(clusters, tables, strict=True))
-        return name, {f"{name}-{i:03d}": content for i, content in enumerate(contents)}
+        return _open_clusters(name, found, how)
     if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
         raise UserError(
             f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
@@ -183,56 +160,63 @@ def _contents(
         )
     if found.kind == "table":
         name = name or _folder_name(path)
-        return name, {name: _Content(table=path)}
+        table = open_table(path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict)
+        return name, [_of_table(name, table, how.captions)]
     if found.kind == "benchmark":
         splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
         test = os.path.join(path, "test")
-        if not evaluation or test not in splits:
+        if not how.evaluation or test not in splits:
             raise UserError(
                 f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
                 f"{' or '.join(splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
     shards = expand_shards(path)
-    name = name or _folder_name(shards[0])
     for shard in shards:
         check_openable(shard)
-    return name, {name: _Content(shards, found.beside)}
+    name = name or _folder_name(shards[0])
+    return name, [_of_shards(name, shards, found.beside, how)]
 
 
-def _source(
-    name: str,
-    content: _Content,
-    table: CsvTable | None,
-    weight: float,
-    captions: str | None,
-    strict: bool,
-    timeout_seconds: float,
-) -> Source:
-    if table is not None:
-        if field_names(captions):
+def _open_clusters(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
+    source, clusters = open_clusters(Path(component.path), component.beside, strict=how.strict)
+    name = name or source
+    first = next((cluster.shards[0] for cluster in clusters if cluster.shards), "")
+    table = None
+    if first.lower().endswith(EXTENSIONS):
+        if how.captions == "one-per-epoch":
             raise UserError(
-                f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
+                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {first} are of single "
+                "rows; leave it out"
             )
-        return replace(_of_table(name, table), weight=weight, captions=captions)
-    cluster, each_caption = content.cluster, captions == "all"
-    if cluster is not None and cluster.picked is not None:
-        if each_caption:
+        table = open_table(first, how.table_format, strict=how.strict)
+    found = []
+    for number, cluster in enumerate(clusters):
+        of_cluster = f"{name}-{number:03d}"
+        if cluster.picked is None:
+            found.append(_of_shards(of_cluster, cluster.shards, None, how))
+        elif table is not None:
+            found.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
+        elif how.captions == "all":
             raise UserError(
-                f"'--captions all' cannot count the captions of source {name!r}, a cluster whose shards hold other samples "
-                "too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
+                f"'--captions all' cannot count the captions of source {of_cluster!r}, a cluster whose shards hold other "
+                "samples too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
                 "one-per-epoch'"
             )
-        return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
-    known = {} if each_caption else listed_sizes(content.shards, content.sizes_file, seconds=timeout_seconds)
-    return Source(
-        name, content.shards, _sizes(name, content.shards, known, each_caption, strict), weight, captions=captions
-    )
+        else:
+            found.append(
+                Source(of_cluster, cluster.shards, cluster.sizes, captions=how.captions, picked=cluster.picked)
+            )
+    return name, found
 
 
-def _of_table(name: str, table: CsvTable) -> Source:
+def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source:
+    if field_names(captions):
+        raise UserError(
+            f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
+        )
     sizes = block_sizes(len(table))
-    return Source(name, (table.path,) * len(sizes), sizes, table=table)
+    return Source(name, (table.path,) * len(sizes), sizes, table=table, captions=captions)
 
 
 def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
@@ -306,10 +290,10 @@ def _folder_name(shard: str) -> str:
     return folder
 
 
-def _sizes(
-    name: str, shards: Sequence[str], known: dict[str, int], each_caption: bool, strict: bool
-) -> tuple[int, ...]:
-    """Samples (or captions) in each shard: those known from `sizes.json`, the others counted."""
+def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
+    """A source of shards with the samples (or captions) in each: those that a `sizes.json` lists, the others counted."""
+    each_caption = how.captions == "all"
+    known = {} if each_caption else listed_sizes(shards, sizes_file, seconds=how.timeout_seconds)
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and remote:
@@ -317,7 +301,7 @@ def _sizes(
             f"'--captions all' cannot count the captions of remote shards (source {name!r}, first {remote[0]}); copy them "
             "here, or give '--captions one-per-epoch'"
         )
-    lost = [shard for shard in missing if strict or shard not in known]
+    lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
@@ -328,27 +312,25 @@ def _sizes(
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
             f"others stand in for their {sum(known[shard] for shard in missing)} samples."
         )
-    unknown = [shard for shard in shards if shard not in known]
-    unsized = [shard for shard in unknown if shard in remote]
-    if unsized:
+    if unsized := [shard for shard in remote if shard not in known]:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
             'put a sizes.json ({"00000.tar": 9873, ...}) beside them, or name one: SHARDS@/path/sizes.json'
         )
-    if unknown:
+    if unknown := [shard for shard in shards if shard not in known]:
         what = "captions of" if each_caption else "samples of"
         logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists.")
 
         def count(shard: str) -> int:
             path = local_path(shard) or shard
-            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not strict)
+            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not how.strict)
 
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
     sizes = tuple(known[shard] for shard in shards)
     if sum(sizes) == 0:
         raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
-    return sizes
+    return Source(name, shards, sizes, captions=how.captions)
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
