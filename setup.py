@@ -107,6 +107,7 @@ setup(
         "webdataset>=0.2.5,<=0.2.86",
         "fsspec[http]>=2024.2",  # remote shards: http:// and https://; the stores are extras below
         "braceexpand",
+        "ijson",  # annotations as one long JSON
         "pandas",
         # open_clip 3.3 and CLIP_benchmark make floats of one-element arrays, which numpy 2.4 refuses (--imagenet-val).
         "numpy<2.4",

@@ -7,16 +7,13 @@ import os
 
 import pytest
 import torch
-from torchvision.transforms import PILToTensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import buffers
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.sources import parse_sources
-from support.tars import ids_of, write_source
+from support import loading
+from support.tars import write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
 
@@ -172,10 +169,7 @@ def source(tmp_path_factory):
 
 
 def loader_of(source: str, workers: int) -> MixtureLoader:
-    mixture = Mixture(
-        parse_sources(f"a={source}"), Batching(4, workers=max(1, workers)), Preprocessing(PILToTensor(), ids_of)
-    )
-    return MixtureLoader(mixture, workers=workers)
+    return loading.loader_of(f"a={source}", workers=workers)
 
 
 def test_every_batch_of_two_epochs_kept_at_once(source):

@@ -14,14 +14,14 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sample_stream import LocalOrder, SampleStream
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.stats import Fault
-from support.tars import ids_of, noise_jpeg, png, write_tar
+from support import loading
+from support.tars import noise_jpeg, png, write_tar
 
 SHARDS = {"a": (90, 30), "b": (41, 41), "c": (25, 4)}
 
@@ -48,20 +48,19 @@ def rotten(tmp_path_factory):
     return parse_sources(f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2")
 
 
-def loader_of(
-    sources, batching, rank=0, *, workers=0, window=40, strategy="debiased", pixel_path="pil", **options
-) -> MixtureLoader:
+def loader_of(sources, batching, rank=0, *, window=40, pixel_path="pil", **options) -> MixtureLoader:
     crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
-    mixture = Mixture(
+    wanted = {"pixel_path": pixel_path, "with_origin": True}
+    return loading.loader_of(
         sources,
         batching,
-        Preprocessing(crop, ids_of, pixel_path=pixel_path, with_origin=True),
         rank=rank,
-        sampling=Sampling(strategy),
         seed=3,
         shuffle_window_samples=window,
+        transform=crop,
+        preprocessing=wanted,
+        **options,
     )
-    return MixtureLoader(mixture, workers=workers, max_bad_share=1.0, **options)
 
 
 def same(left, right) -> bool:
