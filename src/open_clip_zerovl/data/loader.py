@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.stats import DataStats
-from open_clip_zerovl.data.workers import explain_worker_error, reading_words, stall_watchdog, worker_start
+from open_clip_zerovl.data.workers import stall_watchdog, worker_start
 
 
 class MixtureLoader:
@@ -182,7 +183,6 @@ class MixtureLoader:
 
     def _wait_sentence(self, seconds: float, delivered: int) -> str:
         """That no batch has come for some time, and what is being read."""
-        activity = [activity.get() for activity in self.mixture.activity]
         worker = delivered % max(1, self.workers)
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
@@ -190,7 +190,7 @@ class MixtureLoader:
             limit = f"; it is given {self.stall_timeout_seconds:g} s (--loader-timeout)"
         return (
             f"Waiting for data: no batch has come for {seconds:.0f} s from {reader} of rank {self.mixture.rank}"
-            f"{reading_words(activity[worker], self.mixture.sources)}{limit}"
+            f"{self._activity(worker)}{limit}"
         )
 
     def abandon(self) -> None:
@@ -222,14 +222,30 @@ class MixtureLoader:
         """
         if self._begun is not None:
             return self._begun.explain(error, delivered)
-        return explain_worker_error(
-            error,
-            [activity.get() for activity in self.mixture.activity],
-            self.mixture.sources,
-            rank=self.mixture.rank,
-            next_worker=delivered % max(1, self.workers),
-            timeout_seconds=self.stall_timeout_seconds,
+        first, rank = str(error).split("\n")[0], self.mixture.rank
+        if first.startswith("DataLoader timed out"):
+            worker = delivered % max(1, self.workers)
+            return (
+                f"loader worker {worker} of rank {rank} has delivered nothing for {self.stall_timeout_seconds:g} s"
+                f"{self._activity(worker)}; check where the shard comes from, or raise --loader-timeout"
+            )
+        if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", first):
+            return None
+        processes = [activity.get()[0] for activity in self.mixture.activity]
+        lost = [worker for worker, process in enumerate(processes) if str(process) in re.findall(r"\d+", first)]
+        who, doing = (f"loader worker {lost[0]}", self._activity(lost[0])) if lost else ("a loader worker", "")
+        return (
+            f"{who} of rank {rank} was lost{doing} ({first.split('. ')[0].rstrip('.')}); if the machine ran out of memory, "
+            "lower --workers or --batch-size"
         )
+
+    def _activity(self, worker: int) -> str:
+        """The shard that a worker reads, as the end of a sentence."""
+        _, source, shard = self.mixture.activity[worker].get()
+        if source < 0:
+            return " (it has not opened a shard yet)"
+        read = self.mixture.sources[source]
+        return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
 def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
