@@ -817,6 +817,12 @@ class OpenClipFlags:
 class AllFlags(OpenClipFlags, RecipeConfig):
     """The values of all flags that are declared here, from which ranges and contradictions are checked."""
 
+    @classmethod
+    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace) -> AllFlags:
+        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given."""
+        known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
+        return cls(**values_of(known), **ours)
+
     @property
     def strategy(self) -> str:
         """How sources make batches: --sampling, or random for open_clip's own pipeline."""
