@@ -45,7 +45,7 @@ def check_host(main: ModuleType = host, version: str = open_clip.__version__) ->
         if found is None or any(parameter not in found for parameter in expected):
             wrong = f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}"
         elif name not in used:
-            wrong = f"has {name} in open_clip_train.main and does not use it"
+            wrong = f"has {name} and does not use it in open_clip_train.main"
         else:
             continue
         raise UserError(f"open_clip_torch {version} {wrong}; install an unmodified open_clip_torch {table.LINE.read}")

@@ -17,7 +17,6 @@ from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
 from open_clip_zerovl.recipe.open_clip_flags import check_known, open_clip_options
 from support import ROOT
-from training.config import all_flags
 from training.params import build_parser, open_clip_parser, parse
 
 READERS = ("training", "open_clip_zerovl/plan", "open_clip_zerovl/recipe", "open_clip_zerovl/cli/plan.py")
@@ -182,9 +181,9 @@ def test_a_slip_is_one_sentence(line, sentence):
 @pytest.mark.parametrize(("words", "side"), [("16", 16), ("16 24", (16, 24))])
 def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, side):
     args, config = parse([*DATA, "--force-image-size", *words.split()])
-    assert all_flags(config, args).force_image_size == side
+    assert config.force_image_size == side
     args.force_image_size = side  # as its main leaves it
-    assert all_flags(config, args).force_image_size == side
+    assert config.force_image_size == side
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():
