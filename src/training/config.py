@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from open_clip_zerovl.recipe.declare import flags_of
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags, OpenClipFlags, RecipeConfig, values_of
 
 __all__ = ["RecipeConfig", "all_flags", "uses_own_step"]

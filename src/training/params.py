@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
+from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.data.names import is_named
-from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, values_of
 from training.config import RecipeConfig
 from training.refusals import check
