@@ -17,8 +17,8 @@ import open_clip_train.params as host_params
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.files import check_writable, no_checkpoint
+from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.data.names import check_paths, check_separators, is_named
-from open_clip_zerovl.recipe.declare import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, values_of
 from training.refusals import check
 

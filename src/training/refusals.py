@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.core.releases import line_here
-from open_clip_zerovl.recipe.declare import out_of_range
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 
 

@@ -14,7 +14,14 @@ import pytest
 from open_clip_zerovl.cli.train import take_gpus
 from open_clip_zerovl.core import launch
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import gpu_memories, last_error, ranks_here, start_training, training_command, visible_gpus
+from open_clip_zerovl.core.launch import (
+    gpu_memories,
+    last_error,
+    ranks_here,
+    start_training,
+    training_command,
+    visible_gpus,
+)
 from open_clip_zerovl.core.processes import children_of
 from support import ROOT
 from support.programs import COMMON
