@@ -24,7 +24,7 @@ from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, marked_temperature, parameter_groups
+from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
 
 #: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
 FORMAT = STREAMS_VERSION
@@ -276,7 +276,7 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
             raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
         if trains and isinstance(optimizer, dict):
-            _require_same_temperature(optimizer, getattr(args, "temperature_parameter", LOGIT_SCALE), file_path)
+            _require_same_temperature(optimizer, "temperature-parameter" in getattr(args, "ablate", ()), file_path)
         return {**checkpoint, "state_dict": state}
     return state
 
@@ -307,11 +307,12 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     }
 
 
-def _require_same_temperature(optimizer: dict, wanted: str, path: str) -> None:
+def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
     """UserError where the temperature's moments are in another parameter's units than this run's."""
-    if (saved := marked_temperature(optimizer)) != wanted:
+    if marked_temperature(optimizer) != wanted:
+        saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(
-            f"--resume {path} was trained with --temperature-parameter {saved}, this run has {wanted}, and the optimizer's "
+            f"--resume {path} was trained {saved} --ablate temperature-parameter, this run is {here} it, and the optimizer's "
             "moments of one do not fit the other; give it as it was, or start a new run with --init-from"
         )
 

@@ -112,7 +112,7 @@ class Trainer:
                 mixup=self.mixup,
                 cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
-                temperature_parameter=self.config.temperature_parameter,
+                temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
@@ -224,7 +224,7 @@ class Trainer:
             order={
                 "--seed": args.seed,
                 "--sampling": config.sampling,
-                "--debiased-draw": config.debiased_draw,
+                "--ablate iid-draw": config.draw == "iid" or None,
                 "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
                 "--source-order": config.source_order,
                 "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),

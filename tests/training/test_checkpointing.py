@@ -184,7 +184,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
         ("--dataset-resampled", order(argparse.Namespace(**{**vars(args), "dataset_resampled": True}))),
         ("--train-data-upsampling-factors", order(sources=(replace(source, weight=2.0),))),
         ("--sampling", order(sampling="random")),
-        ("--debiased-draw", order(debiased_draw="iid")),
+        ("--ablate iid-draw", order(ablate=("iid-draw",))),
         ("--debiased-share", order(debiased_share=0.8)),
         ("--source-order", order(source_order="a")),
         ("--captions", order(captions="all")),

@@ -45,7 +45,7 @@ def arguments_of(data: str, name: str, *extra: str) -> list[str]:
     return [
         *COMMON, "--train-data", data, "--debiased-sampling", "--batch-size", "4", "--dga-steps", "2", "--epochs",
         str(EPOCHS), "--name", name, "--save-every-steps", "2", "--aug-cfg", "scale=(0.6,1.0)", "--coin-flip-mixup",
-        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--temperature-parameter", "temperature", *extra,
+        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--ablate", "temperature-parameter", *extra,
     ]  # fmt: skip
 
 

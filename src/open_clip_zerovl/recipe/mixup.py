@@ -251,7 +251,7 @@ class _TextMixing:
         if not hasattr(transformer, "get_input_embeddings"):
             raise UserError(
                 f"mixing word embeddings needs a Hugging Face text tower, and this one is a {type(self.tower).__name__}; leave "
-                "--mixup-text out, which mixes its features"
+                "--ablate mixup-embeddings out, then its features are mixed"
             )
         assert transformer is not None
         return [
