@@ -262,7 +262,7 @@ def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(tmp_path, data, monkeypatch, dtype):
     stored = tmp_path / "out"
-    store = embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
+    embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
     rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
     rows[7, 2] = torch.tensor([np.nan], dtype=getattr(torch, dtype)).view(torch.int16).numpy().view(rows.dtype)[0]
     rows.flush()

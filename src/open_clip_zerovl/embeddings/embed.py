@@ -76,7 +76,7 @@ def embed(
     begins = np.cumsum([0, *collection.sizes])
     lost: dict[str, dict[str, int]] = {}
     total = sum(collection.sizes[file] for unit in units for file in unit)
-    bar = tqdm(total=total, desc=desc, unit="sample", disable=not progress)
+    bar = tqdm(total=total, desc=desc, unit="sample", leave=False, disable=not progress)
     try:
         for batch in _read(Batches(collection, units, eyes, batch_size), workers):
             for one in batch.lost:

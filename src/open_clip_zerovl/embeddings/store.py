@@ -336,7 +336,7 @@ def _make_file(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> np.ndarray:
     """A file, mapped. UserError where it is gone, cut short, or of another shape than the manifest's."""
     try:
-        found = np.load(path, mmap_mode=mode, allow_pickle=False)  # type: ignore[arg-type]
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"{path} is gone; make the embeddings again") from error
     except (OSError, ValueError, EOFError) as error:  # a file shorter than its header says cannot be mapped
@@ -348,4 +348,5 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> n
             f"{path} holds {found.dtype} of shape {found.shape}, and {MANIFEST_FILE} says {dtype} of {shape}; make the "
             "embeddings again"
         )
-    return found
+    # Not at once: numpy makes a file that is cut short longer where it may write to it.
+    return found if mode == "r" else np.load(path, mmap_mode="r+", allow_pickle=False)

@@ -84,13 +84,20 @@ class _Pictures:
 
 
 def embed_collection(
-    collection: Collection, model: FrozenModel, *, cache: Path, batch_size: int = 64, workers: int = 0
+    collection: Collection,
+    model: FrozenModel,
+    *,
+    cache: Path,
+    batch_size: int = 64,
+    workers: int = 0,
+    name: str = "model",
 ) -> Embedded:
     """Embeds the pictures that the cache does not hold yet, and returns all.
 
     Args:
         cache: the folder of all collections and models.
         workers: loader processes.
+        name: of the model, for the progress bar.
 
     Raises:
         UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose
@@ -107,5 +114,5 @@ def embed_collection(
     store = Store.create(cache / hashlib.sha256(key.encode()).hexdigest()[:24], manifest, cache=True)
     left = int((~store.done).sum())
     if left:
-        embed(store, [model], pictures, batch_size=batch_size, workers=workers, desc=f"pictures by {model.name}")
+        embed(store, [model], pictures, batch_size=batch_size, workers=workers, desc=name)
     return Embedded(store.rows["0.images"], pictures.sizes, left)

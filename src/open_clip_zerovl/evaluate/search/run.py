@@ -186,7 +186,9 @@ def _search(
     model = FrozenModel.load(encoder)
     assert model.eye is not None
     cache = settings.cache or default_cache()
-    embedded = embed_collection(collection, model, cache=cache, batch_size=encoder.batch_size, workers=encoder.workers)
+    embedded = embed_collection(
+        collection, model, cache=cache, batch_size=encoder.batch_size, workers=encoder.workers, name=name
+    )
     asked = []
     if settings.words.strip():
         asked.append(model.texts([settings.words])[0].cpu())
