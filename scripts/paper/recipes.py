@@ -163,7 +163,7 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
 def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     """Whether the embeddings of the recipe's teachers have still to be made, in words."""
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "teacher.json").is_file():
+    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "embeddings.json").is_file():
         return []
     return [
         f"{teacher} holds no teachers' embeddings; --plan (make plan-...) prints the `zerovl teacher` command that makes them, "

@@ -34,7 +34,7 @@ def add_search(commands) -> None:
         "--cache", type=Path, metavar="DIR", help="where embeddings are kept (default ~/.cache/zerovl/search)"
     )
     search.add_argument("--batch-size", type=positive, default=64, help="pictures at once (default %(default)s)")
-    search.add_argument("--workers", type=natural, default=0, help="threads that decode pictures (default %(default)s)")
+    search.add_argument("--workers", type=natural, default=0, help="loader processes (default %(default)s)")
     add_models_flags(search)
     search.set_defaults(run=_run_search)
 

@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.distill.manifest import read_manifest
+from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
 from open_clip_zerovl.distill.shards import PREFIX, parse_widths
-from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.embeddings.store import read_manifest
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, context_length_of
 from open_clip_zerovl.plan.data import DataCheck, Missing
@@ -77,15 +77,19 @@ def check_teachers(settings: PlanSettings, data: DataCheck) -> TeacherPlan | Non
     folder = Path(teacher).expanduser()
     manifest = read_manifest(folder)
     if manifest is not None:
-        widths = tuple(one["width"] for one in manifest.teachers)
+        widths = widths_of(manifest)
         try:
-            TeacherStore.open(folder)
+            open_teacher_folder(folder)
         except UserError as error:
             what, _, advice = str(error).partition("; ")
             data.missing.append(Missing(what, advice))
-        stored = manifest.bytes_of_embeddings
+        stored = manifest.bytes
         return TeacherPlan(
-            teacher, widths, views=manifest.views, stored_bytes=stored, sample_bytes=_read(settings, widths)
+            teacher,
+            widths,
+            views=manifest.facts.get("views"),
+            stored_bytes=stored,
+            sample_bytes=_read(settings, widths),
         )
     return _still_to_make(settings, data, folder)
 
