@@ -152,7 +152,7 @@ def _run_annotated(arguments: argparse.Namespace) -> None:
 
 
 def _add_shard_tools(datasets) -> None:
-    report = datasets.add_parser("report", help="table 2 of the paper beside the contents of your folders")
+    report = datasets.add_parser("report", help="the sources and retrieval sets in folders, with their counts")
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.set_defaults(run=_run_report)
     index = datasets.add_parser("index", help="count the samples of existing shards into sizes.json")
@@ -213,7 +213,7 @@ def _run_near(arguments: argparse.Namespace) -> None:
 
 
 def _run_report(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.plan.holdings import report
+    from open_clip_zerovl.plan.dataset_report import report
 
     print(report(arguments.folders))
 
