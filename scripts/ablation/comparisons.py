@@ -413,7 +413,7 @@ TABLES: tuple[PaperTable, ...] = (
     ),
     PaperTable(
         "Temperature",
-        "`--temperature-parameter`",
+        "`--ablate temperature-parameter`",
         "Not in the paper; its released code trains the temperature itself, open_clip its logit scale. The rate is 1e-3, ten "
         "times the paper's, so that a step moves the temperature by up to 5 %.",
         (

@@ -118,7 +118,7 @@ def _clustered(label: str, sampling: str, **more) -> Condition:
 
 
 # A source is drawn for each step, as in the paper's released code: the exact draw refuses clusters smaller than a batch.
-_IID = ("--debiased-draw", "iid")
+_IID = ("--ablate", "iid-draw")
 
 CONDITIONS: dict[str, Condition] = {
     "random": Condition("random", "random"),
@@ -181,7 +181,7 @@ CONDITIONS: dict[str, Condition] = {
     "last-fluent": _last("fluent"),
     "contexts-random": Condition("two contexts, random", "random", kind="contexts", trained="one", share=4),
     "contexts-debiased": Condition("two contexts, debiased", kind="contexts", trained="one", share=4),
-    "temperature": Condition("the temperature as parameter", flags=("--temperature-parameter", "temperature")),
+    "temperature": Condition("the temperature as parameter", flags=("--ablate", "temperature-parameter")),
     "start": Condition("the model that A.6 starts from", "random", epochs=START_EPOCHS),
     "go-on-random": _clustered("goes on, random", "random"),
     "go-on-weight": _clustered("goes on, W = 0.05", "random", flags=_weighted("0.05")),
@@ -200,9 +200,9 @@ CONDITIONS: dict[str, Condition] = {
         "repeated captions share the target", flags=("--positives", "caption"), kind="groups"
     ),
     "mixup-both": Condition(
-        "mixup of both modalities", flags=(*_MIXUP, "--mixup-of", "both"), epochs="long-epochs", sort_text=False
+        "mixup of both modalities", flags=(*_MIXUP, "--ablate", "mixup-both"), epochs="long-epochs", sort_text=False
     ),
     "mixup-embeddings": Condition(
-        "mixup of word embeddings", flags=(*_MIXUP, "--mixup-text", "embeddings"), epochs="long-epochs"
+        "mixup of word embeddings", flags=(*_MIXUP, "--ablate", "mixup-embeddings"), epochs="long-epochs"
     ),
 }  # fmt: skip
