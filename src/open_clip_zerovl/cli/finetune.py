@@ -9,7 +9,7 @@ from pathlib import Path
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.interpolate import SETS, add_curve_flags
 from open_clip_zerovl.cli.values import natural, positive, seed
-from open_clip_zerovl.finetune.names import PATIENCE
+
 
 
 def add_finetune(commands) -> None:
