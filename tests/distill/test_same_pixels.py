@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-import open_clip_zerovl.distill.store as store_module
+import open_clip_zerovl.embeddings.store as store_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -24,9 +24,8 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.distill.manifest import augmentation_of
-from open_clip_zerovl.distill.rows import TeacherRows
-from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
+from open_clip_zerovl.embeddings.sources import augmentation_of
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 
@@ -69,7 +68,7 @@ def batches(data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, st
     sources = parse_sources(data, captions=settings.captions)
     transform = settings.transform()
     rows = TeacherRows(
-        TeacherStore.open(store.folder),
+        open_teacher_folder(store.folder),
         sources,
         augmentation=augmentation_of(transform, settings.pixel_path),
         captions=settings.captions,
@@ -161,7 +160,7 @@ def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place,
 def test_views_change_over_epochs_and_each_is_seen(place):
     """The control of the tests above: views of one picture differ, so that an embedding of another view would not fit."""
     _, data, store = place
-    rows = store.rows(0, 0, "images")
+    rows = store.rows["0.images"].array
     assert all(len({bytes(view) for view in picture}) == 3 for picture in rows)
     seen: dict[int, set[bytes]] = {}
     for epoch in range(8):
@@ -187,25 +186,23 @@ def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_pat
     """Rows between those that are looked at on opening; the other teacher is not blamed."""
     _, data, store = place
     shutil.copytree(store.folder, tmp_path / "teacher")
-    rows = np.load(tmp_path / "teacher" / "a.1.images.npy", mmap_mode="r+")
+    rows = np.load(tmp_path / "teacher" / "1.images.npy", mmap_mode="r+")
     rows[1:-1, :, 3] = np.inf
     rows.flush()
-    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last, as if the file were long
-    damaged = TeacherStore.open(tmp_path / "teacher")
-    with pytest.raises(
-        UserError, match=r"teacher/a\.1\.images\.npy holds rows that are no numbers.*make the teachers'"
-    ):
+    monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last, as if the file were long
+    damaged = open_teacher_folder(tmp_path / "teacher")
+    with pytest.raises(UserError, match=r"teacher/1\.images\.npy holds rows that are no numbers.*make the embeddings"):
         batches(data, damaged, workers=workers)
 
 
 def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
     _, _, store = place
     shutil.copytree(store.folder, tmp_path / "teacher")
-    starts = np.load(tmp_path / "teacher" / "a.captions.npy", mmap_mode="r+")
+    starts = np.load(tmp_path / "teacher" / "starts.npy", mmap_mode="r+")
     starts[10:] = 0  # a copy that ended early in a file of full length
     starts.flush()
-    with pytest.raises(UserError, match=r"a\.captions\.npy does not say where the captions of each sample begin"):
-        TeacherStore.open(tmp_path / "teacher")
+    with pytest.raises(UserError, match=r"starts\.npy does not say where the captions of each sample begin"):
+        open_teacher_folder(tmp_path / "teacher")
 
 
 def test_pils_path_too(place, tmp_path):

@@ -35,9 +35,8 @@ from open_clip_zerovl.evaluate.probe.features import (
     Transform,
     TransformedSet,
     class_indices,
+    tower_digest_of,
     tower_features,
-    tower_fingerprint,
-    transform_fingerprint,
 )
 from open_clip_zerovl.evaluate.probe.sets import ProbeSet
 
@@ -164,12 +163,10 @@ def train_lars(
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
     fingerprint = [
-        tower_fingerprint(tower),
+        tower_digest_of(tower, transform, tower_settings),
         images.fingerprint(),
-        transform_fingerprint(transform),
         list(classes),
         recorded_settings(settings, tower_settings),
-        tower_settings.amp,
         STREAMS_VERSION,
     ]
     with torch.no_grad():
