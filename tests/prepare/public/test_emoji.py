@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.plan.holdings import report
+from open_clip_zerovl.plan.dataset_report import report
 from open_clip_zerovl.prepare.drawn import drawings, make, packages, vocabulary
 from open_clip_zerovl.prepare.drawn.emoji import EMOJI, split_concepts
 from open_clip_zerovl.prepare.drawn.emoji_sources import PACKAGES, SOURCES, concept_of, read_sources
