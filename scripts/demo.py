@@ -40,8 +40,8 @@ from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
 from open_clip_zerovl.evaluate.bias.pools import MIXED_POOL_NOTE, POOLS
 from open_clip_zerovl.evaluate.bias.run import measure_bias
 from open_clip_zerovl.evaluate.bias.samples import SourceSample
-from open_clip_zerovl.prepare.drawn.emoji import EMOJI
-from open_clip_zerovl.prepare.drawn.make import load_drawn_split, prepare_drawn
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.make import load_drawn_split, prepare_drawn
 from scripts.emoji.page import demo_page
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import RunRecord, results_table

@@ -11,7 +11,7 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
     steps-compiled     the same with the model compiled
     loss               the loss alone at up to 1,048,576 pairs
     plan               `zerovl plan` compared with a training
-    demo               the emoji demo, if its data exists (--emoji; `zerovl data emoji` makes it where there is a network)
+    demo               the emoji demo, if its data exists (--emoji; `python -m scripts.drawn emoji` makes it)
     ablation           some of the paper's tables in miniature, short runs of one seed, as many as fit into the time
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
@@ -94,7 +94,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     def measured(part: str, *more: str) -> tuple[str, ...]:
         return (bench, part, *rehearse, *more, "--have", "{have}")
 
-    emoji = (options.emoji / "bert" / "vocab.txt", f"zerovl data emoji --out {options.emoji}, where there is a network")
+    emoji = (options.emoji / "bert" / "vocab.txt", f"python -m scripts.drawn emoji --out {options.emoji}")
     device = "cpu" if options.rehearse else "cuda"
     workers = "0" if options.rehearse else "4"
     demo = [
@@ -392,7 +392,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
     parser.add_argument(
-        "--emoji", type=Path, default=Path("data/emoji"), metavar="DIR", help="output of `zerovl data emoji`"
+        "--emoji",
+        type=Path,
+        default=Path("data/emoji"),
+        metavar="DIR",
+        help="output of `python -m scripts.drawn emoji`",
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="time for this call (default %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")

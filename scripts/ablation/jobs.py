@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.prepare.drawn.data import DrawnData
-from open_clip_zerovl.prepare.drawn.emoji import EMOJI
-from open_clip_zerovl.prepare.drawn.icons import ICONS
 from scripts.ablation.conditions import CONDITIONS, Condition
 from scripts.ablation.protocol import ALL_UNSEEN, Choices, unseen_source
 from scripts.ablation.sources import CONTEXT_SOURCE, ClusterSettings, cluster_data, context_data
+from scripts.drawn.data import DrawnData
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.icons import ICONS
 from scripts.emoji.runs import TrainingRun, drawn_flags, flag_values
 
 MINIATURES: dict[str, DrawnData] = {"emoji": EMOJI, "icons": ICONS}
@@ -38,11 +38,11 @@ class Job:
     @property
     def trained(self) -> list[str]:
         """The sources that the run is trained on."""
-        sources = MINIATURES[self.condition.miniature].sources
+        sources = [*MINIATURES[self.condition.miniature].sources]
         if self.condition.kind == "contexts":
             return [CONTEXT_SOURCE]
         if self.condition.trained == "four":
-            return list(sources)
+            return sources
         unseen = unseen_source(sources, self.seed)
         if self.condition.trained == "one":
             return [sources[(sources.index(unseen) + 1) % len(sources)]]
@@ -53,7 +53,7 @@ class Job:
         """The source that the run is scored on and not trained on; None where its score is of another kind."""
         if self.condition.score != "unseen":
             return None
-        return unseen_source(MINIATURES[self.condition.miniature].sources, self.seed)
+        return unseen_source([*MINIATURES[self.condition.miniature].sources], self.seed)
 
 
 @dataclass(frozen=True)

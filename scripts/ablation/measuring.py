@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.evaluate.bias.pools import pool_metrics
-from open_clip_zerovl.prepare.drawn.make import DrawnSample, fingerprint_of, load_drawn_split
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
 from scripts.ablation.processes import Ended
 from scripts.ablation.protocol import ALL_UNSEEN
 from scripts.ablation.sources import CONTEXT_SOURCE, ContextPairs, measure_contexts, rsum_of, shared_information
 from scripts.ablation.unseen import unseen_pools, unseen_rsum
+from scripts.drawn.make import DrawnSample, fingerprint_of, load_drawn_split
 from scripts.emoji.records import read_training_log
 from scripts.emoji.runs import Encoder, Pool, signs_of_bias
 

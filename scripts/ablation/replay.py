@@ -27,9 +27,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.prepare.drawn.emoji import EMOJI
-from open_clip_zerovl.prepare.drawn.make import DrawnSample, load_drawn_split
 from open_clip_zerovl.report.markdown import markdown_table
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.make import DrawnSample, load_drawn_split
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
 REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md

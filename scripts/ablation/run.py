@@ -26,7 +26,6 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.prepare.drawn.make import prepare_drawn
 from scripts.ablation.comparisons import TABLES
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.jobs import MINIATURES, Ablation, Job
@@ -43,6 +42,7 @@ from scripts.ablation.protocol import (
     read_pilots,
 )
 from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
+from scripts.drawn.make import prepare_drawn
 from scripts.emoji.runs import flag_value
 
 VIEWS = 4  # of each picture, for teachers
@@ -130,7 +130,7 @@ def prepare(ablation: Ablation, job: Job) -> None:
     if condition.kind == "contexts":
         write_contexts(data, ablation.contexts)
     elif condition.kind == "groups":
-        write_groups(data, MINIATURES[condition.miniature].sources, ablation.groups)
+        write_groups(data, [*MINIATURES[condition.miniature].sources], ablation.groups)
     elif condition.clusters_of is not None:
         checkpoint = ablation.training_run(Job(job.seed, condition.clusters_of)).checkpoint
         folder = ablation.clusters(job)

@@ -20,9 +20,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
-from open_clip_zerovl.prepare.drawn.make import DrawnSample
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_source
+from scripts.drawn.make import DrawnSample
 from scripts.emoji.runs import Encoder, Pool, signs_of_bias
 from scripts.paper.context_bias import caption_length, with_frame
 
@@ -63,7 +63,9 @@ def pairs_of(data: Path, source: str) -> list[Sample]:
     """A source's pairs in the order of its shards. UserError where there are none."""
     shards = sorted((data / source).glob("*.tar"))
     if not shards:
-        raise UserError(f"{data / source} holds no shards; write them with `zerovl data emoji --out {data}`")
+        raise UserError(
+            f"{data / source} holds no shards; write them with `python -m scripts.drawn emoji --out {data}`"
+        )
     return [pair for shard in shards for pair in read_samples(shard)]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from open_clip_zerovl.prepare.drawn.make import DrawnSample, drawn_sample
 from scripts.ablation.sources import pairs_of, rsum_of
+from scripts.drawn.make import DrawnSample, drawn_sample
 from scripts.emoji.runs import Encoder
 
 POOL = 200

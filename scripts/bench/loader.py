@@ -61,7 +61,7 @@ from open_clip_zerovl.data.shares import Share
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
+from scripts.drawn.vocabulary import write_bert
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32

@@ -140,7 +140,9 @@ def side_by_side(arguments: list[str], clock: str) -> tuple[dict[str, Any], list
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="folder of `zerovl data emoji`")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/emoji"), help="folder of `python -m scripts.drawn emoji`"
+    )
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--rounds", type=int, default=1, help="plans and runs of each case (default %(default)s)")
     parser.add_argument(

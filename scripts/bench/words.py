@@ -17,7 +17,7 @@ from open_clip.tokenizer import HFTokenizer
 
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
+from scripts.drawn.vocabulary import write_bert
 
 WORDS = (
     *("a", "the", "of", "on", "in", "with", "and", "two", "man", "woman", "dog", "cat", "street", "house", "table"),

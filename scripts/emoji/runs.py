@@ -23,7 +23,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.bias.examples import middle_of_each
 from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, source_probe_accuracy
 from open_clip_zerovl.evaluate.bias.pools import POOLS, SourceFeatures, pool_metrics
-from open_clip_zerovl.prepare.drawn.make import DrawnSample
+from scripts.drawn.make import DrawnSample
 from scripts.emoji.records import RunRecord, read_training_log
 
 SOURCES = ("noto", "twemoji", "openmoji", "fluent")
@@ -46,7 +46,7 @@ def drawn_flags(
     """The training flags of `make demo` and `make ablation`, chosen on the validation split (docs/models.md).
 
     Args:
-        data: the folder of `zerovl data emoji` or `zerovl data icons`.
+        data: the folder of `python -m scripts.drawn emoji` or `python -m scripts.drawn icons`.
         sources: those of its folders that are trained on.
         more: further training flags, which replace those of the same name; `--warmup` replaces the share of the steps.
     """

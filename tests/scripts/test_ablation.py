@@ -12,7 +12,6 @@ from PIL import Image
 from scipy import stats
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.drawn.make import DrawnSample
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from scripts import demo
@@ -40,6 +39,7 @@ from scripts.ablation.verdicts import (
     interval_over_sources,
     judge,
 )
+from scripts.drawn.make import DrawnSample
 from scripts.emoji import runs as emoji_runs
 from scripts.emoji.runs import TrainingRun, drawn_flags, flag_value, merge_flags
 from scripts.paper import context_bias
@@ -120,7 +120,7 @@ def test_open_clips_parser_takes_every_condition(name, tmp_path):
 def test_a_run_is_scored_in_the_source_that_it_does_not_see():
     """Eight seeds leave each of four sources out twice, and the pilots are others."""
     for name in ("debiased", "icons-debiased", "clusters", "one-random"):
-        sources = MINIATURES[CONDITIONS[name].miniature].sources
+        sources = [*MINIATURES[CONDITIONS[name].miniature].sources]
         jobs = [Job(seed, name) for seed in protocol.SEEDS]
         assert [job.unseen for job in jobs] == [*sources, *sources]
         assert all(job.unseen not in job.trained for job in jobs)
@@ -734,7 +734,7 @@ def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
 
 
 def tiny_emoji(out: Path, *, pairs: int, held_out: int = 12, sources=emoji_runs.SOURCES) -> Path:
-    """Four sources in the layout of `zerovl data emoji`: noise of 16 px, captions of one to ten words."""
+    """Four sources in the layout of `python -m scripts.drawn emoji`: noise of 16 px, captions of one to ten words."""
     rng = np.random.default_rng(0)
     words = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree"]
 

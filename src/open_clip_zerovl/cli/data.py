@@ -21,49 +21,15 @@ _DATASETS = {
     "f30k": "Flickr30K with Karpathy's splits (--source)",
 }
 
-_DRAWN = {
-    "emoji": (
-        "four emoji sets as four sources of the same concepts (the demo's data)",
-        "Noto, Twemoji, OpenMoji and Fluent emoji with their metadata",
-    ),
-    "icons": (
-        "four icon families as four sources of unequal size and few shared concepts",
-        "Material Design Icons, game-icons, IconPark and Streamline's Ultimate color icons",
-    ),
-}
-
 
 def add_data(commands) -> None:
-    """Add `zerovl data ...`: your own pairs, the emoji and icons, the paper's datasets, and tools for existing shards."""
+    """Add `zerovl data ...`: your own pairs, the paper's datasets, and tools for existing shards."""
     data = commands.add_parser("data", help="prepare a dataset as webdataset shards", description="Prepare a dataset.")
     datasets = data.add_subparsers(title="datasets and tools", metavar="DATASET", required=True)
     add_pack(datasets)
-    for name, (title, packages) in _DRAWN.items():
-        drawn = datasets.add_parser(
-            name,
-            help=title,
-            description=f"Fetch {packages}, rasterise them and write webdataset shards of each source, held-out retrieval sets "
-            "and a small BERT folder. A second call does nothing.",
-        )
-        drawn.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-        drawn.add_argument(
-            "--px", type=positive, default=64, help="side of the pictures in pixels (default %(default)s)"
-        )
-        drawn.add_argument("--seed", type=seed, default=0, help="seed of the split (default %(default)s)")
-        drawn.add_argument("--force", action="store_true", help="write the data again where it exists")
-        drawn.set_defaults(run=_run_drawn, drawn=name)
     _add_url_lists(datasets)
     _add_annotated(datasets)
     _add_shard_tools(datasets)
-
-
-def _run_drawn(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.prepare.drawn.emoji import EMOJI
-    from open_clip_zerovl.prepare.drawn.icons import ICONS
-    from open_clip_zerovl.prepare.drawn.make import prepare_drawn
-
-    data = {"emoji": EMOJI, "icons": ICONS}[arguments.drawn]
-    prepare_drawn(data, arguments.out, px=arguments.px, seed=arguments.seed, force=arguments.force)
 
 
 def _add_dataset(datasets, name: str) -> argparse.ArgumentParser:

@@ -19,8 +19,6 @@ from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sourc
 from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.prepare.drawn.emoji_sources import SOURCES as EMOJI_SOURCES
-from open_clip_zerovl.prepare.drawn.icons import SOURCES as ICON_SOURCES
 from open_clip_zerovl.shards.urls import local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
@@ -303,10 +301,6 @@ def _folder(where: str) -> Path:
 def _made_by(name: str, folder: Path) -> str:
     if name in MADE_BY_US:
         return f"zerovl data {name} --out {folder}"
-    if name in EMOJI_SOURCES:
-        return f"zerovl data emoji --out {folder.parent}"
-    if name in ICON_SOURCES:
-        return f"zerovl data icons --out {folder.parent}"
     return "correct the path, or write shards as docs/data.md says"
 
 

@@ -306,7 +306,9 @@ CLUSTERS = 4
 
 @pytest.mark.slow  # two clusterings and five trainings as real processes, three of them on two ranks: minutes
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+@pytest.mark.skipif(
+    not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
+)
 def test_cluster_sampling_on_emoji_pairs_from_model_to_training(tmp_path, capsys):
     """A.6 as a person does it, with the clusters read out of the source's shards and written anew, on one rank and two."""
     shutil.copytree(EMOJI / "noto", tmp_path / "noto")
