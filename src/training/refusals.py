@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.core.releases import line_here
-from open_clip_zerovl.recipe.declare import out_of_range
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
-from training.config import RecipeConfig, all_flags
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ NEEDS = (
 )
 
 
-def check(config: RecipeConfig, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that contradict each other and values out of range.
 
     Args:
@@ -295,7 +294,6 @@ def check(config: RecipeConfig, args: argparse.Namespace, parser: argparse.Argum
     Raises:
         UserError: the first of them, both flags named.
     """
-    given = all_flags(config, args)
     for theme in THEMES:
         for refusal in theme:
             if refusal.given(given) and refusal.wanted(given):

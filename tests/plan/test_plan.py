@@ -81,7 +81,7 @@ def documented_arguments() -> list[str]:
 
 
 def test_a_retain_that_is_no_number_is_told_as_training_tells_it():
-    with pytest.raises(UserError, match="'some' is neither a number of micro-batches nor auto"):
+    with pytest.raises(UserError, match="'some' is neither a number from 0 on nor auto"):
         parse_plan(["--model", "x", "--dga-retain", "some"])
 
 

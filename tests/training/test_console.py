@@ -12,7 +12,7 @@ import pytest
 
 from training import console
 from training.console import DETAIL, PROGRESS, Console, ProgressLine, seconds_in_words
-from training.summary import _device
+from training.run_log import _device
 
 
 class Terminal(io.StringIO):
@@ -119,7 +119,7 @@ def test_weights_that_follow_are_not_called_random(quiet_root):
 
 
 def test_more_loader_processes_than_cores_are_told_in_the_summary(monkeypatch):
-    monkeypatch.setattr("training.summary.usable_cores", lambda: 2)
+    monkeypatch.setattr("training.run_log.usable_cores", lambda: 2)
     args = argparse.Namespace(device="cpu", precision="fp32", workers=4, world_size=1)
     assert _device(args) == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"
     args.workers = 2

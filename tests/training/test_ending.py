@@ -23,9 +23,9 @@ from scripts.soak import processes_of
 from support.programs import SCRIPT, ForkedTrainings
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
-from training import ending
 from training import main as training_main
-from training.preemption import new_cpu_group
+from training import stopping
+from training.stopping import new_cpu_group
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
 LIMIT_SECONDS = 90
@@ -121,7 +121,7 @@ def test_a_process_ends_where_nothing_can_be_printed(program, status):
         atexit._clear()
         sys.stderr = Full()
         try:
-            ending.run(program)
+            stopping.run(program)
         finally:
             os._exit(77)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
@@ -179,7 +179,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
                     try:
                         new_cpu_group(1.0)
                     except RuntimeError as error:
-                        os.write(done, f"{ending.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
+                        os.write(done, f"{stopping.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
                 else:
                     time.sleep(20)
             finally:

@@ -195,7 +195,7 @@ def test_retrieval_sets_are_scored_with_the_transform_and_captions_asked_for(wor
         inputs = open_inputs(config, args)
         data = get_data(config, inputs, lambda _: {}, args, ("train", "own"), paper_transform=lambda: "paper")
         assert (data["retrieval"].transform, data["retrieval"].captions_per_image) == (transform, captions)
-    with pytest.raises(UserError, match="no --retrieval-data does not work with --retrieval-transform"):
+    with pytest.raises(UserError, match="--retrieval-transform needs --retrieval-data$"):
         parse(["--train-data", "a=/x", "--retrieval-transform", "paper"])
 
 

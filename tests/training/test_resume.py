@@ -19,9 +19,9 @@ from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert
 from training.checkpointing import newest_whole
-from training.main import OTHER_GROUPS
-from training.preemption import Preemption
 from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position
+from training.run import OTHER_GROUPS
+from training.stopping import Preemption
 
 EPOCHS = 3
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from training import step_log
-from training.journal import Journal
+from training.run_log import RunLog
 from training.step_log import StepLog, loader_sentence, stuck_sentence
 
 
@@ -52,13 +52,13 @@ def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch):
     )
     clock = [100.0]
     monkeypatch.setattr(step_log.time, "time", lambda: clock[0])
-    journal = Journal(args, argparse.Namespace(), argparse.Namespace(short=True))
+    journal = RunLog(args, argparse.Namespace(), argparse.Namespace(short=True))
     monkeypatch.setattr(journal, "step", lambda *_: None)
     monkeypatch.setattr(journal, "logged", lambda *_: None)
     monkeypatch.setattr(journal, "eta", lambda *_: "")
     with caplog.at_level(logging.INFO):
         for epoch in range(3):
-            log = StepLog(args, epoch=epoch, steps=3, epoch_samples=60, dga_steps=2, judged=True, journal=journal)
+            log = StepLog(args, epoch=epoch, steps=3, epoch_samples=60, dga_steps=2, judged=True, run_log=journal)
             for index in range(3):
                 clock[0] += 1.0
                 log.data_ready()

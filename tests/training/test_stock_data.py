@@ -142,7 +142,7 @@ def test_augmentation_settings():
 
 
 def test_a_number_of_graphs_is_asked_for_in_words():
-    with pytest.raises(UserError, match="'some' is neither a number of micro-batches nor auto"):
+    with pytest.raises(UserError, match="'some' is neither a number from 0 on nor auto"):
         parse(["--dga-retain", "some"])
 
 

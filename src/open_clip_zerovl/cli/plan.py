@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
-from open_clip_zerovl.recipe.declare import add_flags, flags_of
+from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
 from open_clip_zerovl.recipe.open_clip_flags import check_known
 

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.values import natural, part, positive, seed
+from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import AUTO_AUGMENTS, PIXEL_PATH, PIXEL_PATHS, POLICIES
-from open_clip_zerovl.recipe.declare import key_value
 
 
 def add_teacher(commands) -> None:

@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.plan.data import Missing, SourceCheck
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.plan.teachers import TeacherPlan
-from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import at_least, flag, flags_of, out_of_range, redeclared
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.recipe.declare import at_least, flag, flags_of, out_of_range, redeclared
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 
 

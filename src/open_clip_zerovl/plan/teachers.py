@@ -17,6 +17,7 @@ from open_clip.factory import get_model_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.distill.manifest import read_manifest
 from open_clip_zerovl.distill.shards import PREFIX, parse_widths
@@ -26,7 +27,6 @@ from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, context_leng
 from open_clip_zerovl.plan.data import DataCheck, Missing
 from open_clip_zerovl.plan.model import quiet
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.recipe.declare import flags_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 

@@ -1,7 +1,7 @@
 """The flags of training, each declared once: default, type, choices, range, help, and what it contradicts.
 
 From the declarations follow the parsers of `python -m training.main` and `zerovl plan`, the fields of `RecipeConfig` and
-`PlanSettings`, and the checks of both; `declare` says how. Nothing here imports torch, so that a help text or a refusal is
+`PlanSettings`, and the checks of both (see `core.flags`). Nothing here imports torch, so that a help text or a refusal is
 printed at once.
 
 `RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a plan depends on or that have
@@ -16,6 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import (
+    BETA,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Contradiction,
+    Range,
+    Requirement,
+    Switch,
+    at_least,
+    conflicts,
+    flag,
+    flags_of,
+    key_value,
+    number_or,
+)
 from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
@@ -30,22 +46,6 @@ from open_clip_zerovl.data.names import (
     is_named,
 )
 from open_clip_zerovl.losses.names import POSITIVES
-from open_clip_zerovl.recipe.declare import (
-    BETA,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    Contradiction,
-    Range,
-    Switch,
-    Values,
-    at_least,
-    captions_per_image,
-    flag,
-    flags_of,
-    key_value,
-    retain,
-)
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "no-replay")
@@ -57,8 +57,11 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 # Ours
 # ---------------------------------------------------------------------------------------------------------------------
 
-NAME_THEM = "name the sources: --train-data NAME=SHARDS"
-_STOCK_DATA = Contradiction("open_clip's own data pipeline", lambda given: not given.mixture, NAME_THEM)
+_NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
+
+
+_OWN_STEP = Requirement("the recipe's step, which CoCa and --distill-model don't take", lambda given: given.own_step)
+_DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +78,14 @@ class SourceFlags:
             "every optimizer step draws from one source, over all ranks and micro-batches; the same as --sampling debiased. "
             "Name the sources: --train-data sbu=SHARDS::vg=SHARDS",
         ),
-        contradicts=(
-            Contradiction("no --train-data", lambda given: not given.train_data and given.trains, NAME_THEM + "::..."),
-        ),
+        needs=(Requirement("--train-data NAME=SHARDS::...", lambda given: bool(given.train_data) or not given.trains),),
     )
     debiased_draw: str = flag(
         "exact",
         "exact: every source in exact proportion each epoch; iid: a source drawn for each step, as the paper's released "
         "code does (default %(default)s)",
         choices=DRAWS,
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}",
-                lambda given: given.sampling != "debiased",
-                "it belongs to --debiased-sampling",
-                flag="--debiased-draw iid",
-            ),
-        ),
+        needs=(_DEBIASED,),
     )
     debiased_share: float = flag(
         1.0,
@@ -99,10 +93,8 @@ class SourceFlags:
         "effective batch, come in steps that mix all sources (default %(default)s)",
         metavar="SHARE",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
+        needs=(_DEBIASED,),
         contradicts=(
-            Contradiction(
-                "--sampling {strategy}", lambda given: given.sampling != "debiased", "it belongs to --debiased-sampling"
-            ),
             Contradiction(
                 "--debiased-draw {debiased_draw}",
                 lambda given: given.debiased_draw != "exact",
@@ -114,13 +106,7 @@ class SourceFlags:
         None,
         "order of the sources in --sampling sequential (default: as given)",
         metavar="NAME::NAME",
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}",
-                lambda given: given.sampling != "sequential",
-                "the order is that of --sampling sequential",
-            ),
-        ),
+        needs=(Requirement("--sampling sequential", lambda given: given.sampling == "sequential"),),
     )
     captions: str | None = flag(
         None,
@@ -129,8 +115,8 @@ class SourceFlags:
         "txt+KEY shows one of each in every step, and sums their losses",
         metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
         range=Range(f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD", lambda value, _: is_captions(value)),
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup and given.texts_per_image > 1,
@@ -143,28 +129,28 @@ class SourceFlags:
         "replace",
         "what to do with a sample that cannot be used: replace it by another of its source, or fail (default %(default)s)",
         choices=POLICIES,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     pixel_path: str = flag(
         PIXEL_PATH,
         "decode and resize pictures with PIL, or as arrays with libjpeg-turbo and torch: faster, equal up to rounding "
         "(default %(default)s)",
         choices=PIXEL_PATHS,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     max_bad_share: float = flag(
         0.10,
         "stop when a source has lost a larger share of its samples (default %(default)s)",
         metavar="SHARE",
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
         planned=False,
     )
     shard_cache: str | None = flag(
         None,
         "keep remote shards in DIR, on a local disk: each is fetched once and read from there",
         metavar="DIR",
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
         planned="the plan reads remote shards as they come",
     )
     shard_cache_gib: float = flag(
@@ -172,11 +158,7 @@ class SourceFlags:
         "GiB that --shard-cache may take; what was not read for longest makes room (default %(default)s)",
         metavar="N",
         range=POSITIVE,
-        contradicts=(
-            Contradiction(
-                "no --shard-cache", lambda given: given.shard_cache is None, "it is the cache's bound; give both"
-            ),
-        ),
+        needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
         planned="it is a bound of --shard-cache",
     )
     loader_timeout: float = flag(
@@ -184,7 +166,7 @@ class SourceFlags:
         "stop when no batch comes for this time, and name what is being read; 0 waits forever (default %(default)s)",
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
 
 
@@ -201,7 +183,7 @@ class DgaFlags:
     dga_retain: int | str = flag(
         1,
         "micro-batches whose graph is kept instead of forwarded twice; auto: as many as free memory allows",
-        kind=retain,
+        kind=number_or("auto", 0),
         metavar="R|auto",
         range=Range(
             "auto, or 0 to --dga-steps {dga_steps}",
@@ -271,8 +253,8 @@ class LossFlags:
         "the plain loss (default %(default)s)",
         metavar="W",
         range=NOT_NEGATIVE,
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--sampling {strategy}",
                 lambda given: given.strategy != "random" and given.debiased_share == 1,
@@ -292,8 +274,8 @@ class LossFlags:
         "which samples of the effective batch share the target evenly: those with the same caption, the same image, or either "
         "(both) (default %(default)s: none)",
         choices=POSITIVES,
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup,
@@ -310,7 +292,7 @@ class LossFlags:
     )
 
 
-_NO_TEACHER = Contradiction("no --teacher", lambda given: given.teacher is None, "it is of the teachers; give both")
+_TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +303,8 @@ class TeacherFlags:
         None,
         "learn from the embeddings that `zerovl teacher` has stored in DIR, and show the views that it has stored",
         metavar="DIR",
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup,
@@ -336,7 +318,7 @@ class TeacherFlags:
         "share of the distillation in the loss; the rest is the contrastive loss (default %(default)s)",
         metavar="W",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
-        contradicts=(_NO_TEACHER,),
+        needs=(_TEACHER,),
         planned=False,
     )
     distill_temperature: float = flag(
@@ -344,14 +326,12 @@ class TeacherFlags:
         "temperature of the teachers' softmaxes (default %(default)s, a scale of 100)",
         metavar="T",
         range=POSITIVE,
-        contradicts=(_NO_TEACHER,),
+        needs=(_TEACHER,),
         planned=False,
     )
 
 
-_NO_MIXUP = Contradiction(
-    "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is a parameter of mixup; give both"
-)
+_MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,15 +346,15 @@ class AugmentationFlags:
         "lambda ~ Beta(A, A) (default %(default)s)",
         metavar="A",
         range=POSITIVE,
-        contradicts=(_NO_MIXUP,),
+        needs=(_MIXUP,),
     )
     mixup_of: str = flag(
         "coin",
         "coin: images or texts of a batch, as the paper does; both: images and texts of each batch, for comparison (3.2; "
         "default %(default)s)",
         choices=("coin", "both"),
+        needs=(_MIXUP,),
         contradicts=(
-            _NO_MIXUP,
             Contradiction(
                 "--sort-text",
                 lambda given: given.sort_text,
@@ -388,8 +368,8 @@ class AugmentationFlags:
         "what of a text is mixed: its features, as the paper does, or its word embeddings, for comparison (3.2; default "
         "%(default)s)",
         choices=("features", "embeddings"),
+        needs=(_MIXUP,),
         contradicts=(
-            _NO_MIXUP,
             Contradiction(
                 "--cache-frozen of the text tower",
                 lambda given: given.cache_frozen is not None and given.freeze == ("text",),
@@ -403,7 +383,7 @@ class AugmentationFlags:
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
         metavar="SHARE",
         range=SHARE,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     auto_augment: str | None = flag(
         None, "AutoAugment policy, after the crop (A.9); crop: --aug-cfg scale=(0.6,1.0)", choices=AUTO_AUGMENTS
@@ -472,12 +452,12 @@ class TowerFlags:
         "keep the frozen tower's features of each sample in DIR and reuse them",
         metavar="DIR",
         planned="planned as an epoch that fills the cache",
+        needs=(
+            Requirement("one frozen tower: --freeze image or --freeze text", lambda given: len(given.freeze) == 1),
+            _NAMED_SOURCES,
+            _OWN_STEP,
+        ),
         contradicts=(
-            Contradiction(
-                "anything but one frozen tower on named sources",
-                lambda given: len(given.freeze) != 1 or not given.mixture or not given.own_step,
-                "give --freeze image or --freeze text and name the sources",
-            ),
             Contradiction(
                 "--text-augment",
                 lambda given: given.freeze == ("text",) and given.text_augment is not None,
@@ -589,12 +569,8 @@ class CheckpointFlags:
         "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
+        needs=(_NAMED_SOURCES, _OWN_STEP),
         contradicts=(
-            Contradiction(
-                "open_clip's own data or step",
-                lambda given: not given.mixture or not given.own_step,
-                f"exact resume needs the mixture; {NAME_THEM}",
-            ),
             Contradiction(
                 "--save-most-recent",
                 lambda given: given.save_most_recent,
@@ -607,9 +583,7 @@ class CheckpointFlags:
     )  # fmt: skip
 
 
-_NO_SETS = Contradiction(
-    "no --retrieval-data", lambda given: given.retrieval_data is None, "it says how that is scored; give both"
-)
+_SETS = Requirement("--retrieval-data", lambda given: given.retrieval_data is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,15 +604,15 @@ class RetrievalFlags:
         "transform of the retrieval sets' pictures: the checkpoint's own, as CLIP_benchmark applies it, or the paper's (A.9), "
         "squash to 256 and crop 224, scaled to the model's size (default %(default)s)",
         choices=RETRIEVAL_TRANSFORMS,
-        contradicts=(_NO_SETS,),
+        needs=(_SETS,),
         planned=False,
     )
     retrieval_captions: int | str = flag(
         5,
         "captions kept of each image of a retrieval set, the first ones; the papers count five of COCO's (default %(default)s)",
-        kind=captions_per_image,
+        kind=number_or("all", 1),
         metavar="N|all",
-        contradicts=(_NO_SETS,),
+        needs=(_SETS,),
         planned=False,
     )
 
@@ -817,6 +791,12 @@ class OpenClipFlags:
 class AllFlags(OpenClipFlags, RecipeConfig):
     """The values of all flags that are declared here, from which ranges and contradictions are checked."""
 
+    @classmethod
+    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace) -> AllFlags:
+        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given."""
+        known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
+        return cls(**values_of(known), **ours)
+
     @property
     def strategy(self) -> str:
         """How sources make batches: --sampling, or random for open_clip's own pipeline."""
@@ -844,18 +824,8 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
-    """One sentence for each of our flags that was given and contradicts something.
-
-    Args:
-        names: of the flags to check; None: all.
-    """
-    for each in flags_of(RecipeConfig):
-        if getattr(given, each.name) == each.default or (names is not None and each.name not in names):
-            continue
-        for one in each.contradicts:
-            if one.when(given):
-                other = one.other.format_map(Values(given))
-                yield f"{other} does not work with {one.flag or each.option}: {one.advice}"
+    """One sentence for each of our flags that was given and lacks or contradicts something; see `core.flags.conflicts`."""
+    return conflicts(given, {each.name for each in flags_of(RecipeConfig)} if names is None else names)
 
 
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,16 @@
-"""open_clip 3.3: the names that its main looks up, and our pieces for them."""
+"""open_clip 3.3: the names that its main looks up, and the hooks of a run under them."""
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
 from open_clip_zerovl.core.releases import LINE_3
-from training.pieces import Pieces
-from training.resume import PREFIX
 
 LINE = LINE_3
 
-# The parameters of each seam that main passes.
-SEAMS: dict[str, tuple[str, ...]] = {
+# The parameters of each function that main passes.
+NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
     "copy_codebase": ("args",),
     "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
@@ -31,21 +28,21 @@ SEAMS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it."""
+def filled(run: Any, host: Any) -> dict[str, Any]:
+    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
     stock_data, stock_tokenizer, stock_epoch, stock_evaluate = (
         host.get_data, host.get_tokenizer, host.train_one_epoch, host.evaluate,
     )  # fmt: skip
 
-    def get_data(args: argparse.Namespace, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
-        def stock(args: argparse.Namespace) -> dict:
+    def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
+        def stock(args) -> dict:
             return stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
 
-        return pieces.get_data(stock, args, preprocess_fns, epoch, tokenizer)
+        return run.get_data(stock, args, preprocess_fns, tokenizer)
 
     def pt_load(file_path: str, map_location: Any = None) -> dict:
-        checkpoint = pieces.load_checkpoint(file_path, map_location)
-        if not pieces.args.distributed:
+        checkpoint = run.load_checkpoint(file_path, map_location)
+        if not run.args.distributed:
             return checkpoint
         if "state_dict" in checkpoint:
             return {**checkpoint, "state_dict": _prefixed(checkpoint["state_dict"])}
@@ -57,42 +54,29 @@ def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
         def stock() -> None:
             stock_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=tb_writer)
 
-        pieces.train_epoch(stock, model, data, loss, epoch, optimizer, scaler, scheduler, tb_writer)
+        run.train_epoch(stock, model, data, loss, epoch, optimizer, scaler, scheduler, tb_writer)
 
     def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
             return stock_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
 
-        assert pieces.evaluate is not None
-        return pieces.evaluate(stock, unwrapped(model), data, epoch, tb_writer, tokenizer)
+        return run.evaluate(stock, getattr(model, "module", model), data, epoch, tb_writer, tokenizer)
 
-    seams: dict[str, Any] = {
-        "parse_args": lambda argv: pieces.args,
-        "copy_codebase": pieces.copy_codebase,
-        "create_model_and_transforms": pieces.create_model,
+    return {
+        "parse_args": lambda argv: run.args,
+        "copy_codebase": run.copy_codebase,
+        "create_model_and_transforms": run.create_model,
+        "get_tokenizer": lambda name, **options: stock_tokenizer(run.model_name, **options),
         "get_data": get_data,
         "pt_load": pt_load,
-        "get_latest_checkpoint": pieces.newest_checkpoint,
+        "get_latest_checkpoint": run.newest_checkpoint,
         "train_one_epoch": train_one_epoch,
+        "evaluate": evaluate,
+        **({"create_loss": run.create_loss} if run.own_step else {}),
+        **({"cosine_lr": run.cosine_lr} if run.own_schedule else {}),
+        **({"optim": SimpleNamespace(AdamW=lambda groups, **o: run.create_adamw(**o))} if run.own_adamw else {}),
     }
-    if pieces.model_name != pieces.args.model:
-        seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(pieces.model_name, **options)
-    if pieces.own_step:
-        seams["create_loss"] = pieces.create_loss
-    if pieces.cosine_lr is not None:
-        seams["cosine_lr"] = pieces.cosine_lr
-    if pieces.create_adamw is not None:
-        create = pieces.create_adamw
-        seams["optim"] = SimpleNamespace(AdamW=lambda groups, **options: create(**options))
-    if pieces.evaluate is not None:
-        seams["evaluate"] = evaluate
-    return seams
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel."""
-    return getattr(model, "module", model)
 
 
 def _prefixed(state: dict) -> dict:
-    return {PREFIX + name: value for name, value in state.items()}
+    return {"module." + name: value for name, value in state.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
-from training import line_4
+from training import openclip_v4
 from training.params import parse
 
 ITS_FLAGS = "these flags are of open_clip 4"
@@ -47,15 +47,15 @@ def test_without_flags_of_ours_all_of_its_own_are_taken():
     check_model("CLAP-HTSAT-tiny")
 
 
-def filled(tmp_path, newest: str | None):
-    """The line's seams with pieces and a main that only say by whom they were called."""
-    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in line_4.SEAMS}
+def filled(newest: str | None):
+    """The line's names with a run and a main that only say by whom they were called."""
+    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
     stock["get_latest_checkpoint"] = lambda path, remote: newest
-    pieces = SimpleNamespace(
-        args=Namespace(model="m"), model_name="m", own_step=True, cosine_lr=None, create_adamw=None, evaluate=None,
-        copy_codebase=None, create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
+    run = SimpleNamespace(
+        args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False, copy_codebase=None,
+        create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
     )  # fmt: skip
-    return line_4.filled(pieces, SimpleNamespace(**stock))
+    return openclip_v4.filled(run, SimpleNamespace(**stock))
 
 
 def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
@@ -63,11 +63,11 @@ def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
     folder.mkdir()
     (tmp_path / "epoch_3.pt").touch()
     for newest, found in ((str(folder), str(folder)), (str(tmp_path / "epoch_3.pt"), "ours of x"), (None, "ours of x")):
-        assert filled(tmp_path, newest)["get_latest_checkpoint"]("x", remote=False) == found
-    assert filled(tmp_path, str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
+        assert filled(newest)["get_latest_checkpoint"]("x", remote=False) == found
+    assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
 
-    load = filled(tmp_path, None)["load_sharded_checkpoint"]
+    load = filled(None)["load_sharded_checkpoint"]
     with pytest.raises(UserError, match=r"epoch_2 is a folder, but no sharded checkpoint \(.metadata is missing\)"):
         load(None, str(folder))
-    (folder / line_4.SHARDED).touch()
+    (folder / openclip_v4.SHARDED).touch()
     assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"

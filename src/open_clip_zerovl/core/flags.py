@@ -1,4 +1,4 @@
-"""How a flag is declared as a field of a dataclass, added to a parser, and checked; `flags` holds the declarations.
+"""Flags declared as fields of dataclasses: how they are added to a parser, and checked.
 
 dga_steps: int = flag(1, "K micro-batches make one effective batch", metavar="K", range=at_least(1))
 # --dga-steps K, an int, 1 if it is not given, refused below 1
@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -43,6 +43,21 @@ SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
 NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
 BETA = Range("0 to less than 1", lambda value, _: 0 <= value < 1)
 POSITIVE = Range("a positive number", lambda value, _: value > 0)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Something without which a flag is refused: "--mixup-alpha needs --coin-flip-mixup".
+
+    Attributes:
+        other: what the flag needs, the last words of the sentence.
+        met: all flags' values -> whether it is given.
+        flag: name of the flag itself in the sentence, if its option is not precise enough.
+    """
+
+    other: str
+    met: Callable[[Any], bool]
+    flag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,7 @@ class Flag:
     several: bool
     nargs: str | None
     range: Range | None
+    needs: tuple[Requirement, ...]
     contradicts: tuple[Contradiction, ...]
     planned: bool | str
     switch: Switch | None
@@ -99,6 +115,10 @@ class Flag:
     @property
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    def given_as(self, value: Any) -> str:
+        """The option with which a person gives this value: the switch, if it is the switch's value."""
+        return self.option if self.switch is None or self.switch.value != value else self.switch.option
 
 
 def flag(
@@ -110,6 +130,7 @@ def flag(
     metavar: str | None = None,
     nargs: str | None = None,
     range: Range | None = None,
+    needs: tuple[Requirement, ...] = (),
     contradicts: tuple[Contradiction, ...] = (),
     planned: bool | str = True,
     switch: Switch | None = None,
@@ -117,7 +138,7 @@ def flag(
     """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given; default `dict` is {}."""
     declared = {
         "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
-        "contradicts": contradicts, "planned": planned, "switch": switch,
+        "needs": needs, "contradicts": contradicts, "planned": planned, "switch": switch,
     }  # fmt: skip
     if default is dict:
         return field(default_factory=dict, metadata={"flag": declared})
@@ -154,18 +175,15 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def retain(text: str) -> int | str:
-    """The value of `--dga-retain`: a number of graphs, or "auto"."""
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of micro-batches nor auto")
-    return text if text == "auto" else int(text)
+def number_or(word: str, least: int) -> Callable[[str], int | str]:
+    """The type of a flag whose value is a whole number, `least` or more, or the word: `--retrieval-captions 5`, `all`."""
 
+    def convert(text: str) -> int | str:
+        if text != word and not (text.isdecimal() and len(text) < 10 and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a number from {least} on nor {word}")
+        return text if text == word else int(text)
 
-def captions_per_image(text: str) -> int | str:
-    """How many captions of an image count, the first ones: a number from 1 on, or "all"."""
-    if text != "all" and (not text.isdecimal() or int(text) < 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of captions nor all")
-    return text if text == "all" else int(text)
+    return convert
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -216,6 +234,27 @@ def out_of_range(given: Any) -> Iterator[str]:
         value = getattr(given, each.name)
         if value is not None and each.range is not None and not each.range.holds(value, given):
             yield f"{each.option} {value} is out of range; give {each.range.wanted.format_map(Values(given))}"
+
+
+def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
+    """One sentence for each flag that was given without one that it needs, or with one that it contradicts.
+
+    Args:
+        given: all flags' values.
+        names: of the flags to check; None: all that `given` declares.
+    """
+    section: Any = type(given)
+    for each in flags_of(section):
+        value = getattr(given, each.name)
+        if value == each.default or (names is not None and each.name not in names):
+            continue
+        for need in each.needs:
+            if not need.met(given):
+                yield f"{need.flag or each.given_as(value)} needs {need.other}"
+        for one in each.contradicts:
+            if one.when(given):
+                other = one.other.format_map(Values(given))
+                yield f"{other} does not work with {one.flag or each.option}: {one.advice}"
 
 
 class Values(dict):

@@ -1,9 +1,10 @@
 """Replaces functions in open_clip_train.main, after a check that they are as expected.
 
 `open_clip_train.main` looks up the functions that it calls as module globals. `replaced` swaps some of them within a `with`
-block and restores them after it. Each supported line of releases has a module (`line_3`, `line_4`) that names them. If a name
-is missing, not used by main, or has another signature, the run stops before it starts, and the message gives open_clip's
-version: a change of open_clip's internals must not go unnoticed.
+block and restores them after it. Each supported line of releases has a module (`openclip_v3`, `openclip_v4`) that names them
+and calls the hooks, which are the public methods of `run.Run`, as that main calls its own functions. If a name is missing, not
+used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version: a change of
+open_clip's internals must not go unnoticed.
 """
 
 from __future__ import annotations
@@ -23,34 +24,31 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.releases import Line, line_of
-from training import line_3, line_4
+from training import openclip_v3, openclip_v4
 
-TABLES: dict[Line, Any] = {table.LINE: table for table in (line_3, line_4)}
+TABLES: dict[Line, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
 
 
 def check_host(main: ModuleType = host, version: str = open_clip.__version__) -> Any:
-    """Make sure that the installed open_clip is one whose seams are known; returns the module of its line.
+    """Make sure that the installed open_clip is one whose names are known; returns the module of its line.
 
     Raises:
-        UserError: a release of no line, a seam that is missing or not used, or a seam with other parameters.
+        UserError: a release of no line, a name that is missing or not used, or a function with other parameters.
     """
     table = TABLES[line_of(version)]
     used = main.main.__code__.co_names
-    for name, expected in table.SEAMS.items():
+    for name, expected in table.NAMES.items():
         function = getattr(main, name, None)
         if name == "optim":
             function = getattr(function, "AdamW", None)
         found = tuple(inspect.signature(function).parameters) if callable(function) else None
         if found is None or any(parameter not in found for parameter in expected):
-            raise UserError(
-                f"open_clip_torch {version} has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}; "
-                f"install an unmodified open_clip_torch {table.LINE.read}"
-            )
-        if name not in used:
-            raise UserError(
-                f"open_clip_train.main of open_clip_torch {version} has {name} and does not use it; install an unmodified "
-                f"open_clip_torch {table.LINE.read}"
-            )
+            wrong = f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}"
+        elif name not in used:
+            wrong = f"has {name} and does not use it in open_clip_train.main"
+        else:
+            continue
+        raise UserError(f"open_clip_torch {version} {wrong}; install an unmodified open_clip_torch {table.LINE.read}")
     return table
 
 
@@ -72,12 +70,12 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
 
     Raises:
         UserError: see `check_host`.
-        KeyError: a name that is no seam.
+        KeyError: a name that the line does not list.
     """
     table = check_host()
-    unknown = [name for name in replacements if name not in table.SEAMS]
+    unknown = [name for name in replacements if name not in table.NAMES]
     if unknown:
-        raise KeyError(f"{unknown} are no seams; {table.__name__}.SEAMS lists them")
+        raise KeyError(f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can")
     kept = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:

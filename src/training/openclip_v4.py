@@ -1,4 +1,4 @@
-"""open_clip 4: the names that its main looks up, and our pieces for them.
+"""open_clip 4: the names that its main looks up, and the hooks of a run under them.
 
 Its main wraps model and loss into a task (`create_task`), hands a `TrainState` to `train_one_epoch`, and its loaders yield
 dicts. Our loss is given to a `CLIPTask`; our step trains the task's module.
@@ -13,14 +13,13 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import LINE_4
-from training.pieces import Pieces
 from training.resume import of_this_line
 
 LINE = LINE_4
 SHARDED = ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
 
-# The parameters of each seam that main passes.
-SEAMS: dict[str, tuple[str, ...]] = {
+# The parameters of each function that main passes.
+NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
     "copy_codebase": ("args",),
     "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
@@ -37,36 +36,32 @@ SEAMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def filled(pieces: Pieces, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): seam -> our piece, called as that main calls it."""
-    ours = _Adapters(pieces, host)
-    seams: dict[str, Any] = {
-        "parse_args": lambda argv: pieces.args,
-        "copy_codebase": pieces.copy_codebase,
-        "create_model_and_transforms": pieces.create_model,
+def filled(run: Any, host: Any) -> dict[str, Any]:
+    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    ours = _Adapters(run, host)
+    stock_tokenizer = host.get_tokenizer
+    return {
+        "parse_args": lambda argv: run.args,
+        "copy_codebase": run.copy_codebase,
+        "create_model_and_transforms": run.create_model,
+        "get_tokenizer": lambda name, **options: stock_tokenizer(run.model_name, **options),
         "create_task": ours.create_task,
         "create_optimizer": ours.create_optimizer,
         "get_data": ours.get_data,
         "get_latest_checkpoint": ours.newest_checkpoint,
         "load_sharded_checkpoint": ours.load_sharded_checkpoint,
         "train_one_epoch": ours.train_one_epoch,
-        "load_checkpoint": host.load_checkpoint if getattr(pieces.args, "fsdp", False) else ours.load_checkpoint,
+        "evaluate": ours.evaluate,
+        "load_checkpoint": host.load_checkpoint if getattr(run.args, "fsdp", False) else ours.load_checkpoint,
+        **({"cosine_lr": run.cosine_lr} if run.own_schedule else {}),
     }
-    if pieces.model_name != pieces.args.model:
-        stock_tokenizer = host.get_tokenizer
-        seams["get_tokenizer"] = lambda name, **options: stock_tokenizer(pieces.model_name, **options)
-    if pieces.cosine_lr is not None:
-        seams["cosine_lr"] = pieces.cosine_lr
-    if pieces.evaluate is not None:
-        seams["evaluate"] = ours.evaluate
-    return seams
 
 
 class _Adapters:
-    """Our pieces with the parameters that this line's main passes. `stock_...` are main's own functions."""
+    """The run's hooks with the parameters that this line's main passes. `stock_...` are main's own functions."""
 
-    def __init__(self, pieces: Pieces, host: Any) -> None:
-        self.pieces = pieces
+    def __init__(self, run: Any, host: Any) -> None:
+        self.run = run
         self.stock_data, self.stock_task, self.stock_optimizer = host.get_data, host.create_task, host.create_optimizer
         self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
         self.stock_load_sharded, self.stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
@@ -77,21 +72,21 @@ class _Adapters:
                 args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, naflex_data_config=naflex_data_config
             )
 
-        data = self.pieces.get_data(stock, args, preprocess_fns, epoch, tokenizer)
+        data = self.run.get_data(stock, args, preprocess_fns, tokenizer)
         if "train" in data:
-            data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not self.pieces.own_step)
+            data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not self.run.own_step)
         return data
 
     def create_task(self, args, model, dist_model=None, naflex_data_config=None) -> Any:
-        if not self.pieces.own_step:
+        if not self.run.own_step:
             return self.stock_task(args, model=model, dist_model=dist_model, naflex_data_config=naflex_data_config)
         from open_clip.task import CLIPTask
 
-        return CLIPTask(model, loss=self.pieces.create_loss(args))
+        return CLIPTask(model, loss=self.run.create_loss(args))
 
     def create_optimizer(self, model, cfg, device=None, tensorize: bool = False) -> Any:
-        if self.pieces.create_adamw is not None:
-            return self.pieces.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+        if self.run.own_adamw:
+            return self.run.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
         try:
             return self.stock_optimizer(model, cfg, device=device, tensorize=tensorize)
         except ValueError as error:  # from flags: --opt-fallback-list, --text-layer-decay ...
@@ -101,11 +96,11 @@ class _Adapters:
         def stock() -> None:
             self.stock_epoch(state, data, args, tb_writer=tb_writer)
 
-        self.pieces.train_epoch(
+        self.run.train_epoch(
             stock, state.task.trainable_module, data, getattr(state.task, "loss", None), state.epoch, state.optimizer,
             state.scaler, state.scheduler, tb_writer,
         )  # fmt: skip
-        if self.pieces.own_step:  # open_clip's own loop counts these
+        if self.run.own_step:  # open_clip's own loop counts these
             loader = data["train"].dataloader
             state.global_step = loader.num_batches * (state.epoch + 1)
             state.samples_seen = loader.num_samples * (state.epoch + 1)
@@ -114,12 +109,11 @@ class _Adapters:
         def stock(data: dict) -> dict[str, Any]:
             return self.stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
 
-        assert self.pieces.evaluate is not None
-        return self.pieces.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
+        return self.run.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
 
     def load_checkpoint(self, task, path, optimizer=None, scaler=None, is_distributed=False, metadata=None) -> int:
         """As open_clip's, after our checks. The checkpoint has bare names; 3.3 or this line wrote it."""
-        checkpoint = self.pieces.load_checkpoint(path, "cpu")
+        checkpoint = self.run.load_checkpoint(path, "cpu")
         if "epoch" not in checkpoint:  # bare weights
             task.load_state_dict({"state_dict": checkpoint})
             return 0
@@ -146,7 +140,7 @@ class _Adapters:
         sharded = None if remote else self.stock_newest(path, remote=False)
         if sharded is not None and os.path.isdir(sharded):
             return sharded
-        return self.pieces.newest_checkpoint(path, remote)
+        return self.run.newest_checkpoint(path, remote)
 
 
 class _Loader:
