@@ -26,6 +26,7 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.evaluate.bias.pools import POOLS
 from open_clip_zerovl.report.markdown import markdown_table
 from scripts.ablation import figures
+from scripts.ablation.jobs import settings_of
 from scripts.ablation.protocol import (
     ALL_UNSEEN,
     CHANCE,
@@ -60,7 +61,6 @@ from scripts.ablation.verdicts import (
     judge,
     over_seeds,
 )
-from scripts.emoji.runs import flag_values
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed
@@ -107,8 +107,8 @@ def _check_settings(record: Record, path: Path) -> None:
     condition = CONDITIONS[record["condition"]]
     choices = {**read_choices(), **record["choices"]}  # a setting may have become a choice after the run
     run = ["--sampling", condition.sampling, "--epochs", str(condition.run_epochs(choices))]
-    then = flag_values(record["flags"])
-    today = flag_values([*condition.run_flags(choices), *run])
+    then = settings_of(record["flags"])
+    today = settings_of([*condition.run_flags(choices), *run])
     if differing := [name for name, values in today.items() if then.get(name) != values]:
         raise UserError(
             f"{record['condition']}-seed{record['seed']} of {path} was trained with other settings than the condition has now "
@@ -214,7 +214,9 @@ class Row:
         """Pool of the trained sources -> its difference; without pools that were not measured twice."""
         found = {}
         for pool in POOLS if self.comparison.measure == "score" else ():
-            values = {seed: (run["rsum"].get(pool), other["rsum"].get(pool)) for seed, (run, other) in self.pairs.items()}
+            values = {
+                seed: (run["rsum"].get(pool), other["rsum"].get(pool)) for seed, (run, other) in self.pairs.items()
+            }
             differences = {seed: run - other for seed, (run, other) in values.items() if None not in (run, other)}
             if len(differences) > 1:
                 found[pool] = estimate(differences, self.unseen)
@@ -342,11 +344,21 @@ def conditions_table(records: Records, names: Sequence[str], with_temperature: b
         cells = (score, *pools, *(mean_and_range(values, 0) for values in probes))
         cpu = mean_and_range([run["cpu_seconds"] for run in runs], 0)
         rows.append((f"{CONDITIONS[name].label}{more}", str(len(runs)), str(runs[0]["epochs"]), samples, *cells, cpu))
-    header = ("run", "seeds", "epochs", "samples, thousands", "score", *POOLS, "probe images %", "probe texts %", "CPU s")
+    header = (
+        "run",
+        "seeds",
+        "epochs",
+        "samples, thousands",
+        "score",
+        *POOLS,
+        "probe images %",
+        "probe texts %",
+        "CPU s",
+    )
     return markdown_table(header, rows)
 
 
-def outcomes(rows: Sequence[Row], standing: set[str]) -> list[tuple[str, list[str]]]:
+def outcomes(rows: Sequence[Row], standing: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """The comparisons with a headline that have runs, by outcome.
 
     An undecided one is named without its numbers: a mean alone says more than is known, and the table has the interval.
@@ -365,7 +377,11 @@ def outcomes(rows: Sequence[Row], standing: set[str]) -> list[tuple[str, list[st
 
 def held_out_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """Which rows would have another verdict by the held-out pairs alone, the score before it counted all pairs."""
-    both = [(row, row.verdict.verdict, row.judged(held_out=True).verdict) for row in rows if row.decided and row.on_all_pairs]
+    both = [
+        (row, row.verdict.verdict, row.judged(held_out=True).verdict)
+        for row in rows
+        if row.decided and row.on_all_pairs
+    ]
     others = [
         f"{row.name} ({there} in place of {here})"
         for row, here, there in both
@@ -377,7 +393,9 @@ def held_out_rows(rows: Sequence[Row]) -> dict[str, Any]:
 def debiasing_rows(rows: Sequence[Row]) -> dict[str, Row]:
     """The comparisons of debiased with random sampling that have two seeds: the emoji's, short and long, and the icons'."""
     named = {"debiased": "emoji", "long-debiased": "emoji, long", "icons-debiased": "icons"}
-    found = {named[row.comparison.run]: row for row in reversed(rows) if row.comparison.run in named and "random" in row.name}
+    found = {
+        named[row.comparison.run]: row for row in reversed(rows) if row.comparison.run in named and "random" in row.name
+    }
     return {data: found[data] for data in named.values() if found[data].verdict.seeds > 1}
 
 
@@ -389,7 +407,9 @@ def summary(rows: Sequence[Row]) -> str:
         if row.pairs
     ]
     shown = markdown_table(("table", "what", "here", "p", "seeds", "the paper", "verdict"), cells)
-    waiting = [f"{row.table.name}, {row.comparison.run} against {row.comparison.against}" for row in rows if not row.pairs]
+    waiting = [
+        f"{row.table.name}, {row.comparison.run} against {row.comparison.against}" for row in rows if not row.pairs
+    ]
     return f"{shown}\n\nNot run yet: {'; '.join(waiting)}." if waiting else shown
 
 
@@ -424,7 +444,11 @@ def section(records: Records, table: PaperTable, rows: Sequence[Row], folder: Pa
 
 def debiasing_figure(rows: Mapping[str, Row]) -> bytes:
     """What debiased sampling changes, in each pool of both miniatures."""
-    pools = {"within": "within a trained source", "across": "across trained sources", "mixed": "all trained sources in one pool"}
+    pools = {
+        "within": "within a trained source",
+        "across": "across trained sources",
+        "mixed": "all trained sources in one pool",
+    }
     bars = []
     for data, row in rows.items():
         bars.append(figures.Bar(f"{data}: a source not trained on", row.verdict))
@@ -447,7 +471,9 @@ def write_page(records: Records, page: Path) -> str:
         write_atomically(folder / "debiasing.png", debiasing_figure(debiasing))
     begun = [(table, [row for row in own if row.pairs]) for table, own in tables]
     overview = summary(rows)
-    template = Template(Path(__file__).with_name("results.md.j2").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    template = Template(
+        Path(__file__).with_name("results.md.j2").read_text(encoding="utf-8"), keep_trailing_newline=True
+    )
     text = template.render(
         every=every, seeds=sorted({record["seed"] for record in every}), folder=folder.name,
         days=sorted({record["started"][:10] for record in every}),

@@ -154,4 +154,6 @@ def judge(
         return CONTRADICTED if claim == ("lower" if of.low > 0 else "higher") else REPRODUCED
 
     by_seeds = word(over_seeds([*differences.values()]))
-    return Verdict(**vars(found), verdict=word(found), by_seeds=by_seeds, seeds=len(differences), run=ours, against=theirs)
+    return Verdict(
+        **vars(found), verdict=word(found), by_seeds=by_seeds, seeds=len(differences), run=ours, against=theirs
+    )
