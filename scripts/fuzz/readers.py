@@ -165,7 +165,7 @@ def resuming(folder: Path) -> None:
         torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
     position = resume.read_position(content)
     if position is not None:
-        now = resume.Position(1, 0, 24, 1, 2, "a (100)", micro_batch=24, dga_steps=1, order={"--seed": 0})
+        now = resume.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
         position.start_step(now)
         position.read_on(now)
         position.graphs_for(now)

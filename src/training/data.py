@@ -274,7 +274,7 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
     assert config.sampling is not None
     return Sampling(
         strategy=config.sampling,
-        draw=config.debiased_draw,
+        draw=config.draw,
         debiased_share=config.debiased_share,
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,

@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.files import check_writable, no_checkpoint
 from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.data.names import check_paths, check_separators, is_named
-from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, values_of
+from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
 from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
@@ -46,6 +46,9 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
 
     def error(self, message: str) -> NoReturn:
+        for word in message.split():
+            if (new := RENAMED.get(word.partition("=")[0])) is not None:
+                raise UserError(f"{word.partition('=')[0]} is now {new}")
         known = [*self._option_string_actions, *build_parser()._option_string_actions]
         raise UserError(argparse_sentence(message, known, "python -m training.main --help"))
 

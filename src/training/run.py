@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from open_clip_train.distributed import world_info_from_env
 
-from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
@@ -169,8 +170,10 @@ class Run:
                 self._leave(stopped)
             self.preemption.wait_for_all()
             raise
-        except ValueError as error:
-            if not str(error).startswith(OTHER_GROUPS):
+        except Exception as error:
+            if not isinstance(error, ValueError) or not str(error).startswith(OTHER_GROUPS):
+                if not self.trained and (sentence := words_of_main(error)) is not None:
+                    raise UserError(sentence) from error
                 raise
             raise UserError(
                 f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
@@ -351,6 +354,15 @@ class Run:
         """The further entry of open_clip's epoch checkpoint, with which a resumed run is bit-equal."""
         end = self.trainer.epoch_end if self.trainer is not None else None
         return {} if end is None else {"zerovl": resume.entry_of(end)}
+
+
+def words_of_main(error: Exception) -> str | None:
+    """The sentence in which open_clip's training program refuses its input, or for a file that it cannot open; else None."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
+    if own and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError) and str(error):
+        return f"open_clip: {first_line(error)}"
+    return place_sentence(error)
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FileLock:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.dga.inputs import on_device
@@ -99,7 +100,7 @@ class Trainer:
         loader = data["train"].dataloader
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
-        here = self._position(args, epoch, 0, sources, mixture.preprocessing.teachers if mixture is not None else None)
+        here = self._position(args, epoch, sources, mixture.preprocessing.teachers if mixture is not None else None)
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -112,7 +113,7 @@ class Trainer:
                 mixup=self.mixup,
                 cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
-                temperature_parameter=self.config.temperature_parameter,
+                temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
@@ -174,7 +175,7 @@ class Trainer:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         self._lost(loader, epoch + 1)
         if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
+            self.epoch_end = replace(here, epoch=epoch + 1, read_as=None, retained=self._retained())
 
     def _lost(self, loader, at: float) -> None:
         """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
@@ -204,36 +205,24 @@ class Trainer:
             pass
 
     def _position(
-        self,
-        args: argparse.Namespace,
-        epoch: int,
-        step: int,
-        sources: Sequence[Source],
-        teachers: StoredTeachers | None,
+        self, args: argparse.Namespace, epoch: int, sources: Sequence[Source], teachers: StoredTeachers | None
     ) -> Position:
         config = self.config
-        return Position(
-            epoch,
-            step,
-            effective_batch=args.batch_size * config.dga_steps * args.world_size,
-            world_size=args.world_size,
-            workers=max(1, args.workers),
-            sources=", ".join(f"{source.name} ({source.num_samples})" for source in sources),
-            micro_batch=args.batch_size,
-            dga_steps=config.dga_steps,
-            order={
-                "--seed": args.seed,
-                "--sampling": config.sampling,
-                "--debiased-draw": config.debiased_draw,
-                "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
-                "--source-order": config.source_order,
-                "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
-                "--captions": config.captions,
-                "--train-num-samples": args.train_num_samples,
-                "--dataset-resampled": args.dataset_resampled,
-                "--teacher": None if teachers is None else teachers.digest,
-            },
-        )
+        order = {
+            "--seed": args.seed,
+            "--sampling": config.sampling,
+            "--ablate iid-draw": config.draw == "iid" or None,
+            "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
+            "--source-order": config.source_order,
+            "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
+            "--captions": config.captions,
+            "--train-num-samples": args.train_num_samples,
+            "--dataset-resampled": args.dataset_resampled,
+            "--teacher": None if teachers is None else teachers.digest,
+        }
+        batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
+        names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
+        return Position(epoch, 0, batching, names, order)
 
 
 def settle_buckets(

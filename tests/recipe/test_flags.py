@@ -14,8 +14,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import LINE_4, line_here
 from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
+from open_clip_zerovl.recipe.arguments import check_known, open_clip_options
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
-from open_clip_zerovl.recipe.open_clip_flags import check_known, open_clip_options
 from support import ROOT
 from training.params import build_parser, open_clip_parser, parse
 
@@ -95,9 +95,20 @@ def test_open_clips_flags_are_as_open_clip_has_them():
             assert tuple(choices) == each.choices, each.option
 
 
+def test_ablations_are_what_the_library_takes():
+    _, config = parse(
+        [*DATA, "--debiased-sampling", "--ablate", "no-replay", "--ablate", "iid-draw", "--dga-steps", "2"]
+    )
+    assert config.ablate == ("iid-draw", "no-replay") and config.draw == "iid" and parse(DATA)[1].draw == "exact"
+
+
 def test_no_flag_given_means_open_clips_own_run():
     args, config = parse([])
-    assert config == RecipeConfig() and not config.active and not hasattr(args, "dga_steps")
+    assert (
+        not config.changes(*(each.name for each in flags_of(RecipeConfig)))
+        and not config.active
+        and not hasattr(args, "dga_steps")
+    )
     assert parse(["--dga-steps", "2"])[0].dga_steps == 2
 
 
@@ -131,14 +142,8 @@ def without_json(values: dict) -> dict:
         ("--freeze image --lock-image", "--lock-image does not work with --freeze image: give one"),
         ("--mixup-alpha 0.3", "--mixup-alpha needs --coin-flip-mixup"),
         ("--debiased-share 0.8", "--debiased-share needs --debiased-sampling"),
-        (
-            "--sampling debiased --debiased-share 0.8 --debiased-draw iid",
-            "--debiased-draw iid does not work with --debiased-share",
-        ),
         ("--sampling debiased --debiased-share 0", "--debiased-share 0.0 is out of range"),
-        ("--mixup-of both", "--mixup-of needs --coin-flip-mixup"),
         ("--source-order a", "--source-order needs --sampling sequential"),
-        ("--debiased-draw iid", "--debiased-draw needs --debiased-sampling"),
         ("--save-every-steps 5 --save-most-recent", "--save-most-recent does not work with --save-every-steps"),
         ("--sampling random --debiased-sampling", "--debiased-sampling and --sampling random contradict each other"),
     ],
@@ -165,6 +170,8 @@ def test_what_a_flag_contradicts_is_not_said_without_it():
         ("--dga-step 4", "there is no flag --dga-step; did you mean --dga-steps?"),
         ("--warm-up=5", "there is no flag --warm-up; did you mean --warmup?"),
         ("--qqqqq", "there is no flag --qqqqq; `python -m training.main --help` lists the flags"),
+        ("--debiased-draw iid", "--debiased-draw is now --ablate iid-draw"),
+        ("--mixup-of=both", "--mixup-of is now --ablate mixup-both"),
         ("word", "'word' belongs to no flag; write it as --flag value"),
         ("--dga-steps many", "argument --dga-steps: invalid int value: 'many'; `python"),
         ("--epochs many", "argument --epochs: invalid int value: 'many'; `python"),
@@ -202,7 +209,15 @@ def test_a_double_dash_before_the_flags_is_passed_over():
             "--cross-source-weight 0.1 --debiased-sampling",
             "--sampling debiased does not work with --cross-source-weight: a batch from one source",
         ),
-        ("--coin-flip-mixup --mixup-of both --sort-text", "--sort-text does not work with --mixup-of both"),
+        ("--coin-flip-mixup --ablate mixup-both --sort-text", "--sort-text does not work with --ablate mixup-both"),
+        ("--ablate mixup-both", "--ablate mixup-both needs --coin-flip-mixup"),
+        ("--ablate mixup-embeddings", "--ablate mixup-embeddings needs --coin-flip-mixup"),
+        ("--ablate iid-draw", "--ablate iid-draw needs --debiased-sampling"),
+        (
+            "--sampling debiased --debiased-share 0.8 --ablate iid-draw",
+            "--debiased-share 0.8 does not work with --ablate iid-draw",
+        ),
+        ("--ablate iid", "argument --ablate: invalid choice: 'iid'"),
         ("--positives both --coin-flip-mixup", "--coin-flip-mixup does not work with --positives: a mixed sample"),
         ("--positives both --ablate detached-gather", "--ablate detached-gather does not work with --positives"),
         (

@@ -54,7 +54,7 @@ def checkpoints(folder: Path, keep: int, **more) -> StepCheckpoints:
 
 def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     model = torch.nn.Linear(2, 2)
-    position = Position(epoch, step, 8, 1, 1)
+    position = Position(epoch, step, Batching(8))
     checkpoints(folder, keep).write(model, torch.optim.AdamW(model.parameters()), None, position)
 
 
@@ -138,7 +138,7 @@ def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, mon
 
 
 TAKEN = Position(
-    1, 10, 24, 1, 2, "a (100)", micro_batch=8, dga_steps=3,
+    1, 10, Batching(8, 3, 1, 2), "a (100)",
     order={"--seed": 0, "--sampling": "debiased", "--train-data-upsampling-factors": "1", "--captions": None},
 )  # fmt: skip
 
@@ -159,7 +159,7 @@ TAKEN = Position(
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
     now = replace(TAKEN, order={**TAKEN.order, flag: value})
-    with pytest.raises(UserError, match="the rest of the epoch would show other samples") as refused:
+    with pytest.raises(UserError, match="the remaining batches would contain different samples") as refused:
         TAKEN.start_step(now)
     assert words in str(refused.value)
     assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
@@ -175,7 +175,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
 
     def order(arguments=args, sources=(source,), **config):
         trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption())
-        return trainer._position(arguments, 0, 0, sources, None).order
+        return trainer._position(arguments, 0, sources, None).order
 
     before = order()
     for flag, after in (
@@ -184,7 +184,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
         ("--dataset-resampled", order(argparse.Namespace(**{**vars(args), "dataset_resampled": True}))),
         ("--train-data-upsampling-factors", order(sources=(replace(source, weight=2.0),))),
         ("--sampling", order(sampling="random")),
-        ("--debiased-draw", order(debiased_draw="iid")),
+        ("--ablate iid-draw", order(ablate=("iid-draw",))),
         ("--debiased-share", order(debiased_share=0.8)),
         ("--source-order", order(source_order="a")),
         ("--captions", order(captions="all")),
@@ -198,24 +198,24 @@ def test_kept_graphs_are_taken_over_by_the_same_split_only():
     taken = replace(TAKEN, retained=asdict(decision))
     assert taken.graphs_for(TAKEN) == decision and TAKEN.graphs_for(TAKEN) is None
     for other in ({"world_size": 2}, {"micro_batch": 4}, {"dga_steps": 6}):
-        assert taken.graphs_for(replace(TAKEN, **other)) is None
+        assert taken.graphs_for(replace(TAKEN, batching=replace(TAKEN.batching, **other))) is None
 
 
 def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begun(caplog):
     """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice when the readers were dealt anew."""
     with caplog.at_level(logging.INFO):
         assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
-        now = replace(TAKEN, step=0, micro_batch=24, dga_steps=1, workers=1)
+        now = replace(TAKEN, step=0, batching=Batching(24))
         assert TAKEN.start_step(now) == 10
     assert (
         "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "read as it was begun" in caplog.text
     )
     begun = TAKEN.read_on(now)
-    assert begun.dealt == Batching(8, 3, 1, 2) and (begun.micro_batch, begun.dga_steps) == (24, 1)
+    assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
     # stopped again in this epoch and resumed with a third split
-    third = replace(now, micro_batch=4, dga_steps=6)
+    third = replace(now, batching=Batching(4, 6))
     assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
-    assert TAKEN.read_on(replace(now, world_size=2)).dealt == Batching(24, 1, 2, 1)  # approximate, and said
+    assert TAKEN.read_on(replace(now, batching=Batching(24, 1, 2))).dealt == Batching(24, 1, 2)  # approximate, and said
 
 
 @pytest.fixture

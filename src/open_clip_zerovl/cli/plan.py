@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.recipe.arguments import check_known
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
-from open_clip_zerovl.recipe.open_clip_flags import check_known
 
 
 class _Parser(argparse.ArgumentParser):

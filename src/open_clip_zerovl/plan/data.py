@@ -115,7 +115,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             epoch=0,
             weights=data.weights,
             epoch_samples=total,
-            draw=settings.debiased_draw,
+            draw=settings.draw,
             debiased_share=settings.debiased_share,
             source_order=[names.index(name) for name in order],
             names=names,

@@ -11,7 +11,7 @@ a range; `open_clip_train.params` declares them, and a test compares the two.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
     CAPTIONS,
-    DRAWS,
     PIXEL_PATH,
     PIXEL_PATHS,
     POLICIES,
@@ -48,9 +47,15 @@ from open_clip_zerovl.data.names import (
 from open_clip_zerovl.losses.names import POSITIVES
 
 TOWERS = ("image", "text")
-ABLATIONS = ("detached-gather", "no-replay")
+ABLATIONS = ("detached-gather", "iid-draw", "mixup-both", "mixup-embeddings", "no-replay", "temperature-parameter")
+#: A flag of before -> what stands in its place.
+RENAMED = {
+    "--debiased-draw": "--ablate iid-draw",
+    "--mixup-of": "--ablate mixup-both",
+    "--mixup-text": "--ablate mixup-embeddings",
+    "--temperature-parameter": "--ablate temperature-parameter",
+}
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-TEMPERATURE_PARAMETERS = ("logit-scale", "temperature")  # `recipe.optimizer` says what they are
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,13 +85,6 @@ class SourceFlags:
         ),
         needs=(Requirement("--train-data NAME=SHARDS::...", lambda given: bool(given.train_data) or not given.trains),),
     )
-    debiased_draw: str = flag(
-        "exact",
-        "exact: every source in exact proportion each epoch; iid: a source drawn for each step, as the paper's released "
-        "code does (default %(default)s)",
-        choices=DRAWS,
-        needs=(_DEBIASED,),
-    )
     debiased_share: float = flag(
         1.0,
         "share of each source's samples that comes in steps of that source alone; the rest, and sources smaller than an "
@@ -94,13 +92,6 @@ class SourceFlags:
         metavar="SHARE",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
         needs=(_DEBIASED,),
-        contradicts=(
-            Contradiction(
-                "--debiased-draw {debiased_draw}",
-                lambda given: given.debiased_draw != "exact",
-                "its counts are exact each epoch; leave --debiased-draw out",
-            ),
-        ),
     )
     source_order: str | None = flag(
         None,
@@ -170,6 +161,14 @@ class SourceFlags:
     )
 
 
+def _asked(ablation: str, other: str, met: Callable[[Any], bool]) -> Requirement:
+    return Requirement(other, lambda given: ablation not in given.ablate or met(given), f"--ablate {ablation}")
+
+
+def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
+    return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DgaFlags:
     """Decoupled gradient accumulation (section 4.1)"""
@@ -217,20 +216,53 @@ class DgaFlags:
     )
     ablate: tuple[str, ...] = flag(
         (),
-        "for the paper's ablations only, with wrong gradients: gather without gradient (Table 4), other dropout masks in the "
-        "second pass (Table 6)",
+        "for comparisons of the paper only; several may be given. Wrong gradients: detached-gather (Table 4), no-replay, other "
+        "dropout masks in the second pass (Table 6). Alternatives: iid-draw, a source drawn for each step; mixup-both, images "
+        "and texts of each batch mixed, and mixup-embeddings, word embeddings in place of text features (3.2); "
+        "temperature-parameter, the temperature itself learned, from 0.001 to 0.5 (released code)",
         choices=ABLATIONS,
-        planned=False,
+        metavar="NAME",
+        needs=(
+            _asked("iid-draw", "--debiased-sampling", lambda given: given.sampling == "debiased"),
+            _asked("mixup-both", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
+            _asked("mixup-embeddings", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
+        ),
         contradicts=(
-            Contradiction(
+            _ablation(
+                "no-replay",
                 "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
-                lambda given: (
-                    "no-replay" in given.ablate
-                    and isinstance(given.dga_retain, int)
-                    and given.dga_retain >= given.dga_steps
-                ),
+                lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
                 "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
-                flag="--ablate no-replay",
+            ),
+            _ablation(
+                "iid-draw",
+                "--debiased-share {debiased_share}",
+                lambda given: given.debiased_share < 1,
+                "its counts are exact each epoch; give one of them",
+            ),
+            _ablation(
+                "mixup-both",
+                "--sort-text",
+                lambda given: given.sort_text,
+                "a picture and its text would be mixed with different partners; leave it out",
+            ),
+            _ablation(
+                "mixup-embeddings",
+                "--cache-frozen of the text tower",
+                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
+                "mixed words have other features each step",
+            ),
+            _ablation(
+                "temperature-parameter",
+                "--temperature-constant",
+                lambda given: given.temperature_constant,
+                "a constant has no parameter; give one of them",
+            ),
+            _ablation(
+                "temperature-parameter",
+                "--precision {precision}",
+                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
+                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
             ),
         ),
     )
@@ -348,36 +380,6 @@ class AugmentationFlags:
         range=POSITIVE,
         needs=(_MIXUP,),
     )
-    mixup_of: str = flag(
-        "coin",
-        "coin: images or texts of a batch, as the paper does; both: images and texts of each batch, for comparison (3.2; "
-        "default %(default)s)",
-        choices=("coin", "both"),
-        needs=(_MIXUP,),
-        contradicts=(
-            Contradiction(
-                "--sort-text",
-                lambda given: given.sort_text,
-                "a picture and its text would be mixed with different partners; leave it out",
-                flag="--mixup-of both",
-            ),
-        ),
-    )
-    mixup_text: str = flag(
-        "features",
-        "what of a text is mixed: its features, as the paper does, or its word embeddings, for comparison (3.2; default "
-        "%(default)s)",
-        choices=("features", "embeddings"),
-        needs=(_MIXUP,),
-        contradicts=(
-            Contradiction(
-                "--cache-frozen of the text tower",
-                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
-                "mixed words have other features each step",
-                flag="--mixup-text embeddings",
-            ),
-        ),
-    )
     text_augment: float | None = flag(
         None,
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
@@ -483,33 +485,6 @@ class OptimizerFlags:
     """Optimisation (sections 2.2, A.9)"""
 
     temperature_constant: bool = flag(False, "keep the temperature at its initial value")
-    temperature_parameter: str = flag(
-        "logit-scale",
-        "what the optimizer sees of the temperature: open_clip's logit scale, bounded by temperatures 0.01 and 1, or the "
-        "temperature itself, bounded by 0.001 and 0.5, as in the paper's released code (default %(default)s)",
-        choices=TEMPERATURE_PARAMETERS,
-        planned=False,
-        contradicts=(
-            Contradiction(
-                "--temperature-constant",
-                lambda given: given.temperature_constant,
-                "a constant has no parameter; give one of them",
-                flag="--temperature-parameter temperature",
-            ),
-            Contradiction(
-                "--siglip",
-                lambda given: given.siglip,
-                "its bounds are those of the softmax loss; leave it out",
-                flag="--temperature-parameter temperature",
-            ),
-            Contradiction(
-                "--precision {precision}",
-                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
-                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
-                flag="--temperature-parameter temperature",
-            ),
-        ),
-    )
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
@@ -662,13 +637,18 @@ class RecipeConfig(
     def step_flags(self) -> bool:
         """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
-        names = ("coin_flip_mixup", "temperature_parameter", *(each.name for each in of_step))
+        names = ("coin_flip_mixup", *(each.name for each in of_step))
         return self.texts_per_image > 1 or self.changes(*names)
 
     @property
     def texts_per_image(self) -> int:
         """How many captions of a picture a step shows."""
         return captions_in_a_step(self.captions)
+
+    @property
+    def draw(self) -> str:
+        """How debiased sampling chooses the source of a step; of `data.names.DRAWS`."""
+        return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:
         """Whether one of these flags has another value than its default."""
@@ -774,14 +754,12 @@ class OpenClipFlags:
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
     report_to: str = flag("", metavar="TEXT", planned=False)
     remote_sync_frequency: int = flag(300, metavar="SECONDS", range=at_least(1, "second"), planned=False)
-    use_bnb_linear: str | None = flag(None, planned=False)
     loss_dist_impl: str | None = flag(
         None,
         range=Range("bidir, shift, reduce or gather", lambda value, _: value in ("bidir", "shift", "reduce", "gather")),
         planned=False,
     )
     val_num_samples: int | None = flag(None, metavar="N", range=at_least(1), planned=False)
-    imagenet_v2: str | None = flag(None, planned=False)
     save_frequency: int = flag(1, metavar="N")
     save_most_recent: bool = flag(False)
     delete_previous_checkpoint: bool = flag(False)
