@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.drawn.icons import ICONS, PACKAGES, SOURCES, read_icons, split_names
-from open_clip_zerovl.prepare.drawn.make import load_drawn_split, prepare_drawn
 from open_clip_zerovl.shards.members import read_samples
+from scripts.drawn.icons import ICONS, read_icons, split_names
+from scripts.drawn.make import load_drawn_split, prepare_drawn
 from support.npm import Registry, tarball
 
+PACKAGES, SOURCES = ICONS.packages, tuple(ICONS.sources)
 #: Twenty icons a family, those of streamline with the category as one word, as its makers write it.
 _WORDS = "ant bee cat dog elk fox gnu hen ibis jay kite lynx mole newt owl pig quail rat seal toad"
 NAMES = [f"thing-{word}" for word in _WORDS.split()]
@@ -67,7 +68,7 @@ def test_the_data_is_written_once_and_no_held_out_icon_is_trained_on(tmp_path, m
     registry = Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
     out = tmp_path / "icons"
     small = {"px": 16, "shard_size": 5, "held_out_per_source": 2, "vocab_size": 300}
-    card = prepare_drawn(ICONS, out, **small, progress=False)
+    card = prepare_drawn(ICONS, out, **small)
     assert [card["sources"][source]["train"] for source in SOURCES] == [16] * 4
     for source, samples in load_drawn_split(ICONS, out, "test").items():
         assert [sample.held_out for sample in samples] == [True, True]

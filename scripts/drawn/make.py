@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Template
 from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.prepare.drawn.card import data_card
-from open_clip_zerovl.prepare.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split, licence_text
-from open_clip_zerovl.prepare.drawn.drawings import is_blank, rasterise
-from open_clip_zerovl.prepare.drawn.packages import fetch_npm_package
-from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.writing import read_retrieval_set, write_retrieval_set, write_shard, write_source
+from scripts.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split
+from scripts.drawn.drawings import is_blank, rasterise
+from scripts.drawn.packages import fetch_npm_package
+from scripts.drawn.vocabulary import write_bert
 
 _CACHE = ".cache"
 _MANIFEST = "manifest.json"
@@ -65,7 +65,6 @@ def prepare_drawn(
     shard_size: int = 256,
     held_out_per_source: int | None = None,
     vocab_size: int = 2048,
-    progress: bool = True,
     force: bool = False,
 ) -> dict[str, Any]:
     """Fetch, draw, split and write the data; nothing is done where it is complete and has these settings.
@@ -82,7 +81,6 @@ def prepare_drawn(
         held_out_per_source: pairs held out of each source for the test, and as many for validation; the data's own number
             where it is None.
         vocab_size: entries of the text tower's vocabulary, at most.
-        progress: print progress bars and a last line.
         force: draw and write again even if nothing changed; packages are not fetched again.
 
     Returns:
@@ -93,28 +91,32 @@ def prepare_drawn(
             or too few concepts for the split.
     """
     out = Path(out)
+    held_out = data.held_out_per_source if held_out_per_source is None else held_out_per_source
     settings = {
-        "px": px,
-        "seed": seed,
-        "shard_size": shard_size,
-        "held_out_per_source": data.held_out_per_source if held_out_per_source is None else held_out_per_source,
-        "vocab_size": vocab_size,
-    }
-    _check_settings(settings)
-    fingerprint = _fingerprint(data, settings)
+        "px": px, "seed": seed, "shard_size": shard_size, "held_out_per_source": held_out, "vocab_size": vocab_size,
+    }  # fmt: skip
+    for name, value in settings.items():
+        least = 0 if name == "seed" else 1
+        if value < least:
+            raise UserError(f"{name} is {value}: it must be {least} or more.")
+    made_from = {"format": data.format, "settings": settings, "packages": {k: str(p) for k, p in data.packages.items()}}
+    fingerprint = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     manifest = _read_manifest(out)
     if not force and manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
-        if progress:
-            print(f"The {data.name} data in {out} is complete and made with these settings: nothing to do.")
+        print(f"The {data.name} data in {out} is complete and made with these settings: nothing to do.")
         return manifest["card"]
-    _check_ours(out, data.name)
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None):
+        raise UserError(
+            f"{out} is a file: give a folder for the {data.name} data."
+            if out.is_file()
+            else f"{out} is not empty and holds no {data.name} data: give a new folder."
+        )
     (out / _CACHE).mkdir(parents=True, exist_ok=True)
     if force:
         shutil.rmtree(out / _CACHE / "pictures", ignore_errors=True)
-    card = _build(data, out, settings, fingerprint, progress)
-    if progress:
-        pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
-        print(f"The {data.name} data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
+    card = _build(data, out, settings, fingerprint)
+    pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
+    print(f"The {data.name} data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
     return card
 
 
@@ -157,12 +159,13 @@ def fingerprint_of(out: str | Path) -> str | None:
     return None if manifest is None else manifest["fingerprint"]
 
 
-def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str, progress: bool) -> dict[str, Any]:
+def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str) -> dict[str, Any]:
     """Fetch, draw and split, and write everything to `out`; returns the data card."""
-    cache, px = out / _CACHE, settings["px"]
-    tarballs = _fetch_packages(data, cache / "packages", progress)
-    drawings = data.read(tarballs)
-    pictures = {source: _draw(data, source, drawings[source], px, cache, progress) for source in data.sources}
+    cache = out / _CACHE
+    bar = tqdm(data.packages.items(), desc="fetch packages", unit="package")
+    tarballs = {key: fetch_npm_package(package, cache / "packages") for key, package in bar}
+    drawings: Drawings = data.read(tarballs)
+    pictures = {source: _draw(data, source, drawings[source], settings["px"], cache) for source in data.sources}
     # Pairs whose drawing comes out blank are left out, and counted.
     blank = {source: [c for c, png in pictures[source].items() if is_blank(png)] for source in data.sources}
     drawings = {
@@ -172,28 +175,11 @@ def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint:
     staging = cache / "staging"
     shutil.rmtree(staging, ignore_errors=True)
     counts = _write_all(data, staging, drawings, pictures, split, settings, tarballs)
-    card = data_card(data, settings, drawings, counts, split, blank)
-    write_atomically(staging / "README.md", card.pop("text"))
+    card = _data_card(data, settings, drawings, counts, split, blank)
+    template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+    write_atomically(staging / "README.md", Template(template, keep_trailing_newline=True).render(data=data, **card))
     _put_in_place(staging, out, {"fingerprint": fingerprint, "card": card})
     return card
-
-
-def _check_settings(settings: Mapping[str, int]) -> None:
-    """UserError for a setting out of range."""
-    for name, value in settings.items():
-        least = 0 if name == "seed" else 1
-        if value < least:
-            raise UserError(f"{name} is {value}: it must be {least} or more.")
-
-
-def _fetch_packages(data: DrawnData, folder: Path, progress: bool) -> dict[str, Path]:
-    """The tarball of each package of the data."""
-    tarballs = {}
-    bar = tqdm(data.packages.items(), desc="fetch packages", unit="package", disable=not progress)
-    for key, package in bar:
-        bar.set_postfix_str(str(package))
-        tarballs[key] = fetch_npm_package(package, folder)
-    return tarballs
 
 
 def _put_in_place(staging: Path, out: Path, manifest: dict[str, Any]) -> None:
@@ -215,14 +201,12 @@ def _put_in_place(staging: Path, out: Path, manifest: dict[str, Any]) -> None:
     write_atomically(out / _MANIFEST, json.dumps({**manifest, "files": files}, indent=1) + "\n")
 
 
-def _draw(
-    data: DrawnData, source: str, drawings: Mapping[str, Drawing], px: int, cache: Path, progress: bool
-) -> dict[str, bytes]:
+def _draw(data: DrawnData, source: str, drawings: Mapping[str, Drawing], px: int, cache: Path) -> dict[str, bytes]:
     """Concept -> PNG, kept in the cache as one tar a source."""
-    packages = "+".join(data.packages[key].file_name.removesuffix(".tgz") for key in data.licences[source].packages)
+    packages = "+".join(data.packages[key].file_name.removesuffix(".tgz") for key in data.sources[source].packages)
     drawn = cache / "pictures" / f"{source}-{px}px-format{data.format}-{packages}.tar"
     if not drawn.is_file():
-        bar = tqdm(drawings.items(), desc=f"draw {source}", unit="picture", disable=not progress)
+        bar = tqdm(drawings.items(), desc=f"draw {source}", unit="picture")
         write_shard(drawn, (Sample(concept, {"png": rasterise(e.svg, px)}) for concept, e in bar))
     return {sample.key: sample.files["png"] for sample in read_samples(drawn)}
 
@@ -243,53 +227,62 @@ def _write_all(
 
     def sample(source: str, concept: str) -> Sample:
         entry = drawings[source][concept]
-        facts = {
-            "concept": concept,
-            "source": source,
-            "group": entry.group,
-            "held_out": held_out_in[source].get(concept),
-        }
-        return Sample(
-            f"{source}-{concept.lower()}",
-            {
-                "png": pictures[source][concept],
-                "txt": entry.caption.encode(),
-                "json": json.dumps(facts, sort_keys=True).encode(),
-            },
-        )
+        held_out = held_out_in[source].get(concept)
+        facts = {"concept": concept, "source": source, "group": entry.group, "held_out": held_out}
+        files = {"png": pictures[source][concept], "txt": entry.caption.encode()}
+        return Sample(f"{source}-{concept.lower()}", {**files, "json": json.dumps(facts, sort_keys=True).encode()})
 
     counts: dict[str, dict[str, int]] = {}
     captions = []
-    for i, source in enumerate(data.sources):
+    for i, (source, described) in enumerate(data.sources.items()):
         train = [concept for concept in sorted(drawings[source]) if concept not in held_out_in[source]]
         captions += [drawings[source][concept].caption for concept in train]
         # Shuffled on disk, so that a shard is a random sample of its source.
         order = np.random.default_rng([settings["seed"], 1 + i]).permutation(len(train))
-        sizes = write_source(
-            folder / source, [sample(source, train[j]) for j in order], shard_size=settings["shard_size"]
-        )
-        licence = licence_text(data.licences[source], data.packages, tarballs)
-        write_atomically(folder / source / "LICENSE", licence)
+        shuffled = [sample(source, train[j]) for j in order]
+        sizes = write_source(folder / source, shuffled, shard_size=settings["shard_size"])
         counts[source] = {"pairs": len(drawings[source]), "train": len(train), "shards": len(sizes)}
-        for name in SPLITS:
-            sets = {name: split[name][source]}
-            if data.across:
+        sets = {name: split[name][source] for name in SPLITS}
+        if data.across:
+            for name in SPLITS:
                 every = sorted(concept for held in split[name].values() for concept in held)
                 sets[f"{name}-across"] = [concept for concept in every if concept in drawings[source]]
-            for folder_name, concepts in sets.items():
-                pairs = [sample(source, concept) for concept in concepts]
-                counts[source][folder_name.replace("-", "_")] = write_retrieval_set(
-                    folder / folder_name / source, pairs
-                )
-                # The licence goes wherever the pictures go.
-                write_atomically(folder / folder_name / source / "LICENSE", licence)
+        for name, concepts in sets.items():
+            pairs = [sample(source, concept) for concept in concepts]
+            counts[source][name.replace("-", "_")] = write_retrieval_set(folder / name / source, pairs)
+        # The licence goes wherever the pictures go.
+        for place in (folder, *(folder / name for name in sets)):
+            write_atomically(place / source / "LICENSE", described.licence_text(data.packages, tarballs))
     write_bert(folder / "bert", captions, vocab_size=settings["vocab_size"])
     return counts
 
 
-def _fingerprint(data: DrawnData, settings: Mapping[str, int]) -> str:
-    made_from = {"format": data.format, "settings": settings, "packages": {k: str(p) for k, p in data.packages.items()}}
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+def _data_card(
+    data: DrawnData,
+    settings: Mapping[str, int],
+    drawings: Drawings,
+    counts: Mapping[str, Mapping[str, int]],
+    split: Split,
+    blank: Mapping[str, list[str]],
+) -> dict[str, Any]:
+    """The facts of README.md (`card.md.j2`)."""
+    shared = set.intersection(*(set(drawings[source]) for source in data.sources))
+    held = {name: [c for concepts in own.values() for c in concepts] for name, own in split.items()}
+    return {
+        "settings": dict(settings),
+        "packages": {key: str(package) for key, package in data.packages.items()},
+        "sources": {
+            source: {
+                **counts[source],
+                "blank": blank[source],
+                "examples": {c: drawings[source][c].caption for c in data.examples if c in drawings[source]},
+            }
+            for source in data.sources
+        },
+        "concepts_in_every_source": len(shared),
+        "held_out_concepts": {name: len(own) for name, own in held.items()},
+        "held_out_concepts_in_every_source": {name: len(shared.intersection(own)) for name, own in held.items()},
+    }
 
 
 def _read_manifest(out: Path) -> dict[str, Any] | None:
@@ -300,11 +293,3 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether every file of the manifest exists and has its size."""
     return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())
-
-
-def _check_ours(out: Path, name: str) -> None:
-    """UserError for a folder with anything that this module did not write."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: give a folder for the {name} data.")
-    if out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and not (out / _MANIFEST).is_file():
-        raise UserError(f"{out} is not empty and holds no {name} data: give a new folder.")

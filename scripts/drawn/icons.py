@@ -20,61 +20,9 @@ from typing import Any
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.drawn.data import SPLITS, Drawing, DrawnData, Licence, Split
-from open_clip_zerovl.prepare.drawn.drawings import iconify_svg
-from open_clip_zerovl.prepare.drawn.packages import NpmPackage, read_npm_package
-
-#: 4 MB in all. The hashes are npm's `dist.integrity`.
-PACKAGES = {
-    "mdi": NpmPackage(
-        "@iconify-json/mdi",
-        "1.2.3",
-        "O3cLwbDOK7NNDf2ihaQOH5F9JglnulNDFV7WprU2dSoZu3h3cWH//h74uQAB87brHmvFVxIOkuBX2sZSzYhScg==",
-    ),
-    "game-icons": NpmPackage(
-        "@iconify-json/game-icons",
-        "1.2.4",
-        "/HDDZxowXgDJcOEwPspUCq5RuDdl25OyZKdtxqqiPJQNTrWIym7r4StLzIVs77DyNzOWWhH5wDqwYR3WHeDfkg==",
-    ),
-    "icon-park": NpmPackage(
-        "@iconify-json/icon-park",
-        "1.2.4",
-        "S8fVl49LG/M9hvwb7ruFGInK21AHMv3IJehOJRJgXPLE39OOCP3wbfTWjro/XzsjxRwdvX/lYdGetFOZI0TaJQ==",
-    ),
-    "streamline": NpmPackage(
-        "@iconify-json/streamline-ultimate-color",
-        "1.2.2",
-        "NAbD3xLtg3069865B5CLUulp/eowPNCiDfJBxVAmA+LKLPpxU7EIEJ2+mSfWriPd+ahORWyqjRnoPVkTJopEgg==",
-    ),
-}
-
-SOURCES = ("mdi", "game-icons", "icon-park", "streamline")
-
-LICENCES = {
-    "mdi": Licence(
-        "Apache License 2.0", "Apache-2.0", "Material Design Icons, Pictogrammers and contributors", ("mdi",)
-    ),
-    "game-icons": Licence(
-        "Creative Commons Attribution 3.0 Unported",
-        "CC-BY-3.0",
-        "game-icons.net: Lorc, Delapouite and contributors",
-        ("game-icons",),
-    ),
-    "icon-park": Licence("Apache License 2.0", "Apache-2.0", "IconPark, ByteDance", ("icon-park",)),
-    "streamline": Licence(
-        "Creative Commons Attribution 4.0 International",
-        "CC-BY-4.0",
-        "Ultimate color icons, Streamline",
-        ("streamline",),
-    ),
-}
-
-CAPTION_STYLES = {
-    "mdi": "words of the name, then the category",
-    "game-icons": "words of the name",
-    "icon-park": "the category, then words of the name",
-    "streamline": "keywords: the category's and the name's words, sorted",
-}
+from scripts.drawn.data import SPLITS, Drawing, DrawnData, Split
+from scripts.drawn.drawings import iconify_svg
+from scripts.drawn.packages import read_npm_package
 
 #: Families draw many icons twice, filled and in outline: the second is left out, so that no held-out icon has a twin.
 _VARIANTS = re.compile(r"-(outline|variant|variant-outline|box|box-outline|circle|circle-outline|off|off-outline)$")
@@ -87,9 +35,9 @@ def read_icons(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
     are left out.
 
     Args:
-        tarballs: a tarball's path for each key of `PACKAGES`.
+        tarballs: a family's tarball by its name.
     """
-    return {source: {one.concept: one for one in _read_family(source, tarballs[source])} for source in SOURCES}
+    return {source: {one.concept: one for one in _read_family(source, tarball)} for source, tarball in tarballs.items()}
 
 
 def _read_family(source: str, tarball: Path) -> Iterator[Drawing]:
@@ -150,18 +98,4 @@ def split_names(drawings: Mapping[str, Mapping[str, Any]], *, held_out_per_sourc
     return split
 
 
-ICONS = DrawnData(
-    name="icons",
-    title="Four icon families as four sources",
-    notes="Variants of an icon are left out.",
-    packages=PACKAGES,
-    sources=SOURCES,
-    licences=LICENCES,
-    caption_styles=CAPTION_STYLES,
-    metadata="the packages' own",
-    examples=("arrow-right", "chess-knight", "flag", "keyboard", "satellite", "scooter", "skull", "treasure-chest"),
-    read=read_icons,
-    split=split_names,
-    across=False,
-    held_out_per_source=150,
-)
+ICONS = DrawnData.described("icons", read_icons, split_names)

@@ -1,4 +1,7 @@
-"""The demo's four sources: the drawings and captions of each emoji set, read from its packages.
+"""The demo's data: four emoji sets as four sources, which draw and caption the same concepts in different styles.
+
+This is section 3.1 in small: sources differ in the style of their pictures and captions, so that in a batch of several sources
+a model can tell pairs apart by their source instead of by their content.
 
 A *concept* is an emoji's code point sequence without the variation selector FE0F, as upper-case hexadecimal numbers
 joined by hyphens (`1F468-200D-1F467`). Concepts are those of `emoji-datasource`, without skin tones. Each source has its own
@@ -20,88 +23,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.prepare.drawn.data import Drawing, Licence
-from open_clip_zerovl.prepare.drawn.drawings import iconify_svg
-from open_clip_zerovl.prepare.drawn.packages import NpmPackage, read_npm_package
+import numpy as np
 
-#: The packages of the demo's data, 48 MB in all. The hashes are npm's `dist.integrity`. Another version changes the data's
-#: fingerprint.
-PACKAGES = {
-    "noto": NpmPackage(
-        "@iconify-json/noto",
-        "1.2.9",
-        "DQiuXENbun41ch+XPSV55H9FaWKpHTyz46YIKtSaKYD4fIDDzL1tR6H4np/T38jfrTAeI3rcKF0mqHYeZVAuaw==",
-    ),
-    "noto-flags": NpmPackage(
-        "@svgmoji/noto",
-        "3.2.0",
-        "JgtNciB06hMDI1Pb1N2IgLh44XRMZUUNwBANzjY5jXTPqOCu1A1VA35ENvUsRhEUZOm8I+hbdAEHkwMVqxLeIQ==",
-    ),
-    "twemoji": NpmPackage(
-        "@iconify-json/twemoji",
-        "1.2.5",
-        "uKpuIEV0v6K5BW3Mjdyl+XKFVAbbcPxAgifKvEMtZoUZB5+YiY5zaMm2uNNCxyXzAWU9yNLlj41WU6/mvgALsw==",
-    ),
-    "openmoji": NpmPackage(
-        "openmoji",
-        "17.0.0",
-        "EBnYrNGdcdw+OSXmENeNE1yBNRu6tOraTmoOyUbJkTmvT/+XETp8RZLSJFzD3lrPc5N9CzsyPnRTk0Vp4UaI9w==",
-    ),
-    "fluent": NpmPackage(
-        "@iconify-json/fluent-emoji-flat",
-        "1.2.6",
-        "RY47RgPb47fYUiyrA64sIOL0+UU02s29sXpNBbIQRBUlPlfNFTKUmZDERGuxDs/7yNGWqQYvuaSYM1M4fRXlUw==",
-    ),
-    "names": NpmPackage(
-        "emoji-datasource",
-        "16.0.0",
-        "/qHKqK5Nr3+8zhgO6kHmF43Fm5C8HNn0AaFRIpgw8HF3+uF0Vfc8jgLI1ZQS5ba1vBzksS8NBCjHejwLb2D/Sg==",
-    ),
-    # Not a later release: in CLDR 48 the keyword list of every country flag is just "flag".
-    "keywords": NpmPackage(
-        "cldr-annotations-modern",
-        "45.0.0",
-        "y4YISGdwygWbXiYwWakzd4s0zY+83CceOPEZ+8bzCaPqCgX826Q2TSY3VqLPFE3830KbimgXpSousm2cep0mVw==",
-    ),
-    "keywords-derived": NpmPackage(
-        "cldr-annotations-derived-modern",
-        "45.0.0",
-        "IIgaQV6f9wx09TKfpx/o9A0qWcryoEPR3VkPwj+8Mwthkxtx0uQtYffBNTo7gDhBC1ADwKhOZbyi5eac6I56Tw==",
-    ),
-}
-
-SOURCES = ("noto", "twemoji", "openmoji", "fluent")
-
-
-LICENCES = {
-    "noto": Licence(
-        "Apache License 2.0 (most of the country flags are in the public domain)",
-        "Apache-2.0",
-        "Noto Emoji, Google",
-        ("noto", "noto-flags"),
-    ),
-    "twemoji": Licence(
-        "Creative Commons Attribution 4.0 International",
-        "CC-BY-4.0",
-        "Twemoji, Twitter, Inc. and other contributors",
-        ("twemoji",),
-    ),
-    "openmoji": Licence(
-        "Creative Commons Attribution-ShareAlike 4.0 International",
-        "CC-BY-SA-4.0",
-        "OpenMoji, the open-source emoji and icon project",
-        ("openmoji",),
-    ),
-    "fluent": Licence("MIT License", "MIT", "Fluent Emoji, Microsoft Corporation", ("fluent",)),
-}
-
-
-CAPTION_STYLES = {
-    "noto": "short names and category, from emoji-datasource",
-    "twemoji": "English keyword list, from Unicode CLDR",
-    "openmoji": '"group: subgroup: annotation", from OpenMoji\'s own table',
-    "fluent": "words of the drawing's file name",
-}
+from open_clip_zerovl.core.errors import UserError
+from scripts.drawn.data import SPLITS, Drawing, DrawnData, Split
+from scripts.drawn.drawings import iconify_svg
+from scripts.drawn.packages import read_npm_package
 
 
 def concept_of(code_points: str) -> str:
@@ -113,7 +40,7 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
     """Read the four sources from the fetched packages.
 
     Args:
-        tarballs: a tarball's path for each key of `PACKAGES`.
+        tarballs: a tarball's path for each key of the packages.
 
     Returns:
         For each source its emoji by concept, in the order of `emoji-datasource`. A concept is left out of a source
@@ -124,15 +51,14 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
         for row in _json(tarballs["names"], "emoji.json")
         if row["category"] != "Component"  # skin tones by themselves
     }
-    flags = _svgmoji_drawings(tarballs["noto-flags"])
+    noto, twemoji, fluent = (_iconify_drawings(tarballs[source]) for source in ("noto", "twemoji", "fluent"))
     drawings = {
         # The newer package has no country flags; the older one adds these and nothing else.
-        "noto": flags | {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["noto"]).items()},
-        "twemoji": {concept: svg for concept, (_, svg) in _iconify_drawings(tarballs["twemoji"]).items()},
+        "noto": _svgmoji_drawings(tarballs["noto-flags"]) | _svgs(noto),
+        "twemoji": _svgs(twemoji),
         "openmoji": _openmoji_drawings(tarballs["openmoji"]),
+        "fluent": _svgs(fluent),
     }
-    fluent = _iconify_drawings(tarballs["fluent"])
-    drawings["fluent"] = {concept: svg for concept, (_, svg) in fluent.items()}
     captions = {
         "noto": {concept: _noto_caption(row) for concept, row in names.items()},
         "twemoji": _cldr_keywords(tarballs["keywords"], tarballs["keywords-derived"]),
@@ -141,12 +67,16 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
     }
     return {
         source: {
-            concept: Drawing(concept, drawings[source][concept], captions[source][concept], row["category"])
+            concept: Drawing(concept, own[concept], captions[source][concept], row["category"])
             for concept, row in names.items()
-            if concept in drawings[source] and captions[source].get(concept)
+            if concept in own and captions[source].get(concept)
         }
-        for source in SOURCES
+        for source, own in drawings.items()
     }
+
+
+def _svgs(drawings: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {concept: svg for concept, (_, svg) in drawings.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- captions
@@ -228,3 +158,48 @@ def _children(sprite: str) -> Iterator[tuple[str, str]]:
             if depth == 1:
                 start, opening = tag.start(), tag[0]
             depth += 1
+
+
+def split_concepts(concepts: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int) -> Split:
+    """Choose which concepts each source holds out: `{"test" | "val": {source: [concept, ...]}}`.
+
+    A concept is held out of one source and for one split at most; it stays in the training sets of the other sources. Test
+    concepts exist in every source, so that each can be retrieved across sources. Validation takes the remaining ones of these,
+    the smallest source first; where they run out, a source takes concepts that only some sources have.
+
+    The result depends on the arguments only, not on the order of the mappings.
+
+    Raises:
+        UserError: the sources do not hold enough concepts.
+    """
+    sources = sorted(concepts, key=lambda source: (len(concepts[source]), source))
+    shared = set.intersection(*(set(concepts[source]) for source in sources))
+    rng = np.random.default_rng(seed)
+    order = [str(c) for c in rng.permutation(sorted(shared))]
+    others = [str(c) for c in rng.permutation(sorted(set().union(*concepts.values()) - shared))]
+    wanted = held_out_per_source * len(sources)
+    if len(order) < wanted:
+        raise UserError(
+            f"The test set needs {wanted} concepts that all sources have, and there are {len(order)}: "
+            "lower held_out_per_source."
+        )
+    split: Split = {"test": {}, "val": {}}
+    for name in SPLITS:
+        for source in sources:
+            chosen, order = order[:held_out_per_source], order[held_out_per_source:]
+            missing = held_out_per_source - len(chosen)
+            # A concept that only this source has would leave nothing to compare across sources.
+            extra = [c for c in others if c in concepts[source] and sum(c in concepts[s] for s in sources) > 1][
+                :missing
+            ]
+            if len(extra) < missing:
+                raise UserError(
+                    f"The {name} set needs {held_out_per_source} concepts of {source} that another source has too, "
+                    f"and there are {len(chosen) + len(extra)} left: lower held_out_per_source."
+                )
+            others = [c for c in others if c not in extra]
+            split[name][source] = sorted(chosen + extra)
+    return split
+
+
+EMOJI = DrawnData.described("emoji", read_sources, split_concepts)
