@@ -166,8 +166,8 @@ def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str
     if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "embeddings.json").is_file():
         return []
     return [
-        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this run's "
-        f"--train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
+        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
+        f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
     ]
 
 

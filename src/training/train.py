@@ -179,9 +179,9 @@ class Trainer:
 
     def _lost(self, loader, at: float) -> None:
         """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
-        ledger = getattr(loader, "ledger", None)
-        if ledger is not None and self.log is not None:
-            self.log.lost(at, ledger.whole or ledger.books)
+        stats = getattr(loader, "stats", None)
+        if stats is not None and self.log is not None:
+            self.log.lost(at, stats.whole or stats.epoch)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""

@@ -21,11 +21,11 @@ from open_clip_zerovl.checkpoints.card import model_card
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
 from open_clip_zerovl.evaluate.interpolation.page import curve_page, curve_picture
 from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.report.plot import require_matplotlib
 

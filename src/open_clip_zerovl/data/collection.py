@@ -18,12 +18,12 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.shards.members import ShardError, image_of, opened
+from open_clip_zerovl.data.table import EXTENSIONS
+from open_clip_zerovl.shards.members import ShardError, image_of
 
 SUFFIXES = frozenset(
     f".{suffix}" for suffix in ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm", "ico")
 )
-_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 
 
 @dataclass(frozen=True)
@@ -82,27 +82,30 @@ def open_collection(data: str) -> Collection:
     folder = Path(data).expanduser()
     if folder.is_dir() and not any(folder.glob("*.tar")):
         return _folder(data, folder)
-    if folder.is_file() and folder.suffix.lower() != ".tar" and not str(folder).lower().endswith(_TABLES):
+    if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
         raise UserError(f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)")
     if not folder.exists() and not any(mark in data for mark in "={*:"):
         raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
     sources = parse_sources(data, evaluation=True)
     if any(source.picked is not None for source in sources):
         raise UserError(f"{data} is a clustering: give the shards or the table that it divides")
-    files: list[File] = []
-    shards: list[tuple[Source, int]] = []
-    lost = 0
-    for source in sources:
-        if source.table is not None:
-            found, missing = _table(source)
-            files += found
-            lost += missing
-            continue
-        for number, path in enumerate(source.shards):
-            files.append(_file(path, f"{source.name}/{Path(path).name}", data))
-            shards.append((source, number))
-    if shards and len(shards) < len(files):
+    tables = [source for source in sources if source.table is not None]
+    if tables and len(tables) < len(sources):
         raise UserError(f"{data} has both shards and tables: search them one after the other")
+    files: list[File] = []
+    lost = 0
+    for source in tables:
+        assert source.table is not None
+        names = {source.table.image_path(sample.image): sample.image for sample in source.table.samples()}
+        for path, image in names.items():
+            try:
+                files.append(_file(path, image, source.name))
+            except UserError:
+                lost += 1
+    shards = [] if tables else [(source, number) for source in sources for number in range(len(source.shards))]
+    for source, number in shards:
+        path = source.shards[number]
+        files.append(_file(path, f"{source.name}/{Path(path).name}", data))
     return _checked(Collection(data, tuple(files), tuple(shards) or None, lost))
 
 
@@ -115,24 +118,6 @@ def _folder(data: str, folder: Path) -> Collection:
             if path.suffix.lower() in SUFFIXES and not name.startswith("."):
                 files.append(_file(str(path.absolute()), str(path.relative_to(folder)), data))
     return _checked(Collection(data, tuple(files)))
-
-
-def _table(source: Source) -> tuple[list[File], int]:
-    """The pictures that a table names, each once, and how many of them are not there."""
-    table = source.table
-    assert table is not None
-    names: dict[str, str] = {}
-    with opened(table.path) as descriptor:
-        for sample in range(len(table)):
-            image, _ = table.image_and_caption(table.read_fields(descriptor, int(table.rows_of(sample)[0])))
-            names.setdefault(table.image_path(image), image)
-    files, missing = [], 0
-    for path, image in names.items():
-        try:
-            files.append(_file(path, image, source.name))
-        except UserError:
-            missing += 1
-    return files, missing
 
 
 def _file(path: str, shown: str, data: str) -> File:

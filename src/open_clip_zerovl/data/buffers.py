@@ -3,7 +3,7 @@
 A DataLoader copies each batch into a new segment of shared memory, which the system fills with zeros and maps page by page into
 both processes. Here a worker writes its images into a block that it keeps:
 
-    worker 0            block 3 is free, images are written into it, Lent(block 3) goes through the queue
+    worker 0            block 3 is free, images are written into it, PooledBatch(block 3) goes through the queue
     training process    makes a tensor over block 3's memory; when no tensor uses it any more, tells worker 0 that it is free
 
 A worker without a free block makes a new one, so that it has as many blocks as batches are in use at once. The message that a
@@ -34,7 +34,7 @@ _MOST_BLOCKS = 256  # of a worker; further batches are sent as a DataLoader send
 
 
 @dataclass(frozen=True)
-class Lent:
+class PooledBatch:
     """A micro-batch on its way to the training process.
 
     Attributes:
@@ -53,7 +53,7 @@ class Lent:
     pinned: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> Lent:
+    def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> PooledBatch:
         """The micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
         segment of shared memory and a descriptor."""
         sent = _each(torch.Tensor, _as_array, tuple(others))
@@ -63,7 +63,7 @@ class Lent:
         """`others`, arrays as tensors again."""
         return _each(_Bfloat16, _Bfloat16.tensor, _each(np.ndarray, torch.from_numpy, self.others))
 
-    def pin_memory(self) -> Lent:
+    def pin_memory(self) -> PooledBatch:
         """A copy with `pinned`; torch's DataLoader calls this on items that are not tensors."""
         return replace(self, pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())))
 
@@ -99,7 +99,7 @@ class _Blocks:
     free: list[int] = field(default_factory=list)
 
 
-class Lending:
+class BufferPool:
     """The blocks of a loader's workers, and the pipes by which they are given back.
 
     It is made in the training process before the workers, which get a copy each.
@@ -158,16 +158,16 @@ class Lending:
                 return
             self._blocks.free += [block for process, block in _WORD.iter_unpack(words) if process == os.getpid()]
 
-    def receive(self, lent: Lent) -> tuple[Any, ...]:
+    def receive(self, batch: PooledBatch) -> tuple[Any, ...]:
         """(images, *others), in the training process. The block is given back when no tensor uses its memory any more."""
-        give_back = partial(_give_back, self._pipes[lent.worker][1], lent.process, lent.block, os.getpid())
-        if lent.pinned is not None:
+        give_back = partial(_give_back, self._pipes[batch.worker][1], batch.process, batch.block, os.getpid())
+        if batch.pinned is not None:
             give_back()
-            return lent.pinned
-        self._mapped[lent.process, lent.block] = lent.images
-        array: np.ndarray = lent.images.numpy()
+            return batch.pinned
+        self._mapped[batch.process, batch.block] = batch.images
+        array: np.ndarray = batch.images.numpy()
         weakref.finalize(array, give_back).atexit = False
-        return torch.from_numpy(array), *lent.received()  # the tensor keeps `array` alive
+        return torch.from_numpy(array), *batch.received()  # the tensor keeps `array` alive
 
 
 def _give_back(pipe: Connection, process: int, block: int, holder: int) -> None:

@@ -17,20 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torchvision.datasets as tvd
-from braceexpand import braceexpand
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.images import BadImage, decode_image
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, Extent, ShardError, image_of, locate_samples, opened
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 
 ROLES = ("train", "test")
 
@@ -43,7 +42,7 @@ class ProbeSet:
         path: where it comes from, for messages.
         labels: the class of each image, by name (or by number, as text).
         read: index -> image; may raise OSError or BadImage.
-        names: what a class is called in pictures, where that is not its label.
+        names: the words for a class in pictures, where they are not its label.
         files: those that hold the images: pictures, or shards.
     """
 
@@ -111,134 +110,111 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
             )
         return _open_dataset(kind, Path(root).expanduser(), role)
     path = Path(spec).expanduser()
-    if path.is_dir():
-        shards = sorted(path.glob("*.tar"))
-        return _read_shards(spec, shards, label) if shards else _read_folder(path)
-    try:
-        shards = [Path(shard) for shard in braceexpand(str(path))]
-    except ValueError as error:
-        raise UserError(f"the braces of {spec!r} do not match; write {{00000..00099}}") from error
+    if path.is_dir() and not any(path.glob("*.tar")):
+        return _read_folder(path)
+    shards = [Path(shard) for shard in expand_shards(str(path))]
     if missing := [shard for shard in shards if not shard.is_file()]:
         raise UserError(f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards")
     return _read_shards(spec, shards, label)
 
 
-def _decode_file(file: str | os.PathLike[str]) -> Image.Image:
+def _read_place(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
     with regular_file(file) as content:
-        return decode_image(content.read())
+        content.seek(offset)
+        return decode_image(content.read(size))
+
+
+def _of_files(path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> ProbeSet:
+    """A set of pictures that are files of their own."""
+    return ProbeSet(path, labels, lambda index: _read_place(files[index]), files=files)
 
 
 def _read_folder(path: Path) -> ProbeSet:
     try:
-        folder = tvd.ImageFolder(str(path), loader=_decode_file)
+        folder = tvd.ImageFolder(str(path))
     except FileNotFoundError as error:  # no class folder, or one without a picture
         raise UserError(
             f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
         ) from error
-    labels = [folder.classes[target] for target in folder.targets]
-    return ProbeSet(str(path), labels, lambda index: folder[index][0], files=[file for file, _ in folder.samples])
+    return _of_files(str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Datasets with splits of their own
+# Datasets with splits of their own: (root, role) -> files and classes of the images
 # ---------------------------------------------------------------------------------------------------------------------
+
+Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 
 
 def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
-    what = f"{kind}:{root} ({role})"
     try:
-        return _DATASETS[kind](what, root, role)
+        files, labels = _DATASETS[kind](root, role)
+        if not files:
+            raise ValueError(f"it lists no image for {role}")
+        if not Path(files[0]).is_file():
+            raise ValueError(f"{files[0]}, its first image, is not there")
     except (RuntimeError, OSError, KeyError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason.replace(" You can use download=True to download it", "").rstrip(".")
         raise UserError(
             f"{kind} is not complete under {root} ({reason}); nothing is downloaded here: fetch and unpack it first, as "
             "docs/probing.md shows"
         ) from error
+    return _of_files(f"{kind}:{root} ({role})", files, labels)
 
 
-def _from_torchvision(what: str, files: Sequence[Any], targets: Sequence[int], classes: Sequence[str]) -> ProbeSet:
-    """A set of the files that torchvision lists, opened by this package: torchvision opens pictures of any format."""
-    labels = [classes[target] for target in targets]
-    return ProbeSet(what, labels, lambda index: _decode_file(files[index]), files=files)
+def _torchvision(dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any):
+    """The listing of a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
+
+    The files are opened by this package: torchvision opens pictures of any format.
+    """
+
+    def listing(root: Path, role: str) -> Listing:
+        found = dataset(str(root), split=train if role == "train" else test, download=False, **options)
+        return getattr(found, files), [found.classes[target] for target in getattr(found, targets)]
+
+    return listing
 
 
-def _cub(what: str, root: Path, role: str) -> ProbeSet:
-    root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
-
-    def column(name: str) -> dict[str, str]:
-        """The second column of a file by the first, an image's number."""
-        rows = (
-            line.split(maxsplit=1) for line in (root / name).read_text(encoding="utf-8").splitlines() if line.strip()
-        )
-        return {number: value.strip() for number, value in rows}
-
-    of_training, files = column("train_test_split.txt"), column("images.txt")
-    chosen = [file for number, file in files.items() if of_training[number] == ("1" if role == "train" else "0")]
-    if not chosen:
-        raise UserError(f"{root / 'train_test_split.txt'} leaves no image for {role}")
-    if not (root / "images" / chosen[0]).is_file():
-        raise UserError(
-            f"{root / 'images' / chosen[0]}, the first image of images.txt, is not there; unpack the images"
-        )
-    places = [root / "images" / file for file in chosen]
-    return ProbeSet(
-        what, [file.split("/")[0] for file in chosen], lambda index: _decode_file(places[index]), files=places
-    )
-
-
-def _food101(what: str, root: Path, role: str) -> ProbeSet:
-    dataset = tvd.Food101(str(root), split=role, download=False)
-    return _from_torchvision(what, dataset._image_files, dataset._labels, dataset.classes)
-
-
-def _pets(what: str, root: Path, role: str) -> ProbeSet:
-    dataset = tvd.OxfordIIITPet(str(root), split="trainval" if role == "train" else "test", download=False)
-    return _from_torchvision(what, dataset._images, dataset._labels, dataset.classes)
-
-
-def _aircraft(what: str, root: Path, role: str) -> ProbeSet:
-    dataset = tvd.FGVCAircraft(str(root), split="trainval" if role == "train" else "test", download=False)
-    return _from_torchvision(what, dataset._image_files, dataset._labels, dataset.classes)
-
-
-def _places365(what: str, root: Path, role: str) -> ProbeSet:
+def _places365(root: Path, role: str) -> Listing:
     # The 256 px edition, with its validation split: the test split has no labels.
-    split = "train-standard" if role == "train" else "val"
-    dataset = tvd.Places365(str(root), split=split, small=True, download=False)
-    return _from_torchvision(what, [file for file, _ in dataset.imgs], dataset.targets, dataset.classes)
+    found = tvd.Places365(str(root), split="train-standard" if role == "train" else "val", small=True, download=False)
+    return [file for file, _ in found.imgs], [found.classes[target] for target in found.targets]
 
 
-def _inat2021(what: str, root: Path, role: str) -> ProbeSet:
-    version = "2021_train" if role == "train" else "2021_valid"
-    dataset = tvd.INaturalist(str(root), version=version, download=False)
-    files = [Path(dataset.root, dataset.all_categories[category], name) for category, name in dataset.index]
-    return _from_torchvision(what, files, [category for category, _ in dataset.index], dataset.all_categories)
+def _inat2021(root: Path, role: str) -> Listing:
+    found = tvd.INaturalist(str(root), version="2021_train" if role == "train" else "2021_valid", download=False)
+    categories = [found.all_categories[category] for category, _ in found.index]
+    return [Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)], categories
 
 
-def _inat17(what: str, root: Path, role: str) -> ProbeSet:
+def _inat17(root: Path, role: str) -> Listing:
     annotations = root / ("train2017.json" if role == "train" else "val2017.json")
     content = json.loads(annotations.read_text(encoding="utf-8"))
     names = {category["id"]: category["name"] for category in content["categories"]}
     category_of = {row["image_id"]: names[row["category_id"]] for row in content["annotations"]}
-    files = [(root / image["file_name"], category_of[image["id"]]) for image in content["images"]]
-    if not files:
-        raise UserError(f"{annotations} lists no image")
-    if not files[0][0].is_file():
-        raise UserError(
-            f"{files[0][0]}, the first image of {annotations.name}, is not there; unpack the images beside it"
-        )
-    places = [place for place, _ in files]
-    return ProbeSet(what, [name for _, name in files], lambda index: _decode_file(places[index]), files=places)
+    images = content["images"]
+    return [root / image["file_name"] for image in images], [category_of[image["id"]] for image in images]
 
 
-_DATASETS: dict[str, Callable[[str, Path, str], ProbeSet]] = {
+def _cub(root: Path, role: str) -> Listing:
+    root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
+
+    def column(name: str) -> dict[str, str]:
+        """The second column of a file by the first, an image's number."""
+        rows = (line.split(maxsplit=1) for line in (root / name).read_text(encoding="utf-8").splitlines())
+        return {row[0]: row[1].strip() for row in rows if row}
+
+    of_training, files = column("train_test_split.txt"), column("images.txt")
+    chosen = [file for number, file in files.items() if of_training[number] == ("1" if role == "train" else "0")]
+    return [root / "images" / file for file in chosen], [file.split("/")[0] for file in chosen]
+
+
+_DATASETS: dict[str, Callable[[Path, str], Listing]] = {
     "cub": _cub,
-    "food101": _food101,
-    "pets": _pets,
-    "aircraft": _aircraft,
+    "food101": _torchvision(tvd.Food101, "train", "test", "_image_files", "_labels"),
+    "pets": _torchvision(tvd.OxfordIIITPet, "trainval", "test", "_images", "_labels"),
+    "aircraft": _torchvision(tvd.FGVCAircraft, "trainval", "test", "_image_files", "_labels"),
     "places365": _places365,
     "inat2021": _inat2021,
     "inat17": _inat17,
@@ -256,36 +232,21 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
         raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
     labels: list[str] = []
-    places: list[tuple[Path, Extent]] = []
-    for shard in shards:
-        try:
-            with opened(shard) as descriptor:
-                for key, members in locate_samples(shard, whole=True):
-                    place, where = image_of(members), f"{shard}: sample {key!r}"
-                    if place is None:
-                        raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
-                    if kind not in members:
-                        raise UserError(
-                            f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or "
-                            "json:FIELD)"
-                        )
-                    offset, size = members[kind]
-                    labels.append(_class(os.pread(descriptor, size, offset), name, f"{key}.{kind} of {shard}"))
-                    places.append((shard, place))
-        except (ShardError, tarfile.ReadError) as error:
+    places: list[tuple[Path, int, int]] = []
+    for shard, key, members, content in indexed_members(shards, kind):
+        place, where = image_of(members), f"{shard}: sample {key!r}"
+        if place is None:
+            raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
+        if content is None:
             raise UserError(
-                f"{shard} is not a readable, uncompressed tar ({error}); fetch or write it again"
-            ) from error
+                f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or json:FIELD)"
+            )
+        labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
+        places.append((shard, *place))
     if not labels:
         raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
-
-    def read(index: int) -> Image.Image:
-        shard, (offset, size) = places[index]
-        with open(shard, "rb") as file:
-            file.seek(offset)
-            return decode_image(file.read(size))
-
-    return ProbeSet(spec, labels, read, _class_names(shards[0].parent) if kind == "cls" else {}, shards)
+    names = _class_names(shards[0].parent) if kind == "cls" else {}
+    return ProbeSet(spec, labels, lambda index: _read_place(*places[index]), names, shards)
 
 
 def _class(content: bytes, name: str, where: str) -> str:

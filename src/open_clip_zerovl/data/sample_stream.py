@@ -1,35 +1,183 @@
-"""One reader's share of a source in an epoch: shuffled within a window, every bad sample replaced, entered at any place.
+"""The samples of a source that one reader delivers in an epoch, from any place: shuffled within a window, bad ones replaced.
 
-    pieces --PieceReader--> stream of n raw samples --LocalOrder, reordered--> n places --Share.take--> n good samples
+    slices of shards --SliceReader--> n raw samples --LocalOrder, reordered--> n places --SampleStream.take--> n good samples
 
-Place p shows item `order[p]` of the stream. Where that item is bad, the nearest good one of the places p+1, p-1, p+2, p-2 ...
-replaces it, up to MARGIN_SAMPLES away. The order is shuffled, so that bad samples that lie together in a shard have good
-neighbours. A share that is entered at place p reads from place p - MARGIN_SAMPLES on, and so finds the same replacements.
+`SliceReader` yields the full number of samples, whatever a shard has lost; samples of other slices replace the lost ones:
+
+    slice (shard 7, samples 100..199), shard 7 torn after sample 149  ->  samples 100..149, then 50 of other slices
+
+Place p shows item `order[p]` of the raw samples. Where that item is bad, the nearest good one of the places p+1, p-1, p+2, p-2
+... replaces it, up to MARGIN_SAMPLES away. The order is shuffled, so that bad samples that lie together in a shard have good
+neighbours. A stream that is entered at place p reads from place p - MARGIN_SAMPLES on, and so finds the same replacements. All
+replacements follow from the seed and the lost sample's position, wherever reading began.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Fault, Loss
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.images import BadImage
-from open_clip_zerovl.data.pieces import PieceReader
-from open_clip_zerovl.data.reading import RawSample, sample_sentence
-from open_clip_zerovl.data.schedule import Piece
+from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.schedule import ShardSlice
+from open_clip_zerovl.data.stats import DroppedSample, Fault
+from open_clip_zerovl.shards.members import ShardError
 
 MARGIN_SAMPLES = 64  # how far a replacement may be; the encoded samples of so many places are kept
 _CHUNK = 4096  # items whose keys come from one stream
 
 Item = TypeVar("Item")
 Image = TypeVar("Image")
+
+
+@dataclass
+class SliceReader:
+    """Reads slices of a source.
+
+    Args:
+        reading: how the source is read.
+        slices: what this reader reads, in order.
+        epoch_slices: all slices of the source in the epoch; samples of them replace lost ones.
+    """
+
+    reading: Reading
+    slices: Sequence[ShardSlice]
+    epoch_slices: Sequence[ShardSlice]
+    substitutes: Substitutes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.substitutes = Substitutes(self.reading, self.epoch_slices)
+
+    def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
+        """The samples of all slices, from sample number `begin` on.
+
+        Raises:
+            UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
+        """
+        for number, part in enumerate(self.slices, start=1):
+            if begin >= len(part):
+                begin -= len(part)
+                continue
+            if number < len(self.slices):
+                self.reading.announce(self.slices[number].shard)
+            yield from self._part(part, part.start + begin)
+            begin = 0
+
+    def _part(self, part: ShardSlice, offset: int) -> Iterator[RawSample]:
+        """The samples of a part from sample `offset` of its shard on."""
+        reading, source = self.reading, self.reading.source
+        size = source.sizes[part.shard]
+        try:
+            with closing(reading.samples(part.shard, offset, part.position + offset - part.start)) as samples:
+                while offset < part.stop:
+                    sample = next(samples)
+                    if reading.fail and sample.fault is not None:
+                        with suppress(Surplus):  # a shard that ends here is torn, and its last sample not bad
+                            next(samples, None)
+                        raise UserError(sample_sentence(source, sample, sample.fault))
+                    yield sample
+                    offset += 1
+                if part.stop == size:
+                    next(samples, None)  # raises where the shard does not end here
+            return
+        except Surplus:
+            message = wrong_size(source, part.shard, "more")
+            if reading.fail:
+                raise UserError(message) from None
+            reading.notes(f"{message}. The samples beyond this number are not read")
+            return
+        except ShardError as error:
+            if reading.fail:
+                raise UserError(shard_sentence(source, part.shard, error)) from error
+            loss = DroppedSample(reading.index, error.reason, "", source.shards[part.shard], str(error), 0)
+            readable = error.readable
+        for lost in range(offset, part.stop):
+            stands_for = replace(loss, position=part.position + lost - part.start)
+            yield replace(self.substitutes.get(part, lost, readable), stands_for=stands_for)
+
+
+@dataclass
+class Substitutes:
+    """Samples of the epoch's other slices that replace lost ones.
+
+    Slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo its length, of
+    the first slice that can be read; where none can, by a readable sample of its own shard.
+    """
+
+    reading: Reading
+    slices: Sequence[ShardSlice]
+    _readable: dict[int, int] = field(default_factory=dict, init=False)  # shards known to be torn -> whole samples
+    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(default=None, init=False)
+    _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
+
+    def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
+        """The sample that replaces sample `offset` of a part.
+
+        Args:
+            readable: how many samples of the part's own shard can be read.
+            attempt: 0 for the first choice, 1 for the second ...
+
+        Raises:
+            UserError: nothing of the source can be read.
+        """
+        for number in self._order(part.position)[attempt:]:
+            other = self.slices[number]
+            if other.shard == part.shard:
+                continue
+            found = self._read(other, other.start + (offset - part.start) % len(other))
+            if found is not None:
+                return found
+        if readable > 0:
+            own = ShardSlice(part.shard, 0, readable, part.position - part.start)
+            found = self._read(own, (offset + attempt) % readable)
+            if found is not None:
+                return found
+        source = self.reading.source
+        raise UserError(
+            f"none of the {len(source.shards)} shards of source {source.name!r} can be read, so that nothing replaces the lost "
+            "samples; check that they are there and whole"
+        )
+
+    def _order(self, position: int) -> list[int]:
+        """Numbers of all slices, in the order in which they are tried for the lost part at this position."""
+        if self._drawn[0] != position:
+            rng = stream(self.reading.seed, Purpose.SUBSTITUTES, self.reading.index, position)
+            self._drawn = position, rng.permutation(len(self.slices)).tolist()
+        return self._drawn[1]
+
+    def _read(self, part: ShardSlice, offset: int) -> RawSample | None:
+        """Sample `offset` of a part's shard, None where it cannot be read. The shard stays open for the next sample."""
+        if offset >= self._readable.get(part.shard, offset + 1):
+            return None
+        position = part.position + offset - part.start
+        try:
+            if self._open is None or self._open[:2] != (part.shard, position):
+                self.close()
+                samples = self.reading.samples(part.shard, offset, position)
+            else:
+                samples = self._open[2]
+            sample = next(samples)
+        except ShardError as error:
+            self._readable[part.shard] = error.readable
+            self._open = None
+            return None
+        self._open = part.shard, position + 1, samples
+        return sample
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        if self._open is not None:
+            self._open[2].close()
+            self._open = None
 
 
 @dataclass(frozen=True)
@@ -140,16 +288,16 @@ def reordered(
 
 
 @dataclass
-class Share:
+class SampleStream:
     """What one reader delivers of a source in an epoch; see the module's text.
 
     Args:
-        pieces: reads the stream.
+        slices: reads the stream.
         order: order of the n items of the stream.
         begin: the first place that `take` delivers.
     """
 
-    pieces: PieceReader
+    slices: SliceReader
     order: LocalOrder
     begin: int = 0
     _raw: Iterator[RawSample] = field(init=False, repr=False)
@@ -167,12 +315,12 @@ class Share:
         margin = max(0, self.begin - MARGIN_SAMPLES)
         first = self.order.lowest(margin)
         passed = self.order.passed(margin, first)
-        places = reordered(self.order.chunks(margin), self.pieces.samples(first), first, passed)
+        places = reordered(self.order.chunks(margin), self.slices.samples(first), first, passed)
         for _ in range(self.begin - margin):
             self._past.append(next(places))
         yield from places
 
-    def take(self, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image, Loss | None]:
+    def take(self, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image, DroppedSample | None]:
         """The sample of the next place, what `decode` makes of it, and the loss where it replaces another sample.
 
         Args:
@@ -185,12 +333,14 @@ class Share:
         loss = sample.stands_for
         shown = _attempt(sample, decode)
         if isinstance(shown, Fault):
-            reading = self.pieces.reading
+            reading = self.slices.reading
             if reading.fail:
                 raise UserError(sample_sentence(reading.source, sample, shown))
             # One sample is missing at this place, so one loss is counted. Where its shard was lost and the sample that replaces
             # it is bad too, that is the loss of the shard.
-            loss = loss or Loss(sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position)
+            loss = loss or DroppedSample(
+                sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position
+            )
             found = self._replacement(sample, decode)
             if found is None:
                 raise UserError(
@@ -221,10 +371,10 @@ class Share:
                 yield self._ahead[distance - 1]
             if len(self._past) >= distance:
                 yield self._past[-distance]
-        # A small share may hold no good sample; samples of the epoch's other pieces follow.
-        alone = Piece(-1, 0, 1, bad.place)
-        for attempt in range(min(MARGIN_SAMPLES, len(self.pieces.epoch_pieces))):
-            yield self.pieces.substitutes.get(alone, bad.place, 0, attempt=attempt)
+        # A small share may hold no good sample; samples of the epoch's other slices follow.
+        alone = ShardSlice(-1, 0, 1, bad.place)
+        for attempt in range(min(MARGIN_SAMPLES, len(self.slices.epoch_slices))):
+            yield self.slices.substitutes.get(alone, bad.place, 0, attempt=attempt)
 
     def finish(self) -> None:
         """After the last place: let the reader see whether its last shard ends where it should."""

@@ -7,26 +7,23 @@ import os
 
 import pytest
 import torch
-from torchvision.transforms import PILToTensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import lending
-from open_clip_zerovl.data.lending import Lending, Lent
+from open_clip_zerovl.data import buffers
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.sources import parse_sources
-from support.tars import ids_of, write_source
+from support import loading
+from support.tars import write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
 
 
 def test_a_block_comes_back_when_its_last_tensor_is_gone():
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
     assert (number, block.shape, block.stride(), block.dtype) == (0, LIKE.shape, LIKE.stride(), LIKE.dtype)
     block.copy_(torch.arange(block.numel()).view(4, 3, 8, 8) % 256)
-    images, texts, name = book.receive(Lent.of(0, number, block, (torch.tensor([[5]]), "name")))
+    images, texts, name = book.receive(PooledBatch.of(0, number, block, (torch.tensor([[5]]), "name")))
     assert torch.equal(images, block) and images.stride() == block.stride() and images.data_ptr() == block.data_ptr()
     assert texts.tolist() == [[5]] and name == "name"
     row = images[2]
@@ -38,9 +35,9 @@ def test_a_block_comes_back_when_its_last_tensor_is_gone():
 
 
 def test_blocks_are_alike_or_new():
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
-    book.receive(Lent.of(0, number, block, ()))  # dropped at once
+    book.receive(PooledBatch.of(0, number, block, ()))  # dropped at once
     for other in (LIKE[:3], LIKE.contiguous(), LIKE.to(torch.float32)):
         number, block = book.block(0, other)
         assert number > 0 and block.stride() == other.stride() and block.dtype == other.dtype
@@ -49,35 +46,35 @@ def test_blocks_are_alike_or_new():
 
 def test_a_word_from_another_process_frees_nothing():
     """A worker that took the place of a lost one has blocks of its own under the same numbers."""
-    book = Lending(1)
+    book = BufferPool(1)
     number, _ = book.block(0, LIKE)
-    lending._give_back(book._pipes[0][1], os.getpid() + 1, number, os.getpid())
+    buffers._give_back(book._pipes[0][1], os.getpid() + 1, number, os.getpid())
     assert book.block(0, LIKE)[0] == 1
 
 
 def test_beyond_the_last_block_batches_go_their_old_way(monkeypatch):
-    monkeypatch.setattr(lending, "_MOST_BLOCKS", 2)
-    book = Lending(1)
+    monkeypatch.setattr(buffers, "_MOST_BLOCKS", 2)
+    book = BufferPool(1)
     assert [book.block(0, LIKE)[0] for _ in range(2)] == [0, 1] and book.block(0, LIKE) is None
 
 
 def test_a_full_pipe_and_a_closed_one_stop_nobody():
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
     receiver, sender = book._pipes[0]
     with pytest.raises(BlockingIOError):
         while True:
             os.write(sender.fileno(), b"\0" * 4095)
-    book.receive(Lent.of(0, number, block, ()))
+    book.receive(PooledBatch.of(0, number, block, ()))
     receiver.close()
     sender.close()
 
 
 def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     """The descriptor of the loader's pipe would be the next file's, had the batch kept its number alone."""
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
-    images, *_ = book.receive(Lent.of(0, number, block, ()))
+    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
     del book, block
     files = [(tmp_path / str(number)).open("wb", buffering=0) for number in range(8)]
     del images
@@ -88,10 +85,12 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
 
 def test_embeddings_in_bfloat16_travel_too():
     """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
     sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
-    _, _, (found, other) = book.receive(Lent.of(0, number, block, (torch.tensor([1]), (sent, torch.tensor([0.5])))))
+    _, _, (found, other) = book.receive(
+        PooledBatch.of(0, number, block, (torch.tensor([1]), (sent, torch.tensor([0.5]))))
+    )
     assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
 
 
@@ -103,13 +102,13 @@ def test_full_shared_memory_gets_a_sentence(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     with pytest.raises(UserError, match=r"shared memory \(/dev/shm\) has no room .*--shm-size=8g.* lower --workers"):
-        Lending(1).block(0, LIKE)
+        BufferPool(1).block(0, LIKE)
 
 
 def test_a_fork_that_drops_its_copy_frees_nothing():
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
-    images, *_ = book.receive(Lent.of(0, number, block, ()))
+    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
     child = os.fork()
     if child == 0:
         del images
@@ -124,10 +123,12 @@ def test_pinned_batches_free_their_block(monkeypatch):
     """Without a GPU nothing can be pinned; a copy stands in for it."""
     copied = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
-    book = Lending(1)
+    book = BufferPool(1)
     number, block = book.block(0, LIKE)
     block.fill_(7)
-    pinned = Lent.of(0, number, block, (torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3])))).pin_memory()
+    pinned = PooledBatch.of(
+        0, number, block, (torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3])))
+    ).pin_memory()
     assert len(copied) == 4
     assert book.block(0, LIKE)[0] == 1  # not free before it is received
     images, texts, nothing, pair = book.receive(pinned)
@@ -137,16 +138,16 @@ def test_pinned_batches_free_their_block(monkeypatch):
     assert book.block(0, LIKE)[0] == 0
 
 
-def _fill(book: Lending, conversation) -> None:
+def _fill(book: BufferPool, conversation) -> None:
     for value in (1, 2):
         number, block = book.block(0, LIKE)
         block.fill_(value)
-        conversation.send(Lent.of(0, number, block, (torch.tensor([value]),)))
+        conversation.send(PooledBatch.of(0, number, block, (torch.tensor([value]),)))
         conversation.recv()
 
 
 def test_workers_that_are_spawned():
-    book = Lending(1)
+    book = BufferPool(1)
     book.block(0, LIKE)  # the blocks of this process are not the worker's
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -168,10 +169,7 @@ def source(tmp_path_factory):
 
 
 def loader_of(source: str, workers: int) -> MixtureLoader:
-    mixture = Mixture(
-        parse_sources(f"a={source}"), Batching(4, workers=max(1, workers)), Preprocessing(PILToTensor(), ids_of)
-    )
-    return MixtureLoader(mixture, workers=workers)
+    return loading.loader_of(f"a={source}", workers=workers)
 
 
 def test_every_batch_of_two_epochs_kept_at_once(source):
@@ -184,7 +182,7 @@ def test_every_batch_of_two_epochs_kept_at_once(source):
         loader.set_epoch(0)
         kept = list(loader)
         assert len(kept) == len({images.data_ptr() for images, _ in kept}) == 60
-        assert len(loader._lending._mapped) == 60  # the second epoch used the first one's blocks
+        assert len(loader._pool._mapped) == 60  # the second epoch used the first one's blocks
         assert sorted(number for _, ids in kept for number in ids.tolist()) == list(range(240))
         for images, ids in kept:
             for number, image in zip(ids.tolist(), images, strict=True):
@@ -195,19 +193,19 @@ def test_every_batch_of_two_epochs_kept_at_once(source):
 def test_few_blocks_serve_a_whole_epoch(source):
     loader = loader_of(source, 2)
     sums = [int(images.sum()) for images, _ in loader]
-    assert len(sums) == 60 and len(loader._lending._mapped) <= 10  # of 2 workers that read 2 batches ahead
+    assert len(sums) == 60 and len(loader._pool._mapped) <= 10  # of 2 workers that read 2 batches ahead
 
 
 def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
     """Negative control: without the lease, kept batches change under the reader's eyes."""
     loader = loader_of(source, 2)
-    real = Lending.receive
+    real = BufferPool.receive
 
-    def receive(self, lent):
-        got = real(self, lent)
-        lending._give_back(self._pipes[lent.worker][1], lent.process, lent.block, os.getpid())
+    def receive(self, batch):
+        got = real(self, batch)
+        buffers._give_back(self._pipes[batch.worker][1], batch.process, batch.block, os.getpid())
         return got
 
-    monkeypatch.setattr(Lending, "receive", receive)
+    monkeypatch.setattr(BufferPool, "receive", receive)
     kept = [images for images, _ in loader]
     assert len({images.data_ptr() for images in kept}) < len(kept)
