@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
-from open_clip_zerovl.dga.wrappers import unwrapped
 
 
 def settle_buckets(

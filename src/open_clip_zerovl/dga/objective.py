@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import ieee_products
+from open_clip_zerovl.dga.model import FEATURES, IMAGES, open_clips
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 
 log = logging.getLogger(__name__)
 
-FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D) with C texts of each sample
-TEXTS = FEATURES[1]
 OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
-SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 
 class Objective:
@@ -73,9 +70,9 @@ class Objective:
         Raises:
             UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
         """
-        if self._world_size > 1 and isinstance(self._module, ClipLoss | SigLipLoss):
+        if self._world_size > 1 and isinstance(self._module, open_clips("ClipLoss", "SigLipLoss")):
             # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
-            sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
+            sizes = gathered_sizes(len(values[IMAGES]), self._world_size, self._device)
             if min(sizes) != max(sizes):
                 raise UserError(
                     f"{type(self._module).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
@@ -178,7 +175,7 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
     Raises:
         UserError: a loss that no factor corrects, or that was made for other ranks.
     """
-    if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
+    if not isinstance(loss, (ContrastiveLoss, *open_clips("ClipLoss", "SigLipLoss"))):
         return 1
     if loss.world_size != world_size:
         raise UserError(
@@ -189,7 +186,7 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
     if world_size == 1:
         return 1
     require_process_group(world_size, type(loss).__name__)
-    if isinstance(loss, ClipLoss):
+    if isinstance(loss, open_clips("ClipLoss")):
         if getattr(loss, "use_horovod", False):  # open_clip 4 has none
             raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
         if loss.local_loss and not loss.gather_with_grad:

@@ -1,17 +1,15 @@
-"""Making the second forward pass equal to the first: restoring buffers, reusing frozen towers' outputs, comparing features.
+"""A second forward pass equal to the first: buffers are restored, and features compared.
 
 Shapes: `B` micro-batch per rank, `K` micro-batches, `D` embedding width; a micro-batch has an index k in 0..K-1.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import open_clip
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,18 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import product_precision
-from open_clip_zerovl.core.randomness import RngState
-
-log = logging.getLogger(__name__)
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
 # precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
 # give 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
 REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-
-
-# (encode method, micro-batch) -> a frozen tower's output, and the random state after it.
-TowerOutputs = dict[tuple[str, int], tuple[Tensor, RngState]]
 
 
 class ReplayError(UserError, RuntimeError):
@@ -67,133 +58,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
-
-
-def _encoder(model: nn.Module, tower: str) -> str:
-    """The name of the method by which open_clip's `forward` runs a tower: `encode_image`, in open_clip 4 `_encode_image`."""
-    inner = f"_encode_{tower}"
-    return inner if hasattr(type(model), inner) else f"encode_{tower}"
-
-
-class FrozenTowers:
-    """Runs a tower in which nothing is trained once per micro-batch: the replay gets its first output again.
-
-    The model is still called as a whole (DDP needs that), with `encode_image` or `encode_text` of the open_clip model
-    replaced during a step. Parameters show which towers may be frozen, the output shows whether one is: if an adapter or a
-    weight shared with the other tower is trained inside, the output of a pass with graph requires gradient, and the tower
-    runs twice. The random state after the tower is kept too, because the other tower may draw next. A model that is not
-    open_clip's, or is compiled with fullgraph=True, runs its frozen tower twice, with the same gradients; the log says so.
-
-    In a compiled model the replacement itself stays outside of the graphs; the tower's code is a graph of its own. There is one
-    replacement for all steps, because a new one in each step would be compiled again.
-
-    Args:
-        model: without wrappers.
-        splits: whether a compiled model may be split into several graphs; True if the model is not compiled.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, splits: bool) -> None:
-        self._model = model
-        self._device = device
-        self._index = 0
-        self._replaying = False
-        self._restore_rng = True
-        self._outputs: TowerOutputs = {}
-        self._learning: set[str] = set()  # encode methods whose output required gradient
-        self._once: dict[str, Callable[..., Tensor]] = {}  # their replacements
-        scripted = isinstance(model, torch.jit.ScriptModule)  # whose class has no forward to look at
-        self._reusable = (
-            splits
-            and not scripted
-            and type(model).forward in (open_clip.CLIP.forward, open_clip.CustomTextCLIP.forward)
-        )
-        self._told = False
-
-    def frozen(self) -> list[str]:
-        """Names of the encode methods whose tower has no trainable parameter now ([] for a model of another class)."""
-        visual = getattr(self._model, "visual", None)
-        if not isinstance(visual, nn.Module):
-            return []
-        image = {id(parameter) for parameter in visual.parameters()}
-        heads = {id(getattr(self._model, name, None)) for name in ("logit_scale", "logit_bias")}
-        trainable = {id(p) for p in self._model.parameters() if p.requires_grad} - heads
-        names = []
-        if not trainable & image:
-            names.append(_encoder(self._model, "image"))
-        if not trainable - image:
-            names.append(_encoder(self._model, "text"))
-        return names
-
-    @contextmanager
-    def reused(self, restore_rng: bool = True, outputs: TowerOutputs | None = None) -> Iterator[TowerOutputs]:
-        """Within the block a forward pass after `first_pass` records outputs, and one after `replay` reuses them.
-
-        Args:
-            restore_rng: whether a reused output also sets the random state to that after its tower.
-            outputs: those recorded in an earlier block.
-
-        Yields:
-            what is recorded in this block.
-        """
-        self._restore_rng = restore_rng
-        self._outputs = {} if outputs is None else outputs
-        names = [name for name in self.frozen() if name not in self._learning]
-        if names and not self._reusable:
-            if not self._told:
-                log.info(
-                    "The frozen tower (%s) runs in both passes: only open_clip models, not compiled with fullgraph=True, can "
-                    "skip the second.",
-                    names,
-                )
-            self._told, names = True, []
-        for name in names:
-            if name not in self._once:
-                self._once[name] = self._encoded_once(name, self._model.__dict__.get(name))
-        before = {name: self._model.__dict__.get(name) for name in names}
-        self._model.__dict__.update({name: self._once[name] for name in names})
-        try:
-            yield self._outputs
-        finally:
-            for name, method in before.items():
-                del self._model.__dict__[name]
-                if method is not None:
-                    self._model.__dict__[name] = method
-            self._outputs = {}
-            self._replaying = False
-
-    def first_pass(self, index: int) -> None:
-        """The next forward is the first of micro-batch `index`."""
-        self._index, self._replaying = index, False
-
-    def replay(self, index: int) -> None:
-        """The next forward is the second of micro-batch `index`."""
-        self._index, self._replaying = index, True
-
-    def _encoded_once(self, name: str, own: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-        """The replacement of the method `name`, or of the function `own` that the caller has set in its place."""
-        method = getattr(type(self._model), name)
-
-        def encode(*args: Any, **kwargs: Any) -> Tensor:
-            return method(self._model, *args, **kwargs) if own is None else own(*args, **kwargs)
-
-        def encode_once(*args: Any, **kwargs: Any) -> Tensor:
-            if name in self._learning:
-                return encode(*args, **kwargs)
-            if self._replaying:
-                output, state = self._outputs.pop((name, self._index))
-                if self._restore_rng:
-                    state.restore()
-                return output
-            with_graph = torch.is_grad_enabled()
-            with torch.enable_grad():
-                output = encode(*args, **kwargs)
-            if output.requires_grad:
-                self._learning.add(name)
-                return output if with_graph else output.detach()
-            self._outputs[name, self._index] = output, RngState.capture(self._device)
-            return output
-
-        return torch._dynamo.disable(encode_once, recursive=False)
 
 
 class ReplayCheck:

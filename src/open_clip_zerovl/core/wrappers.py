@@ -1,4 +1,4 @@
-"""The model inside of DDP, torch.compile and adapters."""
+"""The model inside of DistributedDataParallel, torch.compile and adapters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,3 @@ def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
             "averaged together; put the whole adapter into one DistributedDataParallel."
         )
     return found[0]
-
-
-def one_graph_alone(model: nn.Module) -> bool:
-    """Whether the model was compiled with fullgraph=True, with which torch refuses to split it into several graphs."""
-    while isinstance(model, nn.Module):
-        if getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False):
-            return True
-        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return False
