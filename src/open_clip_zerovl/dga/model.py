@@ -30,15 +30,17 @@ class Repeat(NamedTuple):
     """What the replay of a micro-batch needs besides its inputs.
 
     Attributes:
-        rng: the random state from which its trained towers started.
+        start: the random state before its inputs were made.
+        between: that after a frozen image tower, from which the text tower started; None for another.
         frozen: the FEATURES that it leaves out.
     """
 
-    rng: RngState
+    start: RngState
+    between: RngState | None
     frozen: frozenset[str]
 
 
-def open_clips(*names: str) -> tuple[type, ...]:
+def open_clips(*names: str) -> tuple[Any, ...]:
     """Classes of open_clip, which is not imported here: where nobody has imported it, no object is an instance of them."""
     modules = [sys.modules.get(name) for name in ("open_clip.model", "open_clip.coca_model", "open_clip.loss")]
     return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
@@ -84,42 +86,49 @@ class Towers:
         return names
 
     def first_pass(
-        self, images: Any, texts: Any, rows: dict[str, int], frozen: set[str], *, graph: bool
+        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], frozen: set[str], *, graph: bool
     ) -> tuple[Outputs, Repeat]:
         """The outputs for a micro-batch, with graph or without, and what a replay of it needs.
 
         Args:
+            take: gives the micro-batch's two inputs; it may draw random numbers.
             rows: see `checked_outputs`.
             frozen: features of towers that look frozen; those that require gradient nevertheless are removed from it.
         """
-        before = RngState.capture(self._device)
+        start, between = RngState.capture(self._device), None
+        inputs = take()
         if not frozen:
-            return checked_outputs(self._call(images, texts, graph), rows), Repeat(before, frozenset())
+            return checked_outputs(self._call(inputs, graph), rows), Repeat(start, None, frozenset())
         outputs: Outputs = {}
-        for name, inputs in ((IMAGES, (images, None)), (TEXTS, (None, texts))):
-            found = checked_outputs(self._call(*inputs, graph or name in frozen), {name: rows[name]})
+        for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
+            found = checked_outputs(self._call(alone, graph or name in frozen), {name: rows[name]})
             if name in frozen and found[name].requires_grad:
                 self._learning.add(name)
                 frozen.remove(name)
             if name in frozen and name == IMAGES:
-                before = RngState.capture(self._device)  # the text tower draws next
+                between = RngState.capture(self._device)
             outputs |= found
-        return outputs, Repeat(before, frozenset(frozen))
+        return outputs, Repeat(start, between, frozenset(frozen))
 
-    def replay(self, images: Any, texts: Any, rows: dict[str, int], repeat: Repeat, *, rng: bool = True) -> Outputs:
-        """The outputs for a micro-batch with graph, under the random state of its first pass unless `rng` is False."""
+    def replay(
+        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], repeat: Repeat, *, rng: bool = True
+    ) -> Outputs:
+        """The outputs for a micro-batch with graph, under the random numbers of its first pass unless `rng` is False."""
         if rng:
-            repeat.rng.restore()
-        inputs = (None if name in repeat.frozen else part for name, part in ((IMAGES, images), (TEXTS, texts)))
+            repeat.start.restore()
+        inputs = take()
+        if rng and repeat.between is not None:
+            repeat.between.restore()
+        images, texts = (None if name in repeat.frozen else part for name, part in zip(FEATURES, inputs, strict=True))
         wanted = {name: size for name, size in rows.items() if name not in repeat.frozen}
-        return checked_outputs(self._call(*inputs, True), wanted)
+        return checked_outputs(self._call((images, texts), True), wanted)
 
-    def _call(self, images: Any, texts: Any, graph: bool) -> Any:
+    def _call(self, inputs: tuple[Any, Any], graph: bool) -> Any:
         if graph:
             # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
             torch.clear_autocast_cache()
         with torch.set_grad_enabled(graph), self._autocast():
-            return self._model(images, texts)
+            return self._model(*inputs)
 
     def _without_training(self) -> set[str]:
         """The FEATURES whose tower has no trainable parameter now; none for a model without `visual`."""

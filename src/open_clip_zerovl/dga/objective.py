@@ -162,7 +162,7 @@ class Objective:
                 )
 
 
-def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
+def feature_factor(loss: Any, world_size: int) -> int:
     """The factor on the features' gradient of `loss` with which DDP's mean over ranks is right.
 
     With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d for each rank's own rows.

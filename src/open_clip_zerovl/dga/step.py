@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -324,7 +325,8 @@ class DecoupledGradientAccumulation:
             graph = k not in step.replayed
             measured = self._retention.measured(size) if graph else nullcontext()
             with self._synchronised(graph and self._synchronises(step, k)), measured:
-                outputs, repeat = self._towers.first_pass(*step.inputs.take(k), step.rows_of(k), frozen, graph=graph)
+                take = partial(step.inputs.take, k)
+                outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
             step.repeats.append(repeat)
             if graph:
                 step.kept[k] = outputs
@@ -368,8 +370,8 @@ class DecoupledGradientAccumulation:
                     if k in step.kept:
                         outputs = step.kept.pop(k)
                     else:
-                        inputs, repeat = step.inputs.take(k), step.repeats[k]
-                        outputs = self._towers.replay(*inputs, step.rows_of(k), repeat, rng=self._replay_rng)
+                        take = partial(step.inputs.take, k)
+                        outputs = self._towers.replay(take, step.rows_of(k), step.repeats[k], rng=self._replay_rng)
                         for name in outputs.keys() & FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
                     if k == step.backward_order[-1]:
