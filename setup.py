@@ -95,7 +95,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"open_clip_zerovl": ["models/model_configs/*.json", "py.typed"]},
+    package_data={"open_clip_zerovl": ["models/model_configs/*.json", "checkpoints/*.j2", "py.typed"]},
     install_requires=[
         # The released line of open_clip_zerovl/releases.py; 4.x, which it knows too, is no release yet.
         "open_clip_torch>=3.3,<3.4",
@@ -116,6 +116,7 @@ setup(
         "safetensors",
         "matplotlib",  # a run's page and those of finetune, interpolate, compare, bias and the probe
         "tokenizers",
+        "jinja2",  # model cards; torch brings it
         "packaging",  # zerovl doctor: version ranges
         "tqdm",
         "tensorboard",

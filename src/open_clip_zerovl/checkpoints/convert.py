@@ -33,7 +33,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
@@ -147,7 +147,7 @@ def convert_checkpoint(
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
     spec = _spec(encoder, vision_cfg, timm_name, source, side, normalization)
     notes = _notes(encoder, trained_side, side, normalization)
-    card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
+    card = ModelCard(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
     folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
     if verify:
         image_tower, text_tower = _own_towers(encoder, timm_name, side, source)

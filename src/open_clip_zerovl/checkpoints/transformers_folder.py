@@ -35,7 +35,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.card import CARD_FILE, folder_card, run_card
+from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, folder_card, run_card
 from open_clip_zerovl.checkpoints.export import (
     PRECISIONS,
     PROBE_TEXTS,
@@ -113,7 +113,7 @@ def export_transformers(
         _verify(folder, opened)
         if precision is not None:
             _save_weights(tensors, folder, PRECISIONS[precision])
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        (folder / CARD_FILE).write_text(card.text(), encoding="utf-8")
     log.info("Wrote %s (%s) to %s.", source, opened.spec.name, final)
     return final
 
@@ -140,11 +140,10 @@ def _open(source: str, model_name: str | None, text_model: str | None) -> _Opene
     return _Opened(model.float().eval(), tokenizer, spec, weights)
 
 
-def _card(source: str, opened: _Opened, licence: str | None) -> str:
+def _card(source: str, opened: _Opened, licence: str | None) -> ModelCard:
     path = Path(source.removeprefix(LOCAL_DIR)).expanduser()
-    if path.is_file():
-        return run_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
-    return folder_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
+    card_of = run_card if path.is_file() else folder_card
+    return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
 
 
 def whole_model(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
