@@ -11,7 +11,7 @@ open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also with `modul
 same pieces. A tensor that has no place is refused, unless no embedding depends on it; the card then names it.
 
 open_clip builds a timm ViT at the size of its name only. Weights for another size, trained at it or interpolated to it
-(`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
+(`--image-size`), go into open_clip's own ViT, which computes the same (`layouts`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
