@@ -1,7 +1,7 @@
 """The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
 
 `card.md.j2` is the text. A card holds only facts that were read: from the run's `params.txt`, from the `results.jsonl` that
-open_clip writes beside the checkpoints, and from the model's config. The model's owner gives the licence, or the card names none.
+open_clip writes beside the checkpoints, and from the model's config. Its owner gives the licence, or the card names none.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.factory import get_model_config
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
@@ -273,7 +273,7 @@ def _logit_scale(temperature: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
+def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str]:
     """The ViT without memory for its weights (on the meta device), and timm's name of it."""
     name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
     if not timm.is_model(name):
@@ -309,7 +309,7 @@ def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
 
 
 def _placed(
-    encoder: DualEncoder, trunk: nn.Module, timm_name: str, side: int, checkpoint: Path
+    encoder: DualEncoder, trunk: timm.models.VisionTransformer, timm_name: str, side: int, checkpoint: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All weights under the names of open_clip's model, and its vision config."""
     expected = trunk.state_dict()
@@ -341,7 +341,7 @@ def _placed(
     return placed, native_vision_config(trunk, side)
 
 
-def _sides(trunk: nn.Module, side: int) -> tuple[int, int]:
+def _sides(trunk: timm.models.VisionTransformer, side: int) -> tuple[int, int]:
     return trunk.patch_embed.img_size[0], side
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -108,8 +108,8 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return placed | {"positional_embedding": position}
 
 
-def native_vision_config(trunk: nn.Module, image_size_px: int) -> dict[str, Any]:
-    """open_clip's `vision_cfg` of its own ViT with the shape of a timm one."""
+def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
+    """open_clip's `vision_cfg` for its own ViT with the shape of timm's VisionTransformer `trunk`."""
     block = trunk.blocks[0]
     return {
         "image_size": image_size_px,

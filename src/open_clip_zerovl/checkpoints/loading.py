@@ -21,13 +21,13 @@ from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_mod
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
@@ -66,7 +66,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
     return device
 
 
-def _skeleton(spec: ModelSpec) -> nn.Module:
+def _skeleton(spec: ModelSpec) -> ClipModel:
     """The model without its weights, built by open_clip from the config that an export would hold."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
@@ -108,7 +108,7 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     return tokenizer
 
 
-def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Path, spec: ModelSpec) -> None:
+def _check_weights(weights: dict[str, Tensor], model: ClipModel, checkpoint: Path, spec: ModelSpec) -> None:
     """UserError unless checkpoint and model have the same tensors, of the same shapes."""
     expected = model.state_dict()
     # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
@@ -143,7 +143,7 @@ def load_model(
     model_name: str | None = None,
     text_model: str | None = None,
     device: str | torch.device = "cpu",
-) -> tuple[nn.Module, Preprocess, Tokenizer]:
+) -> tuple[ClipModel, Preprocess, Tokenizer]:
     """A model ready for evaluation, in float32 and eval mode, with its own evaluation transform and tokenizer.
 
     Args:
@@ -242,7 +242,7 @@ class Encoder:
                 f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
             )
 
-    def load(self, *, local_rank: int = 0) -> tuple[nn.Module, Preprocess, Tokenizer, torch.device]:
+    def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
         """`load_model` on the device, and the device. UserError as there."""
         device = choose_device(self.device, local_rank=local_rank)
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
@@ -260,7 +260,7 @@ class Encoder:
 @no_code_from_data()
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
-) -> tuple[nn.Module, HFTokenizer | SimpleTokenizer]:
+) -> tuple[ClipModel, HFTokenizer | SimpleTokenizer]:
     """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
@@ -269,7 +269,7 @@ def assemble(
     return model, tokenizer
 
 
-def evaluation_transform(model: nn.Module) -> Preprocess:
+def evaluation_transform(model: ClipModel) -> Preprocess:
     """The transform that an open_clip model's own settings describe."""
     return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, folder_card, run_card
 from open_clip_zerovl.checkpoints.export import (
@@ -50,6 +50,7 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 class _Opened:
     """A checkpoint or an exported folder, and what its card says."""
 
-    model: nn.Module
+    model: ClipModel
     tokenizer: HFTokenizer | SimpleTokenizer
     spec: ModelSpec
     weights: dict[str, Tensor]
@@ -146,7 +147,7 @@ def _card(source: str, opened: _Opened, licence: str | None) -> ModelCard:
     return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
 
 
-def whole_model(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor]]:
     """The config and the state dict of the whole model in transformers. UserError for what it has no place for."""
     from transformers import CLIPConfig, VisionTextDualEncoderConfig
 

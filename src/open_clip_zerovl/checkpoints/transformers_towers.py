@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, renamed
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.configs import ClipModel
 
 # Text towers whose pooler is a linear map of the first token's state and a tanh.
 POOLED_TYPES = ("bert", "roberta", "xlm-roberta")
@@ -63,7 +64,7 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def image_tower(model: nn.Module) -> Tower:
+def image_tower(model: ClipModel) -> Tower:
     """The image tower of an open_clip model.
 
     Raises:
@@ -102,7 +103,7 @@ def image_tower(model: nn.Module) -> Tower:
     return layout(weights, sizes, projection.float())
 
 
-def text_tower(model: nn.Module) -> Tower:
+def text_tower(model: ClipModel) -> Tower:
     """The text tower of an open_clip model.
 
     Raises:
@@ -145,7 +146,7 @@ def _clip_vision(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projec
     return Tower(CLIPVisionConfig(projection_dim=len(projection), **shape, **sizes), named, projection)
 
 
-def _clip_text(text: nn.Module) -> Tower:
+def _clip_text(text: ClipModel | TextTransformer) -> Tower:
     from transformers import CLIPTextConfig
 
     pool = getattr(text, "pool_type", getattr(text, "text_pool_type", None))
@@ -235,7 +236,7 @@ def _check_blocks(blocks: nn.ModuleList, tower: str) -> None:
             refuse(f"its {tower} tower scales its layers (ls_init_value)")
 
 
-def _check_timm(trunk: nn.Module, visual: TimmModel) -> None:
+def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
     kind = type(trunk).__name__
     if type(trunk) is not timm_vit.VisionTransformer:
         refuse(f"its image tower, timm's {kind}, is no plain ViT")

@@ -15,8 +15,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
         compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
         if isinstance(model, DistributedDataParallel):
             ddp, model = model, model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            compiled, model = True, model._orig_mod
+        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+            compiled, model = True, inside
         else:
             return model, ddp, compiled
 

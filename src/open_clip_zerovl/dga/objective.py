@@ -86,11 +86,12 @@ class Objective:
             ieee_products(self._device.type),
         ):
             losses = self._losses(leaves, loss_inputs)
-            total = sum(losses.values())
+            first, *others = losses.values()
+            total = sum(others, start=first)
             self._check_leaves(total, [*leaves.values(), *own])
             scaled = total if self._scaler is None else self._scaler.scale(total)
             found = torch.autograd.grad(scaled, [*leaves.values(), *own], allow_unused=True)
-        own_gradients = list(zip(own, found[len(leaves) :], strict=True))
+        own_gradients: OwnGradients = list(zip(own, found[len(leaves) :], strict=True))
         gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
@@ -175,7 +176,8 @@ def feature_factor(loss: Any, world_size: int) -> int:
     Raises:
         UserError: a loss that no factor corrects, or that was made for other ranks.
     """
-    if not isinstance(loss, (ContrastiveLoss, *open_clips("ClipLoss", "SigLipLoss"))):
+    ranked: tuple[Any, ...] = (ContrastiveLoss, *open_clips("ClipLoss", "SigLipLoss"))
+    if not isinstance(loss, ranked):
         return 1
     if loss.world_size != world_size:
         raise UserError(
