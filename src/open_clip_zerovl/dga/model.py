@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -171,7 +171,25 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
     for name, size in rows.items():
         if outputs[name].ndim != 2 or len(outputs[name]) != size:
             raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
+        if not outputs[name].is_floating_point():
+            raise UserError(f"{name} must be floating point numbers, but are {outputs[name].dtype}.")
     return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors that a backward pass from `outputs` would reach."""
+    todo: list[Any] = [output.grad_fn if output.grad_fn is not None else output for output in outputs]
+    visited = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaf = node if isinstance(node, Tensor) else getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            yield leaf
+        elif not isinstance(node, Tensor):
+            todo += [following for following, _ in node.next_functions]
 
 
 def detached_copy(output: Tensor) -> Tensor:

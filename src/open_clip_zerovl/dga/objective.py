@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import ieee_products
-from open_clip_zerovl.dga.model import FEATURES, IMAGES, open_clips
+from open_clip_zerovl.dga.model import FEATURES, IMAGES, leaves_of, open_clips
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Objective:
         """
         if self._world_size > 1 and isinstance(self._module, open_clips("ClipLoss", "SigLipLoss")):
             # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
-            sizes = gathered_sizes(len(values[IMAGES]), self._world_size, self._device)
+            sizes = gathered_sizes(len(values[IMAGES]), self._world_size, self._device, self._group)
             if min(sizes) != max(sizes):
                 raise UserError(
                     f"{type(self._module).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
@@ -139,28 +139,27 @@ class Objective:
             seen = losses[wrong[0]] if wrong else result
             kind = f"a tensor of shape {tuple(seen.shape)}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
             raise UserError(f"{name} must return one number as a tensor, or a dict of such, but returned {kind}.")
+        if "loss" in losses and len(losses) > 1:
+            parts = ", ".join(losses.keys() - {"loss"})
+            raise UserError(
+                f"{name} returned 'loss' beside {parts}: if it is their sum, each part would be summed twice; return the total "
+                "or the parts alone."
+            )
         if not any(value.requires_grad for value in losses.values()):
             raise UserError(
                 f"{name} returned a number without gradient: it must be computed from the features in torch."
             )
         return losses
 
-    def _check_leaves(self, total: Any, known: Sequence[Tensor]) -> None:
+    def _check_leaves(self, total: Tensor, known: Sequence[Tensor]) -> None:
         """Refuse a loss whose graph contains a trainable tensor that is neither its input nor its own parameter."""
         seen = {id(tensor) for tensor in known}
-        todo, visited = [total.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            todo += [following for following, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor) and id(leaf) not in seen:
-                raise UserError(
-                    f"{_name(self._loss)} learns a tensor of shape {tuple(leaf.shape)} that is not its own parameter and "
-                    "would get no gradient; make the loss an nn.Module that holds it, or let the model return it."
-                )
+        leaf = next((leaf for leaf in leaves_of([total]) if id(leaf) not in seen), None)
+        if leaf is not None:
+            raise UserError(
+                f"{_name(self._loss)} learns a tensor of shape {tuple(leaf.shape)} that is not its own parameter and "
+                "would get no gradient; make the loss an nn.Module that holds it, or let the model return it."
+            )
 
 
 def feature_factor(loss: Any, world_size: int) -> int:

@@ -17,11 +17,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import product_precision
+from open_clip_zerovl.dga.model import FEATURES, SCALARS
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
 # precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
 # give 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
 REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+CHECK_EVERY = 500  # steps between two checks of check="first"
 
 
 class ReplayError(UserError, RuntimeError):
@@ -61,69 +65,89 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 class ReplayCheck:
-    """Compares replayed with cached features; the result is read once a step, and is the same on every rank.
+    """Compares replayed with cached features, and scalars between micro-batches; the result is the same on every rank.
 
     Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
+
+    Args:
+        mode: "first": the first step that replays and each CHECK_EVERY-th, "always" or "never".
+        group: of the ranks that step together; None for the default one.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.mode = mode
+        self.active = False  # in the present step
+        self._world_size, self._group = world_size, group
         self._passed_once = False
+        self._steps = 0
         self._seen: list[tuple[str, int, Tensor]] = []
 
-    @property
-    def active(self) -> bool:
-        return self.mode == "always" or (self.mode == "first" and not self._passed_once)
-
     def start(self) -> None:
+        """A step begins."""
+        self.active = self.mode == "always" or (
+            self.mode == "first" and (not self._passed_once or self._steps % CHECK_EVERY == 0)
+        )
+        self._steps += 1
         self._seen = []
 
-    def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
-        """Record the difference of `name` (B, D) of micro-batch `index`; two NaN count as equal."""
+    def compare(self, name: str, index: int, found: Tensor, cached: Tensor) -> None:
+        """Record the difference of `name` (B, D), or of a scalar, of micro-batch `index`; two NaN count as equal."""
         if not self.active:
             return
-        replayed, cached = replayed.detach().to(cached.dtype), cached.detach()
-        same = (replayed == cached) | (replayed.isnan() & cached.isnan())
-        difference = torch.where(same, 0.0, replayed - cached)
+        found, cached = (
+            value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel()) for value in (found, cached)
+        )
+        same = (found == cached) | (found.isnan() & cached.isnan())
+        difference = torch.where(same, 0.0, found - cached)
         relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(torch.finfo(cached.dtype).tiny)
         worst = torch.where(same.all(dim=-1), 0.0, relative).max()
         self._seen.append((name, index, torch.stack([worst, difference.abs().max()])))
 
-    def verdict(self, tolerance: float, device: torch.device, world_size: int) -> None:
-        """Raise `ReplayError` on every rank if the features of any rank differ by more than `tolerance`.
+    def verdict(self, tolerance: float, device: torch.device) -> None:
+        """Raise `ReplayError` on every rank if the outputs of any rank differ by more than `tolerance`.
 
         Called once per step, before the gradients are averaged, so that no rank waits for one that has stopped.
         """
-        if not self.active or (world_size == 1 and not self._seen):
+        if not self.active or (self._world_size == 1 and not self._seen):
             return
         seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        any_bad, any_seen = bool(bad), bool(seen)
-        if world_size > 1:
-            anywhere = torch.tensor([any_bad, any_seen], dtype=torch.long, device=device)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-            any_bad, any_seen = (bool(number) for number in anywhere.tolist())
+        any_bad, any_replayed = bool(bad), any(name in FEATURES for _, _, name, _ in seen)
+        if self._world_size > 1:
+            anywhere = torch.tensor([any_bad, any_replayed], dtype=torch.long, device=device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+            any_bad, any_replayed = (bool(number) for number in anywhere.tolist())
         self._seen = []
         if any_bad and not bad:
-            raise ReplayError("Another rank's replayed features differ from its cached ones; its message says where.")
+            raise ReplayError("Another rank's replayed outputs differ from its cached ones; its message says where.")
         if bad:
-            relative, absolute, name, k = max(bad, key=lambda entry: (math.isnan(entry[0]), entry[0]))
-            raise ReplayError(
-                f"Replayed {name} of micro-batch {k} differ from the cached ones: relative difference {relative:.3g} "
-                f"(largest element {absolute:.3g}), tolerance {tolerance:.3g}. The gradient would be wrong. Likely causes: "
-                "a kernel or compiled graph that draws other random masks with grad on than off; a random generator that "
-                "is not torch's default one; a module that changes with each forward (a cache, a counter, spectral "
-                "norm); a `prepare` that is not deterministic. Find it with the model in eval(), then module by module; "
-                "retain=K avoids the second forward in one process, check='never' accepts the difference."
-            )
-        self._passed_once = self._passed_once or bool(any_seen)
+            raise ReplayError(_difference(bad, tolerance))
+        self._passed_once = self._passed_once or any_replayed
 
     def _numbers(self) -> list[tuple[float, float]]:
         """(relative, largest absolute) difference of each comparison, in one copy to the host."""
         if not self._seen:
             return []
         return [(relative, largest) for relative, largest in torch.stack([pair for _, _, pair in self._seen]).tolist()]
+
+
+def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:
+    """The sentence for the largest of the differences."""
+    relative, absolute, name, k = max(bad, key=lambda entry: (entry[2] in SCALARS, math.isnan(entry[0]), entry[0]))
+    if name in SCALARS:
+        return (
+            f"The {name} of micro-batch {k} is another than that of the last one (relative difference {relative:.3g}). The "
+            "loss takes one for the whole batch, so it must not depend on samples or on dropout: make it a parameter."
+        )
+    return (
+        f"Replayed {name} of micro-batch {k} differ from the cached ones: relative difference {relative:.3g} "
+        f"(largest element {absolute:.3g}), tolerance {tolerance:.3g}. The gradient would be wrong. Likely causes: "
+        "a kernel or compiled graph that draws other random masks with grad on than off; a random generator that "
+        "is not a default one of torch, NumPy or Python; a module that changes with each forward (a cache, a counter, "
+        "spectral norm); a `prepare` that is not deterministic. Find it with the model in eval(), then module by module; "
+        "retain=K avoids the second forward in one process, check='never' accepts the difference."
+    )
 
 
 def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> float:

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
+from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
 from open_clip_zerovl.dga.model import (
     FEATURES,
@@ -45,6 +46,7 @@ from open_clip_zerovl.dga.model import (
     Towers,
     backpropagate,
     detached_copy,
+    leaves_of,
     open_clips,
 )
 from open_clip_zerovl.dga.objective import Objective, OwnGradients
@@ -73,8 +75,8 @@ class _Step:
         kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: micro-batch -> what its replay needs.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
-        scalars: logit_scale, and logit_bias if the model has one, without graph.
-        weights: version of each parameter after phase (1).
+        scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
+        versions: parameter and its version counter as the step begins, which rises when it is changed in place.
         losses: detached, the loss' entries and "loss", their sum.
         gradients: of that sum by features (b, D) and scalars.
         own_gradients: of that sum by the loss' own parameters.
@@ -88,8 +90,8 @@ class _Step:
     kept: dict[int, Outputs] = field(default_factory=dict)
     repeats: list[Repeat] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
-    scalars: dict[str, Tensor] = field(default_factory=dict)
-    weights: list[int] = field(default_factory=list)
+    scalars: dict[str, list[Tensor]] = field(default_factory=dict)
+    versions: list[tuple[nn.Parameter, int]] = field(default_factory=list)
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     own_gradients: OwnGradients = field(default_factory=list)
@@ -179,11 +181,13 @@ class DecoupledGradientAccumulation:
             log.warning("Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation).")
             check = "never"
         self._inner, self._device, self._autocast = inner, parameter.device, autocast
-        self._world_size = dist.get_world_size(self._ddp.process_group) if self._ddp is not None else 1
+        group = self._ddp.process_group if self._ddp is not None else None
+        self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
         self._towers = Towers(model, inner, self._device, autocast)
         self._objective = Objective(loss, self._device, self._ddp, scaler)
-        self._retention = Retention(retain, self._device, self._world_size, inner.parameters())
-        self._check = ReplayCheck(check)
+        self._retention = Retention(retain, self._device, self._world_size, inner.parameters(), group)
+        self._check = ReplayCheck(check, self._world_size, group)
+        self._hooks = GradientHooks(inner)
         self._replay_rng = replay_rng
         self._input_room = input_room(self._device)
 
@@ -229,7 +233,7 @@ class DecoupledGradientAccumulation:
             self._first_pass(step)
             self._differentiate(step, loss_inputs)
             self._second_pass(step)
-        return step.losses | {name: value for name, value in step.scalars.items() if name == "logit_scale"}
+        return step.losses | {name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"}
 
     def loss(
         self,
@@ -304,9 +308,12 @@ class DecoupledGradientAccumulation:
                 "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
                 "outside (torch.no_grad() does no harm)."
             )
-        if not any(parameter.requires_grad for parameter in self._inner.parameters()):
+        versions = [(parameter, parameter._version) for parameter in self._inner.parameters()]
+        if not any(parameter.requires_grad for parameter, _ in versions):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
         sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
+        if len(sizes) > 1:
+            self._hooks.check()
         order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
         if texts_per_image > 1:
             places = text_places(sizes, texts_per_image)
@@ -315,11 +322,11 @@ class DecoupledGradientAccumulation:
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
-        return _Step(sizes, texts_per_image, graphs, inputs, order)
+        return _Step(sizes, texts_per_image, graphs, inputs, order, versions=versions)
 
     def _first_pass(self, step: _Step) -> None:
         """(1) Features of every micro-batch, and the graphs of the last R."""
-        features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
+        found: dict[str, list[Tensor]] = {}
         frozen = self._towers.frozen() if step.replayed else set()
         for k, size in enumerate(step.sizes):
             graph = k not in step.replayed
@@ -330,15 +337,15 @@ class DecoupledGradientAccumulation:
             step.repeats.append(repeat)
             if graph:
                 step.kept[k] = outputs
-            for name in FEATURES:
-                features[name].append(detached_copy(outputs[name]))
-        step.features = {name: torch.cat(parts) for name, parts in features.items()}
-        step.scalars = {name: detached_copy(outputs[name]) for name in SCALARS if name in outputs}
-        step.weights = self._weight_versions()
+            for name, output in outputs.items():
+                found.setdefault(name, []).append(detached_copy(output))
+        step.features = {name: torch.cat(found[name]) for name in FEATURES}
+        step.scalars = {name: found[name] for name in SCALARS if name in found}
+        self._check_weights(step)
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
         """(2) The loss on all features, and its gradients by features and scalars."""
-        values = step.features | step.scalars
+        values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
         if step.order is not None:
             values[TEXTS] = torch.empty_like(values[TEXTS]).index_copy_(0, step.order, values[TEXTS])
         if step.texts_per_image > 1:
@@ -353,18 +360,19 @@ class DecoupledGradientAccumulation:
         The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
         parameters as unused, and the ranks would drift apart.
         """
-        if self._weight_versions() != step.weights:
-            raise UserError(
-                "The model's weights were changed after loss() and before its backward pass, which would forward its "
-                "micro-batches again with other weights: the gradient would be wrong; call loss() again."
-            )
+        self._check_weights(step)
         ended = RngState.capture(self._device)
         self._check.start()
+        for name, values in step.scalars.items():
+            for k, value in enumerate(values[:-1]):
+                self._check.compare(name, k, value, values[-1])
         gradients = {name: found if factor is None else found * factor for name, found in step.gradients.items()}
         rows = {name: gradients[name].split(step.rows(name)) for name in FEATURES}
         cached = {name: step.features[name].split(step.rows(name)) for name in FEATURES}
+        learns = False
         with buffers_kept(self._inner):
             for k in step.backward_order:
+                self._check_weights(step)
                 wanted = {name: rows[name][k] for name in FEATURES}
                 with self._synchronised(self._synchronises(step, k)):
                     if k in step.kept:
@@ -374,9 +382,12 @@ class DecoupledGradientAccumulation:
                         outputs = self._towers.replay(take, step.rows_of(k), step.repeats[k], rng=self._replay_rng)
                         for name in outputs.keys() & FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
+                    learns = learns or any(outputs[name].requires_grad for name in outputs.keys() & FEATURES)
                     if k == step.backward_order[-1]:
-                        self._check.verdict(self._tolerance(), self._device, self._world_size)
+                        self._check.verdict(self._tolerance(), self._device)
                         wanted |= {name: gradients[name] for name in step.scalars}
+                        if not learns:
+                            self._check_graph([outputs[name] for name in step.scalars])
                     backpropagate(outputs, wanted)
                 del outputs  # frees this graph before the next one is built
         self._objective.add_own_gradients(step.own_gradients, factor)
@@ -386,9 +397,28 @@ class DecoupledGradientAccumulation:
 
     # ----------------------------------------------------------------------------------------------------------- helpers
 
-    def _weight_versions(self) -> list[int]:
-        """The version counter of each parameter, which rises when it is changed in place."""
-        return [parameter._version for parameter in self._inner.parameters()]
+    def _check_weights(self, step: _Step) -> None:
+        """UserError for a parameter that has changed since the step began."""
+        changed = next((parameter for parameter, version in step.versions if parameter._version != version), None)
+        if changed is not None:
+            raise UserError(
+                f"{self._name_of(changed)} was changed within the step: after loss() and before its backward pass, by an "
+                "optimizer in a hook, or by forward itself. The replay would forward with other weights, and the gradient "
+                "would be wrong; change weights between two steps only, and call loss() again."
+            )
+
+    def _check_graph(self, scalars: list[Tensor]) -> None:
+        """UserError if features without graph leave a trainable parameter without gradient."""
+        reached = {id(leaf) for leaf in leaves_of(scalars)}
+        lost = next((p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None)
+        if lost is not None:
+            raise UserError(
+                f"The model computes no gradient for {self._name_of(lost)}: its features come without graph from every "
+                "micro-batch. Take torch.no_grad() and detach() out of its forward, or freeze what is not to be trained."
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, one in self._inner.named_parameters() if one is parameter)
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
