@@ -27,7 +27,7 @@ from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
-from open_clip_zerovl.dga.wrappers import unwrapped
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache

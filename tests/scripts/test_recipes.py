@@ -19,7 +19,7 @@ import timm
 import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.cli.program import main as zerovl_main
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
@@ -113,7 +113,7 @@ def write_between(
         for key, value in row.items()
         if key not in ("images", "captions")
     }
-    card = model_card(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
+    card = ModelCard(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
     beside: dict[str, bytes | str] = {}
     if curve is not None:
         picture = curve_picture(curve)

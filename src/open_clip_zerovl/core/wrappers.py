@@ -1,4 +1,4 @@
-"""The model inside of DDP, torch.compile and adapters."""
+"""The model inside of DistributedDataParallel, torch.compile and adapters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
         compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
         if isinstance(model, DistributedDataParallel):
             ddp, model = model, model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            compiled, model = True, model._orig_mod
+        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+            compiled, model = True, inside
         else:
             return model, ddp, compiled
 
@@ -39,12 +39,3 @@ def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
             "averaged together; put the whole adapter into one DistributedDataParallel."
         )
     return found[0]
-
-
-def one_graph_alone(model: nn.Module) -> bool:
-    """Whether the model was compiled with fullgraph=True, with which torch refuses to split it into several graphs."""
-    while isinstance(model, nn.Module):
-        if getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False):
-            return True
-        model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return False
