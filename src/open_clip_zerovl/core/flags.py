@@ -161,8 +161,9 @@ def flags_of(section: type) -> tuple[Flag, ...]:
         if (declared := each.metadata.get("flag")) is None:
             continue
         kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
-        several = typing.get_origin(kinds[0]) is tuple and declared["nargs"] is None
-        inner = typing.get_args(kinds[0])[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
+        words = typing.get_args(kinds[0])
+        several = typing.get_origin(kinds[0]) is tuple and words[-1] is ... and declared["nargs"] is None
+        inner = words[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
         default = {} if each.default is dataclasses.MISSING else each.default
         named = {"option": declared["option"] or "--" + each.name.replace("_", "-"), "kind": declared["kind"] or inner}
         found.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
@@ -290,9 +291,8 @@ def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
         return
     if each.several:
         options |= {"action": "append", "default": [] if default == () else default}
-    group.add_argument(
-        each.option, type=each.kind, choices=each.choices, metavar=each.metavar, nargs=each.nargs, **options
-    )
+    metavar = each.metavar or (None if each.choices else each.option.strip("-").replace("-", "_").upper())
+    group.add_argument(each.option, type=each.kind, choices=each.choices, metavar=metavar, nargs=each.nargs, **options)
 
 
 def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
