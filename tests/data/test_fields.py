@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.recipe.declare import out_of_range
 from open_clip_zerovl.recipe.flags import AllFlags
 from support import loading
 from support.tars import png, write_tar

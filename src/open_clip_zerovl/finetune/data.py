@@ -4,7 +4,7 @@
 
     FOLDER/*.tar, or a table in it                          one source
     FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data coco`)
-    FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`, `zerovl data emoji`)
+    FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`)
 
 A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/NAME or in FOLDER/test/NAME.
 """
