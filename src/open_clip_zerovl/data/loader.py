@@ -44,8 +44,9 @@ class MixtureLoader:
         batch_size: B.
 
     Raises:
-        UserError: a time-out or a share out of range, and what `Mixture.schedule` refuses. While iterating: a sentence of a
-            worker, a worker process that was lost or stalled, too many bad samples.
+        UserError: another number of workers than that of the mixture, a time-out or a share out of range, and what
+            `Mixture.schedule` refuses. While iterating: a sentence of a worker, a worker process that was lost or stalled, too
+            many bad samples.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class MixtureLoader:
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
+        if workers < 0 or max(1, workers) != mixture.batching.workers:
+            raise UserError(
+                f"the loader has {workers} worker processes, and its mixture was made for {mixture.batching.workers}: give "
+                f"Batching(..., workers={max(1, workers)})"
+            )
         if stall_timeout_seconds < 0:
             raise UserError(
                 f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
