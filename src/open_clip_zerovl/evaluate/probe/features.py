@@ -95,11 +95,14 @@ def tower_features(
     Raises:
         UserError: an image that cannot be read.
     """
-    device = torch.device(settings.device)
+    model = _frozen(tower, settings)
     for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=settings.workers):
-        with torch.no_grad(), autocast(device, settings.amp)():
-            features = tower(images.to(device))
-        yield features.float(), targets.to(device)
+        yield model.images(images), targets.to(model.device)
+
+
+def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
+    device = torch.device(settings.device)
+    return FrozenModel("probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False)
 
 
 class _Pictures:
@@ -140,10 +143,8 @@ def cached_features(
         UserError: an image that cannot be read, features that are not finite.
     """
     settings = settings or TowerSettings()
-    device = torch.device(settings.device)
-    eye, mean, std = eye_of(transform)
-    context = autocast(device, settings.amp)
-    model = FrozenModel("probed", tower, None, None, device, eye, mean, std, context, unit_length=False)
+    model = _frozen(tower, settings)
+    model.eye, model.mean, model.std = eye_of(transform)
     digests = [images.fingerprint(), tower_digest_of(tower, transform, settings)]
     pictures = _Pictures(images)
     source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
