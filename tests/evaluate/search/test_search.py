@@ -223,6 +223,8 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, c
     assert "there is nothing to search for" in said(photos, " ")
     assert "has an image that cannot be decoded" in said(photos, "", "--image", photos / "broken.jpg")
     assert "cannot be read" in said(photos, "", "--image", photos / "absent.jpg")
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file but a pipe" in said(photos, "", "--image", tmp_path / "pipe")
     assert "cannot be written" in said(photos, "a cat", "--page", photos)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "1.jpg").write_bytes(b"x")
