@@ -17,7 +17,7 @@ A folder of teachers (`embeddings.store`) holds for teacher N
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +28,19 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import split_normalize
-from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.distill.settings import TeacherFlags
 from open_clip_zerovl.embeddings.embed import announce, embed, missing_units, require_room
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
 from open_clip_zerovl.embeddings.store import Manifest, Store, read_manifest
 
-DTYPES = ("float16", "bfloat16")
-
 
 @dataclass(frozen=True)
-class TeacherSettings:
-    """How pictures are augmented, as in the training to come, and how embeddings are stored.
-
-    Attributes:
-        views: V, augmentations of each picture.
-        image_size: side in pixels of the student's pictures.
-        interpolation, aug_cfg, auto_augment, pixel_path, captions, on_bad_sample: training's flags of these names.
-        seed: of the augmentations.
-        dtype: of the embeddings: float16 or bfloat16.
-        amp: run the teachers in bf16.
-        part: (i, n): do every n-th unit from number i on, so that n calls share the work.
-    """
-
-    views: int = 4
-    image_size: int = 224
-    interpolation: str = "bicubic"
-    aug_cfg: dict[str, Any] = field(default_factory=dict)
-    auto_augment: str | None = None
-    pixel_path: str = PIXEL_PATH
-    captions: str | None = None
-    on_bad_sample: str = "replace"
-    seed: int = 0
-    dtype: str = "float16"
-    amp: bool = False
-    part: tuple[int, int] = (0, 1)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"embeddings cannot be stored as {self.dtype!r}; give {' or '.join(DTYPES)}")
-        if min(self.views, self.image_size) < 1:
-            raise UserError(f"views and image size must be 1 or more, but are {self.views} and {self.image_size}")
+class TeacherSettings(TeacherFlags):
+    """How pictures are augmented, as in the training to come, and how embeddings are stored."""
 
     def transform(self) -> Callable[[Any], Tensor]:
         """Picture -> view (3, S, S) uint8: the student's training transform up to its normalisation."""

@@ -22,6 +22,7 @@ from torchvision.transforms import ToTensor
 
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
@@ -30,7 +31,6 @@ from open_clip_zerovl.evaluate.probe.features import TowerSettings, cached_featu
 from open_clip_zerovl.evaluate.probe.lars import LarsSettings, lars, learning_rate, linear_head, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
 from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet, class_list, open_probe_set
 from support import tiny_clip
 from support.tars import png, write_tar
 

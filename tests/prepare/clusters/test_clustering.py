@@ -307,7 +307,9 @@ EMOJI = Path("data/emoji").absolute()
 
 @pytest.mark.slow  # a clustering and two trainings as real processes on two ranks: minutes
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+@pytest.mark.skipif(
+    not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
+)
 def test_cluster_sampling_on_emoji_pairs_from_model_to_training(tmp_path, capsys):
     """A.6 as a person does it; `tests/data/test_clusters.py` has the grid of ranks, workers and clusters written anew."""
     shutil.copytree(EMOJI / "noto", tmp_path / "noto")

@@ -23,42 +23,17 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.collection import Collection, open_collection
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
+from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """What is asked for.
-
-    Attributes:
-        words: the query in words; "" for none.
-        image: a picture as the query, too.
-        best: how many pictures are shown.
-        cache: where embeddings are kept; None for the user's cache folder.
-        page, output: files to write, HTML with thumbnails and JSON.
-    """
-
-    words: str = ""
-    image: Path | None = None
-    best: int = 10
-    cache: Path | None = None
-    page: Path | None = None
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.best < 1:
-            raise UserError(f"the number of pictures to show must be 1 or more, but is {self.best}.")
-        if not self.words.strip() and self.image is None:
-            raise UserError("there is nothing to search for: give words, or a picture by --image")
 
 
 @dataclass(frozen=True)

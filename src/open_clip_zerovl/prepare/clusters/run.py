@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store, difference, read_manifest
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
+from open_clip_zerovl.prepare.settings import ClusterSettings as ClusterSettings
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path
@@ -52,46 +53,6 @@ __all__ = [
     "spherical_kmeans",
     "train_data",
 ]
-
-FEATURES = ("image", "text", "both")
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """How a source is divided, and what is written.
-
-    Attributes:
-        clusters: K.
-        min_size: samples that a cluster must hold: the effective batch to be trained with. Smaller clusters are dissolved, so
-            that fewer than K remain.
-        features: "image", "text", or "both" (side by side).
-        passes: of k-means over the features.
-        seed: of k-means.
-        preview: pictures on a contact sheet; 0 for no sheets.
-        reshard: also write each cluster as shards of its own, which are faster to read on a hard disk.
-        shard_size: samples of such a shard, at most.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    clusters: int = 100
-    min_size: int = 1
-    features: str = "image"
-    passes: int = 10
-    seed: int = 0
-    preview: int = 25
-    reshard: bool = False
-    shard_size: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.features not in FEATURES:
-            raise UserError(f"features is {self.features!r}: take one of {', '.join(FEATURES)}.")
-        if min(self.clusters - 1, self.min_size, self.passes, self.shard_size) < 1 or self.preview < 0:
-            raise UserError(
-                "clusters must be 2 or more; min_size, passes and shard_size 1 or more; preview 0 or more: got "
-                f"{self.clusters}, {self.min_size}, {self.passes}, {self.shard_size}, {self.preview}."
-            )
 
 
 def cluster_source(
