@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,9 @@ def cached_features(
     settings = settings or TowerSettings()
     model = _frozen(tower, settings)
     model.eye, model.mean, model.std = eye_of(transform)
-    digests = [images.fingerprint(), tower_digest_of(tower, transform, settings)]
+    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
+    made_of = hashlib.sha256(json.dumps([images.fingerprint(), times]).encode()).hexdigest()
+    digests = [made_of, tower_digest_of(tower, transform, settings)]
     pictures = _Pictures(images)
     source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
     shape = (len(images), model.image_width())
