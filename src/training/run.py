@@ -30,7 +30,7 @@ from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, evaluate, model, resume, stopping
-from training.console import Console
+from training.console import Console, say
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     except UserError as error:
         where = f"[rank {rank}] " if world_size > 1 else ""
         console.progress.end()
-        stopping.say(f"{where}training.main: error: {error}")
+        say(f"{where}training.main: error: {error}")
         return 2
     except stopping.Stopped as stopped:
         assert run is not None
@@ -211,7 +211,7 @@ class Run:
             if not interrupted:
                 words += f"; left {self.folder / REQUEUE_MARKER} for the launcher"
         if rank == 0:
-            stopping.say(f"training.main: {words}.")
+            say(f"training.main: {words}.")
         return status
 
     # -----------------------------------------------------------------------------------------------------------------

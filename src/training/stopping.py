@@ -9,9 +9,7 @@ other ranks and the launcher wait, and the GPUs are held. Here the process ends 
 
 from __future__ import annotations
 
-import argparse
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -24,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,7 +29,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from open_clip_zerovl.core.errors import place_sentence
-from open_clip_zerovl.core.processes import REQUEUE_MARKER, end_with_parent
+from open_clip_zerovl.core.processes import end_with_parent
+from training.console import say
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
@@ -155,13 +153,6 @@ def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
     return group
 
 
-def mark_requeue(args: argparse.Namespace) -> Path:
-    """Leave the marker that tells a launcher to start this run again."""
-    marker = Path(args.logs) / args.name / REQUEUE_MARKER
-    marker.write_text("start again with --resume latest\n", encoding="utf-8")
-    return marker
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The end of the process
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,12 +183,6 @@ def run(program: Callable[[], int]) -> NoReturn:
         say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
         status = 1
     end(status)
-
-
-def say(words: str) -> None:
-    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
-    with contextlib.suppress(OSError, ValueError):
-        print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 def sentence_of(error: BaseException) -> str | None:
