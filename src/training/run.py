@@ -238,6 +238,8 @@ class Run:
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = lock_folder(self.folder)
+        if self.config.model_config is not None:
+            self.args.model_config = self._kept_config(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
@@ -251,6 +253,13 @@ class Run:
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
+
+    def _kept_config(self, file: str) -> str:
+        """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
+        kept = self.folder / Path(file).name
+        if self.args.rank == 0 and self.args.logs.lower() != "none" and not kept.exists():
+            shutil.copy(file, kept)
+        return os.path.abspath(kept) if self.args.logs.lower() != "none" else file
 
     def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
         """(lr, betas, eps) -> optimizer, where `own_adamw`."""

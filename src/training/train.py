@@ -29,7 +29,7 @@ from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.dga.wrappers import unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
@@ -78,7 +78,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RecipeConfig,
+        config: AllFlags,
         preemption: Preemption,
         resumed: Position | None = None,
         *,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
@@ -755,13 +755,24 @@ class OpenClipFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AllFlags(OpenClipFlags, RecipeConfig):
-    """The values of all flags that are declared here, from which ranges and contradictions are checked."""
+    """The values of all flags that are declared here, from which ranges and contradictions are checked.
+
+    Attributes:
+        given: the flags of the command line that are not at their defaults, open_clip's first: name -> value.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace) -> AllFlags:
-        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given."""
+    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace, typed: Mapping[str, Any]) -> AllFlags:
+        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
+
+        Args:
+            typed: of open_clip's flags those that were typed, which changes others by the model.
+        """
         known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
-        return cls(**values_of(known), **ours)
+        changed = {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
+        return cls(**values_of(known), **ours, given={**typed, **changed})
 
     @property
     def strategy(self) -> str:
