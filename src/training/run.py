@@ -34,7 +34,7 @@ from training.console import Console, say
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
-from training.train import Trainer, create_loss
+from training.train import Trainer, create_loss, require_finite
 
 # How torch begins when an optimizer loads a state with groups of other sizes.
 OTHER_GROUPS = "loaded state dict"
@@ -341,6 +341,8 @@ class Run:
                 self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
             else:
                 stock()
+            if self.config.active:
+                require_finite(model, f"after epoch {epoch}")
         except RuntimeError as error:
             # torch raises an error about a lost loader worker at any place in the process
             loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)

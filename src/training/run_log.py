@@ -44,6 +44,7 @@ class RunLog:
         self._steps_here = 0  # done by this process
         self._last: dict[str, Any] = {}
         self._said: set[str] = set()
+        self.not_finite = 0  # losses, in steps of this process
 
     def first(self, kind: str) -> bool:
         """Whether this process asks for the first time whether to say something of a kind."""
@@ -151,6 +152,8 @@ class RunLog:
         if self.facts is None:
             return
         self.console.progress.end()
+        if self.not_finite:
+            words = f"The loss was not a finite number in {self.not_finite:,} steps. {words}".strip()
         record, facts = self._record, self.facts
         self.facts = None
         if record is not None:

@@ -34,7 +34,10 @@ from training.console import say
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
-PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a user (Ctrl-C)
+PREEMPTED, INTERRUPTED = (
+    1,
+    2,
+)  # who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
 
 LIMIT_SECONDS = 10.0
 INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -75,7 +78,7 @@ def end_by_signals() -> None:
 
 
 class Preemption:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all stop.
+    """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
 
     A scheduler does not signal all processes at the same time. If one rank stopped alone, the others would wait for it in their
     next collective until the job is killed without a checkpoint.
@@ -83,7 +86,7 @@ class Preemption:
     Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.asked = 0
@@ -95,7 +98,8 @@ class Preemption:
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
         for number in self.SIGNALS:
-            self._kept[number] = signal.signal(number, self._ask)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+                self._kept[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,7 +207,7 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # they ask for an end, which has begun
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # they ask for an end, which has begun
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()
