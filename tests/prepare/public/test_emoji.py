@@ -196,7 +196,6 @@ def test_data_report_tells_what_was_prepared(registry, tmp_path):
         pairs = str(card["sources"][source]["pairs"] - 4)  # two are held out for the test set, two for validation
         assert lines[source][:2] == [pairs, pairs]
         assert lines[f"test/{source}"] == lines[f"val/{source}"] == ["2", "2", "1"]
-    assert lines["CC12M"] == ["10.06M", "10.06M", *5 * ["-"]]
 
 
 def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path):
