@@ -163,11 +163,11 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
 def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     """Whether the embeddings of the recipe's teachers have still to be made, in words."""
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "teacher.json").is_file():
+    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "embeddings.json").is_file():
         return []
     return [
-        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this run's "
-        f"--train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
+        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
+        f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
     ]
 
 

@@ -18,6 +18,7 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
@@ -26,7 +27,6 @@ from open_clip_zerovl.distill.opening import open_teachers, shown_by
 from open_clip_zerovl.distill.shards import PREFIX, InShards
 from open_clip_zerovl.embeddings.fingerprint import tower_digest
 from open_clip_zerovl.embeddings.store import Store
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.shards.cache import ShardCache

@@ -17,8 +17,8 @@ import torch
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.health import Books
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.record import Record, read_record
@@ -106,7 +106,7 @@ class RunLog:
             self._draw(epoch, index, entries["samples_per_second"])
         self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
 
-    def lost(self, at: float, books: Books) -> None:
+    def lost(self, at: float, books: EpochStats) -> None:
         """What was delivered and lost since the epoch, or this process, began."""
         self._add("lost", at, delivered=books.delivered, lost=books.lost)
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -18,9 +19,13 @@ from PIL import Image
 
 import open_clip_zerovl.embeddings.store as store_module
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, stream_seed
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.images import crop_of
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
@@ -107,6 +112,24 @@ def test_embeddings_are_of_the_pixels_and_captions_beside_them(place, ranks, wor
             assert torch.equal(embeddings[3], as_kept(hashed(tokens.to(torch.uint8), 2)))
             shown |= set(origin[:, 0].tolist())
     assert shown == {0, 1, 2}
+
+
+def test_a_view_is_the_draw_of_its_own_number_and_the_step_shows_the_drawn_one(place):
+    """Picture and embedding of view v + 1 would fit each other, too."""
+    _, data, store = place
+    sources = parse_sources(data, captions=SETTINGS.captions)
+    transform, decode = pictures(SETTINGS.transform(), SETTINGS.pixel_path)
+    augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
+    rows = TeacherRows(store, sources, augmentation=augmentation, captions=SETTINGS.captions)
+    for number, sample in enumerate(islice(Reading(sources[0], 0).samples(1, 0, 8), 3)):
+        image = decode(sample.image, crop_of(SETTINGS.transform()))
+        for view in range(3):
+            with preserved():
+                reseed(stream_seed(SETTINGS.seed, Purpose.VIEW_IMAGE, 0, 8 + number, view))
+                expected = hashed(transform(image)[None], 1)[0]
+                picture, embeddings = rows.show(sample, image, transform, 3 * 7 + view)
+            assert torch.equal(store.rows["0.images"][8 + number, view], as_kept(expected))
+            assert torch.equal(embeddings[0], as_kept(expected)) and torch.equal(hashed(picture[None], 1)[0], expected)
 
 
 def test_a_teacher_of_another_size_sees_the_view_resized(place):

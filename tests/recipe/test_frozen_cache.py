@@ -1,6 +1,5 @@
 """Cached features of a frozen tower equal computed ones, train alike, and are thrown away when anything changes."""
 
-
 import errno
 import logging
 import os
@@ -308,5 +307,3 @@ def test_a_compiled_model_looks_up_too(tmp_path):
         store.prepare(images, texts, ORIGIN)
         assert (compiled(images, texts)["text_features"] - expected).abs().max() < 1e-6
     assert len(calls) == 1 and len(store) == 4
-
-

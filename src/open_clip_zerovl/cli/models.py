@@ -27,7 +27,9 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         "Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the best epoch on "
         "held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one was stopped."
     )
-    parser.epilog = "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
+    parser.epilog = (
+        "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
+    )
     parser.add_argument(
         "--from",
         dest="start",

@@ -8,11 +8,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.workers import begin_worker
+from open_clip_zerovl.data.workers import worker_start
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
@@ -96,9 +93,8 @@ def embed(
 
 
 def _read(batches: Batches, workers: int) -> Iterator[Batch]:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    begin = partial(begin_worker, parent=os.getpid() if in_main_thread else None)
-    for batch in DataLoader(batches, batch_size=None, num_workers=workers, worker_init_fn=begin, collate_fn=_as_it_is):
+    start = worker_start()
+    for batch in DataLoader(batches, batch_size=None, num_workers=workers, worker_init_fn=start, collate_fn=_as_it_is):
         if isinstance(batch, UserError):
             raise batch
         yield batch

@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
@@ -157,7 +157,7 @@ def _before(request: Request, say: Say) -> str:
         say(f"exporting {model} to {out}")
         spec = request.start.spec()
         weights = replace(request.start, device="cpu").load()[0].state_dict()
-        card = model_card(spec, weights, origin="The model that a fine-tuning started from.")
+        card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
         write_local_dir(model, weights, spec, out, card=card)
     return LOCAL_DIR + str(out.absolute())
 

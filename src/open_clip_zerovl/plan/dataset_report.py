@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.manifest import MANIFEST_FILE, RECORDS, read_manifest
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 

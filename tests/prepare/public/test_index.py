@@ -337,7 +337,9 @@ def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
         find_datasets([tmp_path / "noto", tmp_path / "gone"])
 
 
-@pytest.mark.skipif(not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+@pytest.mark.skipif(
+    not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
+)
 def test_report_of_the_demo_data(capsys):
     assert cli.main(["data", "report", str(EMOJI)]) == 0
     lines = {line.split("  ")[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.items import ItemSet, read_batches
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.embeddings.reading import Sample
 from open_clip_zerovl.embeddings.store import Manifest, Store
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
 
 Transform = Callable[[Any], Tensor]
 

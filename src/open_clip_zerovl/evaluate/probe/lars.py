@@ -30,6 +30,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
+from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
@@ -38,7 +39,6 @@ from open_clip_zerovl.evaluate.probe.features import (
     tower_digest_of,
     tower_features,
 )
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
 from open_clip_zerovl.evaluate.settings import LarsSettings as LarsSettings
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import RetrievalSet, retrieval_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, retrieval_batches
 
 
 @contextmanager

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval.sets import (
+from open_clip_zerovl.data.retrieval import (
     RetrievalSet,
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,
 )
+from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.settings import RetrievalFiles as RetrievalFiles
 from open_clip_zerovl.evaluate.settings import RetrievalSettings as RetrievalSettings
 
@@ -52,7 +52,7 @@ def run_retrieval(
 
     Args:
         encoder: the checkpoint; with device `auto` each rank takes one GPU.
-        data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
+        data: `name=set::name=set`, see `parse_retrieval_data` and `open_retrieval_set`.
 
     Returns:
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
+from open_clip_zerovl.data.collection import Collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Lost, Sample
 from open_clip_zerovl.embeddings.store import Manifest, Rows, Store
-from open_clip_zerovl.evaluate.search.collection import Collection
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.collection import Collection, open_collection
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
