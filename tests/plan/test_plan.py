@@ -261,10 +261,9 @@ def test_flops_of_the_papers_run_are_counted_right(tmp_path):
 def test_counted_flops_are_those_of_forward_and_backward(model):
     planned = build(settings_of(model), CPU, "fp32")
     images, texts = planned.prepare(*planned.micro_batch(1))
-    math = sdpa_kernel(SDPBackend.MATH)
-    with math, FlopCounterMode(display=False) as forward, torch.no_grad():
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward, torch.no_grad():
         planned.model(images, texts)
-    with math, FlopCounterMode(display=False) as both:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as both:
         outputs = planned.model(images, texts)
         (outputs["image_features"].sum() + outputs["text_features"].sum()).backward()
     costs = count_costs(planned)
@@ -275,7 +274,7 @@ def test_counted_flops_are_those_of_forward_and_backward(model):
     weights = layers * 12 * width * width
     by_hand = 2 * (tokens * weights + 16 * 3 * patch * patch * width + width * 24)
     by_hand += layers * 4 * tokens * tokens * width  # attention
-    with math, FlopCounterMode(display=False) as image_tower, torch.no_grad():
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as image_tower, torch.no_grad():
         planned.model.encode_image(images)
     assert image_tower.get_total_flops() == pytest.approx(by_hand, rel=0.02)
 
