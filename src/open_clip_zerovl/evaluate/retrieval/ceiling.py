@@ -37,8 +37,8 @@ def ceiling_note(name: str, captions: Sequence[Sequence[str]]) -> str | None:
         return None
     distinct = len({text for own in captions for text in own})
     return (
-        f"{distinct:,} different captions serve the {len(captions):,} pictures of {name}: RSUM can reach {ceiling:.0f} of 600 at "
-        "best. Where training pictures share captions, too, --positives caption keeps them from being each other's negatives"
+        f"{distinct:,} different captions serve the {len(captions):,} pictures of {name}: RSUM can reach {ceiling:.0f} of 600 "
+        "at best. Where training pictures share captions, too, --positives caption keeps them from being each other's negatives"
     )
 
 
