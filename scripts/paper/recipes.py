@@ -133,8 +133,8 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
     if teacher and not teacher.startswith("shards:") and not (ROOT / teacher / "teacher.json").is_file():
         said.append(
-            f"{teacher} holds no teachers' embeddings; --plan (make plan-...) prints the `zerovl teacher` command that makes "
-            "them, its disk and its time"
+            f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
+            f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
         )
     return "; ".join(said) or None
 
@@ -214,12 +214,7 @@ def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str |
     """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
     batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
     batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
-    words = as_arguments({**batch, **flags})
-    if recipe.teachers and flags.get("teacher"):
-        models = () if "teacher-model" in settings else recipe.teachers
-        words += [word for name in models for word in ("--teacher-model", name)]
-        words += [] if "teacher-views" in settings else ["--teacher-views", str(recipe.teacher_views)]
-    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *words]
+    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
 
 
 def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
@@ -309,9 +304,9 @@ def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
     return 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.list or options.recipe is None:
         for each, recipe in RECIPES.items():
             print(f"{each:20} {recipe.paper}: {recipe.result}  [{recipe.hardware}; {recipe.time}]")
