@@ -131,7 +131,7 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     own_data = recipe.program == "training" and "train-data" in settings
     said = [] if own_data else missing_data(recipe, data, settings)
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher and not teacher.startswith("shards:") and not (ROOT / teacher / "teacher.json").is_file():
+    if teacher and not teacher.startswith("shards:") and not (ROOT / teacher / "embeddings.json").is_file():
         said.append(
             f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
             f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"

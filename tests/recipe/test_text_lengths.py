@@ -156,6 +156,7 @@ def drawing(mixup, mix):
         del mixup.draw
 
 
+@pytest.mark.slow(reason="compiles; test_step holds a compiled recipe in the fast tests")
 def test_a_compiled_model_is_traced_for_all_lengths_at_once():
     torch._dynamo.reset()
     traced = []

@@ -22,8 +22,8 @@ import timm
 import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
-from open_clip_zerovl.cli.program import build_parser
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
 from scripts.paper import recipes as paper_recipes
@@ -305,7 +305,7 @@ def test_stored_teachers_are_asked_for(tmp_path):
         f"{tmp_path}/teacher holds no teachers' embeddings; `zerovl teacher ViT-L-14-quickgelu/openai "
     )
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "teacher.json").touch()
+    (tmp_path / "teacher" / "embeddings.json").touch()
     assert missing_for(recipe, tmp_path, {}) is None
     assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
@@ -453,9 +453,11 @@ def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
     line = probe_line(RECIPES["linear-probe-cub"], "linear-probe-cub", tmp_path, Hardware(8, 32), {"model": "M"})
     assert given(line, "--train") == given(line, "--test") == f"cub:{tmp_path}/cub"
     assert (given(line, "--batch-size"), given(line, "--lr"), "--amp" in line) == ("512", "6.4", True)
+    parser = argparse.ArgumentParser()
+    evaluate.linear_probe(parser)
     for name, recipe in RECIPES.items():
         if recipe.program == "linear-probe":
-            build_parser().parse_args(probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[3:])
+            parser.parse_args(probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:])
 
 
 def descendants(pid: int) -> list[int]:

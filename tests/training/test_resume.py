@@ -58,11 +58,11 @@ def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
     assert not different
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "workers",
-    [pytest.param("0", marks=pytest.mark.slow(reason="half a minute; loader workers are the harder case")), "2"],
+@pytest.mark.slow(
+    reason="four runs, half a minute; test_teacher resumes one in the middle of an epoch in the fast tests"
 )
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", ["0", "2"])
 def test_killed_and_resumed_equals_never_interrupted(workplace, workers):
     """One rank, with dropout, token drop, mixup, word augmentation and random crops; killed without warning in the second
     epoch, then stopped by SIGTERM in the third."""
