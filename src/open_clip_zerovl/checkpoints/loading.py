@@ -23,6 +23,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
 from torch import Tensor
 
+from open_clip_zerovl.checkpoints.settings import EncoderFlags
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
@@ -218,29 +219,14 @@ def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class Encoder(EncoderFlags):
     """A model that encodes pictures and captions, and the settings of its loader.
 
     Attributes:
         model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
-        model_name, text_model: for a checkpoint without its run's `params.txt` beside it.
-        device: see `choose_device`.
-        batch_size: samples at once, on each rank.
-        workers: loader processes of each rank.
     """
 
     model: str
-    model_name: str | None = None
-    text_model: str | None = None
-    device: str = "auto"
-    batch_size: int = 64
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.workers < 0:
-            raise UserError(
-                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
-            )
 
     def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
         """`load_model` on the device, and the device. UserError as there."""

@@ -28,6 +28,7 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
@@ -221,7 +222,8 @@ def _micro_batch_that_fits(
     if plan["missing"]:
         first = plan["missing"][0]
         raise UserError(f"the training lacks something: {first['what']}; {first['advice']}")
-    say(f"one step takes {plan['step_seconds']:.2f} s, all {plan['steps']:,} about {plan['hours']:.1f} h")
+    whole = duration(3600 * plan["hours"])
+    say(f"one step takes {duration(plan['step_seconds'])}, all {plan['steps']:,} about {whole}")
     return plan["batching"]["micro_batch"]
 
 

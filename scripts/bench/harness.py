@@ -1,0 +1,482 @@
+"""The harness of the benchmarks: models and micro-batches, ways to take a step, and measurements of a step.
+
+Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `R` graphs retained. A way computes
+the gradient of K micro-batches into `.grad`, without an optimizer step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+import torch.distributed as dist
+from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+from open_clip.factory import get_model_config
+from open_clip.loss import ClipLoss
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import PeakBytes
+from open_clip_zerovl.data.images import normalize
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+
+ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
+BERT_SIZES = {
+    "small": {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "tiny": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "base": {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+VISION_SIZES = {
+    "small": {"layers": 4, "width": 192, "head_width": 64, "patch_size": 16, "image_size": 96},
+    "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
+}
+CONTEXT_LENGTH = 25
+SORTED, COMPILED = "texts sorted", "compiled"  # in the names of rows
+# Tokens of a caption before it is cut to the context, mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
+# 2021), 1.15 word pieces a word, [CLS] and [SEP]. Then 45 % of 25 tokens are padding.
+CAPTION_TOKENS = (13.8, 5.2)
+PAD, FIRST, LAST = 0, 2, 3  # [PAD], [CLS] and [SEP] in the vocabulary of `write_bert`
+
+MicroBatch = tuple[Tensor, Tensor]  # uint8 images (B, 3, height, width), texts (B, context), padded at the end
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models and inputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_bert(folder: Path, size: str, dropout: float, words: Sequence[str] | None = None) -> Path:
+    """Write a folder for a BERT with random weights: a BertConfig of `size`, a vocabulary of `words` or of made-up ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = BERT_SIZES[size]
+    BertConfig(
+        **sizes,
+        intermediate_size=4 * sizes["hidden_size"],
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    ).save_pretrained(folder)
+    known = words or [f"w{i}" for i in range(sizes["vocab_size"] - 5)]
+    vocabulary = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *known])
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    return folder
+
+
+def register(model: str, text_model: str | None, dropout: float, scratch: Path) -> str:
+    """The name under which open_clip builds `model` with random weights and without a hub.
+
+    `small` and `tiny` are an open_clip ViT with a BERT of that size. The HF text tower of another model is that of the folder
+    `text_model`, or a random BERT-base.
+    """
+    if model in VISION_SIZES:
+        text_folder = Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
+        config = {
+            "embed_dim": BERT_SIZES[model]["hidden_size"],
+            "init_logit_scale": 3.912023,  # temperature 0.02
+            "vision_cfg": VISION_SIZES[model],
+            "text_cfg": {
+                "hf_model_name": str(text_folder),
+                "hf_tokenizer_name": str(text_folder),
+                "hf_pooler_type": "cls_last_hidden_state_pooler",
+                "hf_proj_type": "linear",
+                "context_length": CONTEXT_LENGTH,
+            },
+        }
+        name = f"bench-{model}"
+        (scratch / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
+        open_clip.add_model_config(scratch / f"{name}.json")
+        return with_text_model(name, text_folder)
+    name = ALIASES.get(model, model)
+    known = get_model_config(name)
+    if known is not None and known["text_cfg"].get("hf_model_name"):
+        return with_text_model(name, text_model or write_bert(scratch / "bert", "base", dropout))
+    if text_model is not None:
+        return with_text_model(name, text_model)  # raises: this model takes no text tower
+    return name
+
+
+def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The registered model in training mode, with random weights that depend on its name only."""
+    torch.manual_seed(0)
+    model = open_clip.create_model(
+        name,
+        pretrained_image=False,
+        pretrained_text=False,
+        force_patch_dropout=token_drop if token_drop > 0 else None,
+        output_dict=True,
+    )
+    return model.to(device=device, dtype=dtype).train()
+
+
+def make_batches(name: str, model: nn.Module, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
+    """Micro-batches as a loader gives them: uint8 images (channels last) and captions with realistic lengths.
+
+    They are in host memory, pinned if the model is on a GPU.
+    """
+    config = get_model_config(name)
+    size_px = model.visual.image_size
+    height, width = (size_px, size_px) if isinstance(size_px, int) else size_px
+    context = config["text_cfg"].get("context_length", 77)
+    transformer = getattr(getattr(model, "text", None), "transformer", None)
+    vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None) or model.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for number, size in enumerate(sizes):
+        images = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator)
+        images = images.contiguous(memory_format=torch.channels_last)
+        texts = torch.randint(LAST + 1, vocabulary, (size, context), generator=generator)
+        lengths = torch.from_numpy(caption_lengths(size, context, seed + 1000 * number))
+        ends = lengths[:, None]
+        place = torch.arange(context)
+        texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(place < ends, torch.tensor(PAD))
+        texts[:, 0] = FIRST
+        if next(model.parameters()).is_cuda:
+            images, texts = images.pin_memory(), texts.pin_memory()
+        batches.append((images, texts))
+    return batches
+
+
+def caption_lengths(size: int, context: int, seed: int) -> np.ndarray:
+    """Tokens of `size` captions: a gamma distribution of `CAPTION_TOKENS`, cut to the context."""
+    mean, deviation = CAPTION_TOKENS
+    drawn = np.random.default_rng(seed).gamma((mean / deviation) ** 2, deviation**2 / mean, size)
+    return np.clip(np.rint(drawn), 3, context).astype(np.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways to take a step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Setup:
+    """A model on a device, perhaps over ranks, as every way uses it."""
+
+    inner: nn.Module
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    rank: int = 0
+    world_size: int = 1
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = self.inner
+        if self.world_size > 1:
+            ids = [self.device] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.inner, device_ids=ids)
+        if self.compiled:
+            self.model = torch.compile(self.model)
+        # Over ranks these flags give open_clip's exact gradient.
+        over = self.world_size > 1
+        self.clip_loss = ClipLoss(
+            local_loss=over, gather_with_grad=over, cache_labels=True, rank=self.rank, world_size=self.world_size
+        )
+
+    def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's inputs, in its precision."""
+        dtype = next(self.inner.parameters()).dtype
+        return normalize(images, OPENAI_DATASET_MEAN, OPENAI_DATASET_STD, dtype), texts
+
+    def on_device(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A micro-batch copied to the device and prepared."""
+        images, texts = (part.to(self.device, non_blocking=True) for part in micro_batch)
+        return self.prepare(images, texts)
+
+    def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        return self.model(*self.on_device(micro_batch))
+
+    def zero_grad(self) -> None:
+        """Before a step, out of its time: no gradients, and parameters written to, as retain="auto" waits for."""
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_add_(list(self.model.parameters()), 0)
+
+
+Way = Callable[..., Any]  # of micro-batches
+
+
+def plain(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """The baseline of all ratios: K steps of plain training, each with its own small contrastive batch."""
+    for micro_batch in micro_batches:
+        setup.zero_grad()
+        one_graph(setup, [micro_batch])
+
+
+def forwards_only(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """The additional cost of a replayed micro-batch: a forward pass without graph."""
+    for micro_batch in micro_batches:
+        with torch.no_grad(), setup.autocast():
+            setup.forward(micro_batch)
+
+
+def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """The whole batch at once, if the device is large enough: one forward pass of all samples, one loss, one backward pass."""
+    with setup.autocast():
+        images, texts = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*micro_batches, strict=True))
+        setup.clip_loss(**setup.forward((images, texts))).backward()
+
+
+def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
+    """open_clip 3.3 with --accum-freq K: a pass for the features, then K times forward, whole loss, backward."""
+    with torch.no_grad(), setup.autocast():
+        cached = [setup.forward(micro_batch) for micro_batch in micro_batches]
+    for k, micro_batch in enumerate(micro_batches):
+        with setup.autocast():
+            fresh = setup.forward(micro_batch)
+            parts = [*cached[:k], fresh, *cached[k + 1 :]]
+            image_features, text_features = (
+                torch.cat([part[side] for part in parts]) for side in ("image_features", "text_features")
+            )
+            loss = setup.clip_loss(image_features, text_features, fresh["logit_scale"])
+        loss.backward()
+
+
+def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
+    """Ours."""
+    loss = ContrastiveLoss(chunk_size=loss_chunk, rank=setup.rank, world_size=setup.world_size)
+    dga = DecoupledGradientAccumulation(setup.model, loss, autocast=setup.autocast, retain=retain)
+    return partial(dga.backward, prepare=setup.prepare)
+
+
+def sorted_texts(micro_batches: Sequence[MicroBatch], padding: int) -> tuple[list[MicroBatch], Tensor]:
+    """The micro-batches with texts as `--sort-text` hands them on, and their order."""
+    images, texts = zip(*micro_batches, strict=True)
+    short, order = sort_texts(texts, padding)
+    return list(zip(images, short, strict=True)), order
+
+
+def decoupled_and_sorted(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
+    """Ours with --sort-text; what sorting takes is part of the step."""
+    way, padding = decoupled(setup, retain, loss_chunk), text_padding(setup.inner)
+
+    def step(micro_batches: Sequence[MicroBatch]) -> Any:
+        short, order = sorted_texts(micro_batches, padding)
+        return way(short, text_order=order)
+
+    return step
+
+
+def two_pass(setup: Setup) -> Way:
+    """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
+    dga = DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0)
+    return partial(dga.backward, prepare=setup.prepare)
+
+
+def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool) -> dict[str, Way]:
+    """Every way to take a step of K = `steps` micro-batches, by the name of its row."""
+    found: dict[str, Way] = {
+        "plain micro-batches": partial(plain, setup),
+        "their forward passes alone": partial(forwards_only, setup),
+    }
+    if with_one_graph:
+        found["one graph"] = partial(one_graph, setup)
+    if steps == 1:
+        return found | {"ours, retain 1": decoupled(setup, 1, loss_chunk)}
+    found["open_clip --accum-freq"] = partial(open_clip_accumulation, setup)
+    found["two-pass (GradCache)"] = two_pass(setup)
+    most = steps if setup.world_size == 1 else steps - 1
+    for retain in sorted({1, min(2, most), steps // 2}):
+        found[f"ours, retain {retain}"] = decoupled(setup, retain, loss_chunk)
+    found["ours, retain auto"] = decoupled(setup, "auto", loss_chunk)
+    with suppress(UserError):  # a tower that takes no shorter texts
+        found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
+    return found
+
+
+def compiled_ways(setup: Setup, steps: int, loss_chunk: int | None) -> dict[str, Way]:
+    """Those that are also timed with a compiled model; `setup` is the compiled one."""
+    found: dict[str, Way] = {
+        "plain micro-batches": partial(plain, setup),
+        "ours, retain 1": decoupled(setup, 1, loss_chunk),
+    }
+    if steps > 1:
+        with suppress(UserError):
+            found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
+    return {f"{row}, {COMPILED}": way for row, way in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def keep_heap() -> bool:
+    """Let this process keep memory that it frees, as a GPU's caching allocator does. Returns whether it could (glibc only).
+
+    glibc returns the top of the heap to the kernel and requests it again as pages that must be cleared: 28,000 page faults in
+    a step that retains 16 graphs, none in a step that retains one. The times would contain that cost.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_threshold, largest_mmap_threshold = -1, -3, 32 * 2**20  # malloc.h
+    return bool(mallopt(mmap_threshold, largest_mmap_threshold) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
+    """Seconds of one step, which all ranks start together: of the wall clock, or of this process' CPU time."""
+    setup.zero_grad()
+    if setup.world_size > 1:
+        dist.barrier()
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
+    now = time.perf_counter if clock == "wall" else time.process_time
+    start = now()
+    way(micro_batches)
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)
+    return now() - start
+
+
+def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:
+    """Peak device memory of a step, with parameters and gradients (CPU: live tensor bytes)."""
+    setup.zero_grad()
+    if setup.device.type == "cuda":
+        gc.collect()  # frees reference cycles of an earlier way
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        way(micro_batches)
+        torch.cuda.synchronize(setup.device)
+        return torch.cuda.max_memory_allocated(setup.device)
+    with PeakBytes() as live:
+        way(micro_batches)
+    return live.peak + sum(p.nbytes for p in setup.inner.parameters())
+
+
+def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
+    """Peak of the live tensor bytes of a step of any size, with parameters, without computing it: tensors have shapes only.
+
+    An allocator's overhead and the kernels' scratch memory are not included. `model` cannot be used afterwards: its parameters
+    and buffers become tensors without values. The step must make its inputs itself and may not read values.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: fake.from_tensor(tensor) for name, tensor in held.items() if tensor is not None})
+    with fake, PeakBytes() as live:
+        step()
+    return live.peak + sum(parameter.nbytes for parameter in model.parameters())
+
+
+@dataclass
+class Counts:
+    """Passes and FLOPs of a step on this rank; they do not depend on the machine."""
+
+    forwards: float  # passes through the towers a sample
+    backwards: float
+    flops: int  # of the matrix products of towers and loss; a multiply-add counts twice
+
+
+def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Counts:
+    rows = {"forward": 0, "backward": 0}
+
+    def count(_module: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> None:
+        features = outputs["image_features"]
+        rows["forward"] += len(features)
+        if features.requires_grad:
+            features.register_hook(lambda gradient: rows.update(backward=rows["backward"] + len(gradient)))
+
+    setup.zero_grad()
+    hook = setup.inner.register_forward_hook(count)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            way(micro_batches)
+    finally:
+        hook.remove()
+    samples = sum(len(images) for images, _ in micro_batches)
+    return Counts(rows["forward"] / samples, rows["backward"] / samples, counter.get_total_flops())
+
+
+def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
+    """FLOPs of one micro-batch's forward pass, and of its forward and backward pass, without a loss."""
+    images, texts = setup.on_device(micro_batch)
+    with FlopCounterMode(display=False) as forward, torch.no_grad(), setup.autocast():
+        setup.inner(images, texts)
+    setup.zero_grad()
+    with FlopCounterMode(display=False) as both:
+        with setup.autocast():
+            outputs = setup.inner(images, texts)
+        sum(outputs[side].float().sum() for side in ("image_features", "text_features")).backward()
+    setup.zero_grad()
+    return forward.get_total_flops(), both.get_total_flops()
+
+
+def reference_gradient(
+    setup: Setup, micro_batches: Sequence[MicroBatch], seed: int, *, sort: bool = False
+) -> dict[str, Tensor]:
+    """The effective batch's gradient from one graph, with random masks drawn micro-batch by micro-batch as in accumulation.
+
+    Args:
+        sort: forward the texts sorted and cut, for other texts draw other masks.
+    """
+    setup.zero_grad()
+    order = None
+    if sort:
+        micro_batches, order = sorted_texts(micro_batches, text_padding(setup.inner))
+    torch.manual_seed(seed)
+    outputs = []
+    for micro_batch in micro_batches:
+        with setup.autocast():
+            outputs.append(setup.inner(*setup.on_device(micro_batch)))
+    sides = [torch.cat([output[side] for output in outputs]) for side in ("image_features", "text_features")]
+    if order is not None:
+        sides[1] = sides[1][order.argsort().to(setup.device)]
+    widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
+    setup.clip_loss(*widened, outputs[-1]["logit_scale"]).backward()
+    found = _gradients(setup)
+    if setup.world_size > 1:  # the towers were called without DDP, which would average
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+            gradient /= setup.world_size
+    return found
+
+
+def gradient_errors(
+    setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], seed: int, reference: dict[str, Tensor]
+) -> dict[str, float]:
+    """|g - g_ref| / |g_ref| (L2) of all tower parameters together and of logit_scale, masks drawn from `seed`."""
+    setup.zero_grad()
+    torch.manual_seed(seed)
+    way(micro_batches)
+    found = _gradients(setup)
+    parts = {"towers": [name for name in reference if name != "logit_scale"], "logit_scale": ["logit_scale"]}
+    return {part: _distance(found, reference, names) for part, names in parts.items()}
+
+
+def _gradients(setup: Setup) -> dict[str, Tensor]:
+    named = setup.inner.named_parameters()
+    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+
+
+def _distance(found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]) -> float:
+    difference = sum((found[name].double() - reference[name].double()).square().sum().item() for name in names)
+    total = sum(reference[name].double().square().sum().item() for name in names)
+    return (difference / total) ** 0.5
+
+
+def write(results: Any, markdown: str, out: Path | None) -> None:
+    """Print a benchmark's table; with `out` (FILE.json) also write all numbers there, and the table to FILE.md."""
+    print(markdown)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(markdown, encoding="utf-8")

@@ -1,0 +1,107 @@
+"""scripts/bench/step.py gives a row for each way, and the columns that do not depend on the machine are as they must be.
+
+Nothing timed is asserted: times are for a quiet machine and a report.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from open_clip.factory import get_model_config
+from transformers import BertConfig
+
+from open_clip_zerovl.core.memory import PeakBytes
+from scripts.bench import harness, loss, step
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The rows of a run, by (K, way), and the file's Markdown."""
+    out = tmp_path_factory.mktemp("bench") / "deep" / "step.json"
+    argv = f"--model tiny --device cpu --micro-batch 4 --steps 1,{STEPS} --rounds 1 --loss-chunk 5"
+    argv += f" --error-steps {STEPS} --error-batch 2 --out {out}"
+    step.main(argv.split())
+    results = json.loads(out.read_text())
+    return {(row["steps"], row["way"]): row for row in results["rows"]}, out.with_suffix(".md").read_text()
+
+
+def test_every_way_has_a_row(rows):
+    found, markdown = rows
+    alone = {"plain micro-batches", "their forward passes alone", "one graph", "ours, retain 1"}
+    several = {"open_clip --accum-freq", "two-pass (GradCache)", "ours, retain 2", "ours, retain auto"}
+    several |= {"ours, retain 1, texts sorted"}
+    assert found.keys() == {(1, way) for way in alone} | {(STEPS, way) for way in alone | several}
+    assert all(way in markdown for way in alone | several)
+
+
+@pytest.mark.parametrize(
+    ("way", "forwards"),
+    [
+        ("plain micro-batches", 1),
+        ("one graph", 1),
+        ("open_clip --accum-freq", 2),
+        ("two-pass (GradCache)", 2),
+        ("ours, retain 1", 1 + (STEPS - 1) / STEPS),
+        ("ours, retain 2", 1 + (STEPS - 2) / STEPS),
+    ],
+)
+def test_passes_and_flops_are_the_ideal(rows, way, forwards):
+    row = rows[0][STEPS, way]
+    assert row["forwards_per_sample"] == pytest.approx(forwards)
+    assert row["backwards_per_sample"] == 1
+    assert row["ideal"] == pytest.approx((forwards + 2) / 3)
+    assert row["flops"] == pytest.approx(row["flops_due"], rel=0.02)  # beside the towers' the loss' own products
+    assert row["time"] > 0
+
+
+def test_sorted_texts_take_fewer_flops_and_auto_keeps_graphs(rows):
+    found, _ = rows
+    assert found[STEPS, "ours, retain 1, texts sorted"]["flops"] < 0.99 * found[STEPS, "ours, retain 1"]["flops"]
+    assert found[STEPS, "ours, retain auto"]["retained"] == STEPS
+
+
+def test_memory_and_errors_tell_the_ways_apart(rows):
+    found, _ = rows
+    assert found[1, "plain micro-batches"]["memory"] == pytest.approx(1)
+    assert found[STEPS, "ours, retain 1"]["memory"] < found[STEPS, "ours, retain 2"]["memory"]
+    assert found[STEPS, "ours, retain 1"]["memory"] < found[STEPS, "one graph"]["memory"]
+    ours = ("ours, retain 1", "ours, retain 2", "ours, retain auto", "ours, retain 1, texts sorted")
+    for way in ("two-pass (GradCache)", *ours):
+        assert max(found[STEPS, way]["errors"].values()) < 1e-10
+    assert min(found[STEPS, "open_clip --accum-freq"]["errors"].values()) > 0.1
+    assert found[STEPS, "plain micro-batches"]["errors"] is None
+
+
+def test_loss_alone_stays_lean(tmp_path):
+    out = tmp_path / "loss.json"
+    loss.main(["--device", "cpu", "--pairs", "512", "--width", "8", "--chunk", "16", "--out", str(out)])
+    ours, theirs = json.loads(out.read_text())["loss"]
+    assert ours["logit_scale_gradient"] == pytest.approx(theirs["logit_scale_gradient"], rel=1e-4)
+    assert ours["peak_mib"] < 0.25 < 4 < theirs["peak_mib"]  # a logit matrix takes 1 MiB
+
+
+def test_peak_counts_what_is_alive_at_once():
+    with PeakBytes() as live:
+        for _ in range(5):
+            a = torch.zeros(256)  # 1 KiB, the one before it still alive
+            b = a + 1
+            del a, b
+    assert live.peak == 2 * 1024
+
+
+def test_bad_settings_are_refused(capsys):
+    for arguments, word in ((["--steps", "1,x"], "numbers"), (["--steps", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            step.parse_args(["--device", "cpu", *arguments])
+        assert word in capsys.readouterr().err
+
+
+def test_paper_model_asks_no_hub(tmp_path):
+    name = harness.register("ViT-B-16+BERT-base", None, 0.1, tmp_path)
+    text = get_model_config(name)["text_cfg"]
+    assert name.startswith("zerovl-ViT-B-16-BERT-base--")
+    assert Path(text["hf_model_name"]).is_dir() and not text["hf_model_pretrained"]
+    assert BertConfig.from_pretrained(text["hf_model_name"]).hidden_size == 768
