@@ -6,7 +6,7 @@
     open_clip's causal text transformer                   CLIPTextModel
     BERT, RoBERTa, XLM-RoBERTa, pooled at the first token the same, with its pooler
 
-transformers' dual encoder takes the output of a text tower's pooler, tanh(W h + b), where open_clip may take h itself, the state
+transformers' dual encoder takes the output of a text tower's pooler, tanh(W h + b), where open_clip may take h, the state
 of the first token. `straight_pooler` gives tanh(2^-k h), of which the projection, times 2^k, makes the same feature: tanh(x) is
 x (1 - x^2 / 3 + ...), and 2^-k only moves the exponent of a float. k is chosen so that x^2 / 3 < 2^-20 for the largest entry
 that the last LayerNorm can give; common entries are ten times smaller, and their error is below float32's rounding. Such a

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ def _read(batches: Batches, workers: int) -> Iterator[Batch]:
         yield batch
 
 
-def _as_it_is(item: Batch | UserError) -> Batch | UserError:
+def _as_it_is(item: Any) -> Batch | UserError:
     return item
 
 
