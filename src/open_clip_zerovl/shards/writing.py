@@ -22,7 +22,6 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, write_atomically
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
-from open_clip_zerovl.shards.urls import local_path
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
