@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from open_clip_zerovl.cli.encoder import add_encoder_flags, encoder_of
 from open_clip_zerovl.cli.pack import add_pack
@@ -122,19 +121,19 @@ def _work(arguments: argparse.Namespace):
 
 
 def _run_url_list(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.prepare.public.cc import prepare_cc
     from open_clip_zerovl.prepare.public.download import Limits
-    from open_clip_zerovl.prepare.public.sbu import prepare_sbu
+    from open_clip_zerovl.prepare.public.lists import prepare_list
 
     idle_seconds = min(Limits.idle_seconds, arguments.timeout)
     limits = Limits(idle_seconds=idle_seconds, total_seconds=arguments.timeout, verify_tls=not arguments.no_tls_verify)
-    options: dict[str, Any] = dict(
-        source=arguments.source, shard_size=arguments.shard_size, limits=limits, work=_work(arguments)
+    prepare_list(
+        arguments.dataset,
+        arguments.out,
+        source=arguments.source,
+        shard_size=arguments.shard_size,
+        limits=limits,
+        work=_work(arguments),
     )
-    if arguments.dataset == "sbu":
-        prepare_sbu(arguments.out, **options)
-    else:
-        prepare_cc(arguments.dataset, arguments.out, **options)
 
 
 def _run_annotated(arguments: argparse.Namespace) -> None:

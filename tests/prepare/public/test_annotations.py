@@ -18,14 +18,13 @@ from PIL import Image
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
-from open_clip_zerovl.prepare.public.cc import prepare_cc, tsv_rows
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import locate
-from open_clip_zerovl.prepare.public.json_stream import json_array
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
+from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
 from open_clip_zerovl.prepare.public.pairs import Work
-from open_clip_zerovl.prepare.public.sbu import sbu_rows
 from open_clip_zerovl.prepare.public.vg import largest_phrases, prepare_vg
+from open_clip_zerovl.shards.archives import json_array
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import photo
 
@@ -113,7 +112,7 @@ def test_sbu_in_both_official_forms(tmp_path):
 
 def test_what_needs_a_person_says_so(tmp_path):
     with pytest.raises(UserError, match=r"CC3M's list asks for a sign-in.*--source"):
-        prepare_cc("cc3m", tmp_path / "out", work=WORK)
+        prepare_list("cc3m", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match=r"form.*dataset_flickr30k.json"):
         prepare_karpathy("f30k", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match="given with --source, does not exist"):
@@ -361,7 +360,7 @@ import importlib.util, resource, sys, types
 package = types.ModuleType("open_clip_zerovl")
 package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
 sys.modules["open_clip_zerovl"] = package
-from open_clip_zerovl.prepare.public import cc
+from open_clip_zerovl.prepare.public import lists
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Failure
 
@@ -370,9 +369,9 @@ class Nothing:
     def __call__(self, url): raise Failure("http 404")
     def close(self): pass
 
-cc.Downloader = Nothing
+lists.Downloader = Nothing
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-result = cc.prepare_cc("cc12m", sys.argv[1], source=[sys.argv[2]], work=Work(threads=2, part=(7, 25), progress=False))
+result = lists.prepare_list("cc12m", sys.argv[1], source=[sys.argv[2]], work=Work(threads=2, part=(7, 25), progress=False))
 print(result["rows"], sum(result["failures"].values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin)
 """
 
