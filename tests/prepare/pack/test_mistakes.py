@@ -134,7 +134,7 @@ MISTAKES = {
     "paths that do not exist": (
         lambda folder: table(folder, "image,caption\nimages/0.png,x\nimages/1.png,y\n"),
         {},
-        r"none of the 2 pictures that .*pairs.csv names first exists; 'images/0.png' in line 2 was looked for at "
+        r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
     "pictures elsewhere": (
