@@ -39,7 +39,8 @@ class Places:
 
     def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
         """The rows. UserError where not one of the first pictures exists."""
-        rows, held, missing = iter(rows), [], []
+        rows, held = iter(rows), []
+        missing: list[PairRow] = []
         for row in rows:
             held.append(row)
             if row.refused or not row.place:

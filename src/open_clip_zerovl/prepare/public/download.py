@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +60,15 @@ class Downloader:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
+
+    @functools.cached_property
+    def _opener(self) -> urllib.request.OpenerDirector:
         context = ssl.create_default_context()
         if not self.limits.verify_tls:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         # Not urllib's default opener: it also opens file: and ftp: addresses, which a list must not reach.
-        self._opener = urllib.request.OpenerDirector()
+        opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),
             _HttpHandler(),
@@ -75,7 +78,8 @@ class Downloader:
             urllib.request.HTTPErrorProcessor(),
             urllib.request.UnknownHandler(),
         ):
-            self._opener.add_handler(handler)
+            opener.add_handler(handler)
+        return opener
 
     def __call__(self, url: str) -> bytes:
         """The bytes behind a URL.
@@ -87,7 +91,7 @@ class Downloader:
             next(received)
             return b"".join(received)
 
-    def receive(self, url: str, **headers: str) -> Iterator[Any]:
+    def receive(self, url: str, **headers: str) -> Generator[Any, None, None]:
         """The answer (its `status` and `headers`), then its bytes as they come; Failure as for a call."""
         if not url:
             raise Failure("no address")
