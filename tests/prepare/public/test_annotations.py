@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import locate
@@ -24,7 +24,6 @@ from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.vg import largest_phrases, prepare_vg
-from open_clip_zerovl.shards.archives import json_array
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import photo
 
@@ -117,39 +116,6 @@ def test_what_needs_a_person_says_so(tmp_path):
         prepare_karpathy("f30k", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match="given with --source, does not exist"):
         locate("sbu", [str(tmp_path / "nothing.json")], tmp_path)
-
-
-# ----------------------------------------------------------------------------------------------------- streamed JSON
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-def test_the_elements_of_a_json_array_are_read_as_json_reads_them(indent):
-    value = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
-    text = json.dumps(value, ensure_ascii=False, indent=indent).encode()
-    for content in (text, b"\xef\xbb\xbf " + text + b"\n"):
-        assert list(json_array(io.BytesIO(content), "x.json")) == value
-    document = json.dumps({"first": value, "n": 3, "images": value, "last": [1]}, indent=indent).encode()
-    assert list(json_array(io.BytesIO(document), "x.json", key="images")) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        (b"", None),
-        (b"[1, 2", None),
-        (b'[{"a": 1}, {"a"', None),
-        (b"[1 2]", None),
-        (b'{"a": 1}', None),
-        (b"<html>", None),
-        (b'["\xff"]', None),
-        (b'{"a": [1], "b": 2}', "images"),
-        (b'{"images": {"a": 1}}', "images"),
-        (b'{"images": [1, 2', "images"),
-    ],
-)
-def test_broken_json_is_named(text, key):
-    with pytest.raises(UserError, match="x.json"):
-        list(json_array(io.BytesIO(text), "x.json", key=key))
 
 
 # --------------------------------------------------------------------------------------------------- Visual Genome
