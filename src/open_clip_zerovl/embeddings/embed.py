@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
