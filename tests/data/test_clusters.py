@@ -13,7 +13,6 @@ import pytest
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.clusters import (
     Clustering,
     cluster_folders,
@@ -263,22 +262,20 @@ def test_captions_of_clusters(place):
     assert sum(source.num_samples for source in parse_sources(f"cc={place}/clusters", captions="all")) == SAMPLES
 
 
-def test_a_piece_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch):
+def test_a_slice_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch):
     source = parse_sources(f"cc={place}/clusters")[2]
     opened, bytes_read, announced = [], [], []
     for name, book in (("open", opened), ("pread", bytes_read)):
         stock = getattr(os, name)
-        monkeypatch.setattr(
-            reading.os, name, lambda *args, _stock=stock, _book=book: (_book.append(args), _stock(*args))[1]
-        )
-    monkeypatch.setattr(reading.os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
+        monkeypatch.setattr(os, name, lambda *args, _stock=stock, _book=book: (_book.append(args), _stock(*args))[1])
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
     schedule = Mixture((source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)).schedule(0)
-    pieces = epoch_slices(source.sizes, schedule, 0)
-    list(SliceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
+    slices = epoch_slices(source.sizes, schedule, 0)
+    list(SliceReader(Reading(source, 0), slices, slices).samples())  # builds the indexes
     opened.clear(), bytes_read.clear(), announced.clear()
-    samples = list(SliceReader(Reading(source, 0), pieces, pieces).samples())
+    samples = list(SliceReader(Reading(source, 0), slices, slices).samples())
     tars = [path for path, *_ in opened if str(path).endswith(".tar")]
-    assert len(tars) == len(pieces) == 7 and len(samples) > 5 * len(tars)
+    assert len(tars) == len(slices) == 7 and len(samples) > 5 * len(tars)
     assert sum(size for _, size, _ in bytes_read) == sum(len(s.image) + len(s.caption) for s in samples)
     willneed = [(offset, size) for _, offset, size, advice in announced if advice == os.POSIX_FADV_WILLNEED]
     assert sorted(willneed) == sorted((offset, size) for _, size, offset in bytes_read)  # each once, nothing besides
@@ -287,7 +284,7 @@ def test_a_piece_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch)
 def test_without_fadvise_the_samples_are_the_same(place, monkeypatch):
     sources = parse_sources(f"cc={place}/clusters")
     before = epoch_of(sources, Batching(4))[0]
-    monkeypatch.delattr(reading.os, "posix_fadvise")
+    monkeypatch.delattr(os, "posix_fadvise")
     assert epoch_of(sources, Batching(4))[0] == before
 
 
