@@ -15,7 +15,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from open_clip_zerovl.checkpoints.export import export_local_dir, load_model, read_model_spec, relocation_note
+from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.spec import read_model_spec
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
