@@ -58,8 +58,8 @@ def encode_retrieval(
     """
     frozen = FrozenModel(
         "retrieval",
-        model.encode_image,
-        model.encode_text,
+        lambda pixels: model.encode_image(pixels),
+        lambda tokens: model.encode_text(tokens),
         tokenizer,
         torch.device(device),
         context=autocast or nullcontext,
