@@ -20,7 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.export import export_local_dir, load_model
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
