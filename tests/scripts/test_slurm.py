@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import ROOT
 from support.tars import write_source
@@ -206,7 +205,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def slurm_conf(folder: Path) -> str:
-    """Two nodes of one core on this machine. Short intervals: by default a requeued job waits two minutes."""
+    """Two nodes of two cores on this machine. Short intervals: by default a requeued job waits two minutes."""
     controller, *nodes = free_ports(3)
     user = getpass.getuser()
     lines = [
@@ -220,7 +219,7 @@ def slurm_conf(folder: Path) -> str:
         f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
         f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
-        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
+        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
         "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -352,6 +351,8 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
         [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    import torch
+
     ours, theirs = (
         torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
         for name in ("broken", "whole")
@@ -359,6 +360,20 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
     assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
+
+
+@needs_slurm
+@pytest.mark.slow(reason="a job of a real SLURM")
+def test_each_task_gets_the_cores_that_the_job_asked_for(slurm, tmp_path):
+    """Two tasks of two cores; srun since 22.05 gives a task one core where nobody asks it for more."""
+    asked = 'scontrol --oneliner show step "$SLURM_JOB_ID.$SLURM_STEP_ID"'
+    (tmp_path / "python").write_text(f'#!/usr/bin/env bash\n[ "$SLURM_NODEID" != 0 ] || {asked}\n')
+    (tmp_path / "python").chmod(0o755)
+    slurm(
+        "sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", f"--output={tmp_path}/log",
+        f"--export=ALL,PYTHON={tmp_path}/python", str(SBATCH), "--name", "a",
+    )  # fmt: skip
+    assert " CPUs=4 " in (tmp_path / "log").read_text()
 
 
 @needs_slurm
