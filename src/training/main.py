@@ -41,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     143, 130   the same with `--logs none`, without a checkpoint
     """
     command = checked(sys.argv[1:] if argv is None else argv)
-    if command is None:
-        return 2
-    from training.run import train
-
-    return train(*command)
+    return 2 if command is None else train(command)
 
 
 def run_as_program(command: Command | None = None) -> NoReturn:
@@ -53,6 +49,8 @@ def run_as_program(command: Command | None = None) -> NoReturn:
     command = command or checked(sys.argv[1:])
     if command is None:
         sys.exit(2)
+    if command[1].active and rank_here() in ("", "0"):
+        say("training.main: loading torch and open_clip")
     from training import run, stopping
 
     stopping.run(lambda: run.train(*command))
