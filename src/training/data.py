@@ -18,16 +18,17 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.distill.opening import open_teachers, shown_by
 from open_clip_zerovl.distill.shards import PREFIX, InShards
-from open_clip_zerovl.distill.store import TeacherStore
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.embeddings.fingerprint import tower_digest
+from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.recipe.flags import AllFlags
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data
@@ -71,7 +72,7 @@ class Inputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
-    teachers: TeacherStore | InShards | None = None
+    teachers: Store | InShards | None = None
     retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
 
 
@@ -264,7 +265,7 @@ def frozen_cache(
     if tower == "image":
         require_deterministic(transform)
     inputs = transform if tower == "image" else tokenizer
-    mark = fingerprint(model, tower, sources, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
+    mark = tower_digest(model, tower, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
     cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
     cache.attach(model)
     return cache

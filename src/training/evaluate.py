@@ -14,10 +14,10 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
+from open_clip_zerovl.data.retrieval import retrieval_batches
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval.sets import retrieval_batches
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.run_examples import write_examples
 from training.data import RetrievalData

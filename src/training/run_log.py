@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.health import Books
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
+<<<<<<< HEAD
 from training.console import Console, seconds_in_words
+=======
+from training.console import Console
+from training.params import flags_given
+>>>>>>> lean-c2
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30
@@ -106,7 +112,7 @@ class RunLog:
             self._draw(epoch, index, entries["samples_per_second"])
         self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
 
-    def lost(self, at: float, books: Books) -> None:
+    def lost(self, at: float, books: EpochStats) -> None:
         """What was delivered and lost since the epoch, or this process, began."""
         self._add("lost", at, delivered=books.delivered, lost=books.lost)
 
@@ -119,7 +125,7 @@ class RunLog:
         if self.facts is None or not self._steps_here:
             return ""
         left = self.facts.steps * self.args.epochs - (self.facts.steps * epoch + index + 1)
-        return seconds_in_words(left * (time.monotonic() - self._began) / self._steps_here)
+        return duration(round(left * (time.monotonic() - self._began) / self._steps_here))
 
     def _draw(self, epoch: int, index: int, rate: float) -> None:
         assert self.facts is not None
@@ -174,7 +180,7 @@ class RunLog:
             logging.info(f"Page of the run: {page}.")
 
     def _closing(self, facts: Facts, page: Path | None) -> list[str]:
-        lines = [f"Done: {self._steps_here:,} steps in {seconds_in_words(time.monotonic() - self._began)}."]
+        lines = [f"Done: {self._steps_here:,} steps in {duration(round(time.monotonic() - self._began))}."]
         if not self.args.save_logs:
             return lines
         folder = os.path.normpath(os.path.join(self.args.logs, self.args.name))

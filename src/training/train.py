@@ -21,13 +21,13 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
-from open_clip_zerovl.dga.wrappers import unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
@@ -180,9 +180,9 @@ class Trainer:
 
     def _lost(self, loader, at: float) -> None:
         """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
-        ledger = getattr(loader, "ledger", None)
-        if ledger is not None and self.log is not None:
-            self.log.lost(at, ledger.whole or ledger.books)
+        stats = getattr(loader, "stats", None)
+        if stats is not None and self.log is not None:
+            self.log.lost(at, stats.whole or stats.epoch)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""

@@ -15,7 +15,7 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
-from open_clip_zerovl.recipe.optimizer import MARK, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import MARK, as_temperatures, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import batches, bert_clip
 from training.params import parse
@@ -117,6 +117,15 @@ def test_the_bounds_hold_and_a_skipped_step_moves_nothing(given, expected):
     assert model.logit_scale.item() == pytest.approx(expected, abs=1e-6)
     if given == 3.9:
         assert model.logit_scale.item() == before  # to the bit
+
+
+def test_a_step_that_changes_nothing_leaves_each_logit_scale_to_the_bit():
+    values = torch.linspace(0.7, 6.9, 200)  # tau from 0.5 to 0.001
+    scales = [torch.nn.Parameter(value.clone()) for value in values]
+    with as_temperatures(scales):
+        pass
+    assert torch.equal(torch.stack([scale.detach() for scale in scales]), values)
+    assert not torch.equal(-(-values).exp().log(), values)  # the control: there and back rounds
 
 
 def test_the_scaled_gradient_is_that_of_tau():

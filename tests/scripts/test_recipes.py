@@ -19,7 +19,7 @@ import timm
 import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.cli.program import main as zerovl_main
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
@@ -336,7 +336,7 @@ def test_stored_teachers_are_asked_for_and_planned_with_the_run(tmp_path):
     missing = missing_for(recipe, tmp_path, {})
     assert missing.startswith(f"{tmp_path}/teacher holds no teachers' embeddings; --plan (make plan-...) prints the")
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "teacher.json").touch()
+    (tmp_path / "teacher" / "embeddings.json").touch()
     assert missing_for(recipe, tmp_path, {}) is None
     assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from training import console
-from training.console import DETAIL, PROGRESS, Console, ProgressLine, seconds_in_words
+from training.console import DETAIL, PROGRESS, Console, ProgressLine
 from training.run_log import _device
 
 
@@ -24,22 +24,6 @@ class Terminal(io.StringIO):
 def quiet_root(monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setenv("TERM", "xterm")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (41.4, "41 s"),
-        (200, "3 min 20 s"),
-        (3600, "1 h"),
-        (18_750, "5 h 12 min"),
-        (190_000, "2 d 4 h"),
-        (-3, "0 s"),
-    ],
-)
-def test_seconds_in_words(seconds, words):
-    assert seconds_in_words(seconds) == words
 
 
 def test_the_progress_line_makes_room_for_a_message_and_comes_back(monkeypatch):

@@ -249,7 +249,7 @@ def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, caps
     open_clip.add_model_config(str(folder / "tiny.json"))
     words = arguments_of(folder, data, "refused", "--workers", "0")
     assert main([*words, "--teacher", str(folder / "nowhere")]) == 2
-    assert "nowhere holds no teacher.json; make a folder of teachers' embeddings" in capsys.readouterr().err
+    assert "nowhere holds no embeddings.json; make a folder of embeddings" in capsys.readouterr().err
     words[words.index(AUGMENTED[1])] = "scale=(0.5,1.0)"
     done = launch("ours", folder / "tiny.json", words, cwd=folder)  # open_clip's main has begun to log by then
     assert done.returncode == 2

@@ -25,17 +25,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"zerovl plan: {sentence}")
 
 
-def add_plan(commands) -> None:
-    """Add `zerovl plan`. `parse_plan` reads its flags, because argparse cannot ignore unknown flags in a subcommand."""
-    plan = commands.add_parser(
-        "plan", help="what a training run needs, and how long it takes", add_help=False, prefix_chars="+"
-    )
-    plan.add_argument("arguments", nargs=argparse.REMAINDER)
-    plan.set_defaults(run=_run_plan)
-
-
-def _run_plan(arguments: argparse.Namespace) -> int:
-    values = parse_plan(arguments.arguments)
+def run_plan(words: Sequence[str]) -> int:
+    """Print the plan of a training with these words; 1 if something is missing."""
+    values = parse_plan(words)
     from open_clip_zerovl.plan.make import make_plan
     from open_clip_zerovl.plan.report import report
     from open_clip_zerovl.plan.settings import PlanSettings
@@ -44,7 +36,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     settings = PlanSettings(**values)
     plan = make_plan(settings, say=lambda line: print(f"zerovl plan: {line} ...", file=sys.stderr, flush=True))
     print(json.dumps(plan.as_dict(), indent=1) if as_json else report(plan))
-    return 1 if plan.missing else 0
+    return 1 if plan.data.missing else 0
 
 
 def parse_plan(argv: Sequence[str]) -> dict[str, Any]:

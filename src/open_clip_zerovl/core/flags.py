@@ -14,7 +14,9 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Declarations
@@ -91,14 +93,16 @@ class Flag:
     """One flag, as declared by a field.
 
     Attributes:
-        name: of the field; `option` is its form on a command line.
-        kind: converts a word to the value; bool is a switch.
+        name: of the field.
+        option: its form on a command line.
+        kind: converts a word to the value; bool is a switch, which takes the value back where the default is True.
         several: the flag may be given several times; its value is a sorted tuple without repetition.
         nargs: argparse's.
         planned: whether a plan depends on it; False, or a reason in words, if `zerovl plan` passes it over.
     """
 
     name: str
+    option: str
     default: Any
     help: str
     kind: Callable[[str], Any]
@@ -112,10 +116,6 @@ class Flag:
     planned: bool | str
     switch: Switch | None
 
-    @property
-    def option(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
     def given_as(self, value: Any) -> str:
         """The option with which a person gives this value: the switch, if it is the switch's value."""
         return self.option if self.switch is None or self.switch.value != value else self.switch.option
@@ -125,6 +125,7 @@ def flag(
     default: Any,
     help: str = "",
     *,
+    option: str | None = None,
     kind: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
@@ -137,6 +138,7 @@ def flag(
 ) -> Any:
     """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given; default `dict` is {}."""
     declared = {
+        "option": option,
         "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
         "needs": needs, "contradicts": contradicts, "planned": planned, "switch": switch,
     }  # fmt: skip
@@ -159,10 +161,12 @@ def flags_of(section: type) -> tuple[Flag, ...]:
         if (declared := each.metadata.get("flag")) is None:
             continue
         kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
-        several = typing.get_origin(kinds[0]) is tuple and declared["nargs"] is None
-        inner = typing.get_args(kinds[0])[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
+        words = typing.get_args(kinds[0])
+        several = typing.get_origin(kinds[0]) is tuple and words[-1] is ... and declared["nargs"] is None
+        inner = words[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
         default = {} if each.default is dataclasses.MISSING else each.default
-        found.append(Flag(each.name, default, several=several, **{**declared, "kind": declared["kind"] or inner}))
+        named = {"option": declared["option"] or "--" + each.name.replace("_", "-"), "kind": declared["kind"] or inner}
+        found.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
     return tuple(found)
 
 
@@ -184,6 +188,52 @@ def number_or(word: str, least: int) -> Callable[[str], int | str]:
         return text if text == word else int(text)
 
     return convert
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _whole(text, 0)
+
+
+def seed(text: str) -> int:
+    """A seed that every generator takes: 0 to 2^32 - 1."""
+    value = _whole(text, 0)
+    if value >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 0 to 1")
+    return value
+
+
+def part(text: str) -> tuple[int, int]:
+    """I/N: every N-th of something from number I on."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+    return int(index), int(count)
+
+
+def _whole(text: str, least: int) -> int:
+    # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
+    return int(text)
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -215,16 +265,46 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type], *, plan
                 continue
             if each.switch is not None:
                 group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
-            help_text = each.help.replace("%(default)s", str(each.default))
-            options: dict[str, Any] = {"help": help_text or None, "default": None if plan else each.default}
-            if each.kind is bool:
-                group.add_argument(each.option, action="store_true", **{**options, "default": False})
-                continue
-            if each.several:
-                options |= {"action": "append", "default": None if plan else []}
-            group.add_argument(
-                each.option, type=each.kind, choices=each.choices, metavar=each.metavar, nargs=each.nargs, **options
-            )
+            _add(group, each, None if plan and each.kind is not bool else each.default)
+
+
+def add_settings(parser: argparse._ActionsContainer, *sections: type, without: Sequence[str] = ()) -> None:
+    """Add the flags of settings to the parser of a command; `settings_from` reads them."""
+    for section in sections:
+        for each in flags_of(section):
+            if each.name not in without:
+                _add(parser, each, each.default)
+
+
+def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
+    help_text = each.help.replace("%(default)s", str(each.default))
+    if (
+        help_text
+        and "default" not in help_text
+        and isinstance(each.default, (int, float, str))
+        and each.kind is not bool
+    ):
+        help_text += f" (default {each.default})"
+    options: dict[str, Any] = {"help": help_text or None, "default": default, "dest": each.name}
+    if each.kind is bool:
+        group.add_argument(each.option, action="store_false" if each.default else "store_true", **options)
+        return
+    if each.several:
+        options |= {"action": "append", "default": [] if default == () else default}
+    metavar = each.metavar or (None if each.choices else each.option.strip("-").replace("-", "_").upper())
+    group.add_argument(each.option, type=each.kind, choices=each.choices, metavar=metavar, nargs=each.nargs, **options)
+
+
+def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
+    """The settings whose flags `add_settings` has added; `more` are fields that are no flags, or not the parser's."""
+    declared: Any = section
+    values = {each.name: getattr(parsed, each.name) for each in flags_of(declared) if hasattr(parsed, each.name)}
+    for each in flags_of(declared):
+        if each.kind is key_value and each.name in values:
+            values[each.name] = dict(values[each.name])
+        elif isinstance(values.get(each.name), list):
+            values[each.name] = tuple(values[each.name])
+    return section(**{**values, **more})
 
 
 def out_of_range(given: Any) -> Iterator[str]:

@@ -27,6 +27,7 @@ EACH_GPU = "gpus"
 _FOLDER = Path(__file__).resolve().parents[2]
 # open_clip's older releases have a package `training` with a main.py, too: installed later, it overwrites files of ours.
 _MARK = "open_clip_zerovl"
+CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
 _LAST_LINES = 40  # of a log, in which an error is looked for
 

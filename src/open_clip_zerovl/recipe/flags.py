@@ -737,7 +737,7 @@ class OpenClipFlags:
         range=Range("three positive numbers", lambda value, _: len(value) == 3 and min(value) > 0),
     )
     image_interpolation: str | None = flag(None, choices=("bicubic", "bilinear", "random"))
-    aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")  # noqa: RUF009 (a field)
+    aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")
 
     logs: str = flag("./logs/", metavar="TEXT")
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)

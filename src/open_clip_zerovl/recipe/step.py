@@ -18,10 +18,10 @@ from open_clip import get_input_dtype
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.dga.wrappers import unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
