@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     143, 130   the same with `--logs none`, without a checkpoint
     """
     command = checked(sys.argv[1:] if argv is None else argv)
-    return 2 if command is None else train(command)
+    if command is None:
+        return 2
+    from training.run import train
+
+    return train(*command)
 
 
 def run_as_program(command: Command | None = None) -> NoReturn:

@@ -23,12 +23,7 @@ from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
-<<<<<<< HEAD
-from training.console import Console, seconds_in_words
-=======
 from training.console import Console
-from training.params import flags_given
->>>>>>> lean-c2
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30

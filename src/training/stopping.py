@@ -150,7 +150,7 @@ def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
         RuntimeError: a rank has not arrived within `seconds`.
     """
     group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    set_timeout = (
+    set_timeout: Any = (
         getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
     )  # before torch 2.15
     set_timeout(distributed_c10d.default_pg_timeout, group)
