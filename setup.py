@@ -95,7 +95,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"open_clip_zerovl": ["models/model_configs/*.json", "py.typed"]},
+    package_data={"open_clip_zerovl": ["models/model_configs/*.json", "py.typed", "report/templates/*"]},
     install_requires=[
         # The released line of open_clip_zerovl/releases.py; 4.x, which it knows too, is no release yet.
         "open_clip_torch>=3.3,<3.4",
@@ -114,6 +114,7 @@ setup(
         # Where it has no wheel, pictures are decoded by PIL.
         "simplejpeg>=1.8; python_version < '3.14'",
         "safetensors",
+        "jinja2",  # HTML pages
         "matplotlib",  # a run's page and those of finetune, interpolate, compare, bias and the probe
         "tokenizers",
         "packaging",  # zerovl doctor: version ranges

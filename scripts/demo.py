@@ -36,10 +36,10 @@ from tqdm import tqdm
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
 from open_clip_zerovl.evaluate.bias.pools import MIXED_POOL_NOTE, POOLS
-from open_clip_zerovl.evaluate.bias.run import measure_bias
+from open_clip_zerovl.evaluate.bias.report import measure_bias
 from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.evaluate.retrieval.examples import retrieval_examples
 from open_clip_zerovl.prepare.drawn.emoji import EMOJI
 from open_clip_zerovl.prepare.drawn.make import load_drawn_split, prepare_drawn
 from scripts.emoji.page import demo_page

@@ -29,7 +29,7 @@ from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.prepare.drawn.emoji import EMOJI
 from open_clip_zerovl.prepare.drawn.make import DrawnSample, load_drawn_split
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
 REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md

@@ -21,7 +21,7 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.evaluate.bias.pools import POOLS
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.ablation.comparisons import TABLES, Comparison, PaperTable
 from scripts.ablation.conditions import CONDITIONS
 from scripts.ablation.figures import Row, differences_figure, rows_figure

@@ -63,7 +63,7 @@ from torch import nn
 
 from open_clip_zerovl.core.memory import PeakBytes, available_bytes
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 
 SEED = 1  # of micro-batches and masks; each rank adds its number
 WARM_UP_PAIRS = 4096

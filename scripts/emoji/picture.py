@@ -11,8 +11,8 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.evaluate.bias.examples import RetrievalExample
 from open_clip_zerovl.evaluate.bias.pools import POOLS
+from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
 from open_clip_zerovl.report.plot import (
     FAINT,
     GRID,

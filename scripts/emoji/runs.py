@@ -20,9 +20,9 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.examples import middle_of_each
 from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, source_probe_accuracy
 from open_clip_zerovl.evaluate.bias.pools import POOLS, SourceFeatures, pool_metrics
+from open_clip_zerovl.evaluate.retrieval.examples import middle_of_each
 from open_clip_zerovl.prepare.drawn.make import DrawnSample
 from scripts.emoji.records import RunRecord, read_training_log
 

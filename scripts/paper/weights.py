@@ -162,7 +162,7 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
     """
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
     from open_clip_zerovl.checkpoints.loading import Encoder
-    from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
     from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 
     for location in sets.values():

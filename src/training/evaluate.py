@@ -15,10 +15,11 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.gallery import retrieval_examples
+from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.retrieval.sets import retrieval_batches
-from open_clip_zerovl.report.run_examples import write_examples
+from open_clip_zerovl.report.record import write_examples
 from training.config import RecipeConfig
 from training.data import RetrievalData
 from training.journal import Journal
@@ -52,7 +53,7 @@ def evaluate(
     if retrieval is None or not due or not is_master(args):
         return metrics
     by_set: dict[str, dict[str, float]] = {}
-    examples: list[dict[str, Any]] = []
+    examples: list[RetrievalExample] = []
     kept = retrieval.captions_per_image
     how = {
         "retrieval_transform": config.retrieval_transform,
@@ -79,7 +80,7 @@ def evaluate(
             f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
         if args.save_logs:
-            examples += retrieval_examples(name, dataset, *features, ranks["text_to_image"], kept)
+            examples += GallerySet(name, dataset, kept, *features, ranks, by_set[name]).examples()
     ours: dict[str, Any] = {"epoch": epoch}
     ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
     journal.retrieval(epoch, by_set)

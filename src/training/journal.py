@@ -16,7 +16,7 @@ import torch
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.health import Books
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
 from training.config import RecipeConfig
 from training.console import Console, seconds_in_words
 from training.summary import Facts, settings_of, summary
@@ -172,10 +172,7 @@ class Journal:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            best = best_evaluation(read_record(folder)["retrieval"])
-            if best is not None:
-                sums = ", ".join(f"{name} {metrics['rsum']:.1f}" for name, metrics in best["metrics"].items())
-                lines.append(f"Best RSUM: {sums} after epoch {best['at']:.0f}.")
+            lines += filter(None, [best_words(read_record(folder)["retrieval"])])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")

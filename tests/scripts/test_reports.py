@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
+from open_clip_zerovl.evaluate.retrieval.examples import retrieval_examples
 from open_clip_zerovl.report.plot import moving_average
 from scripts.emoji.picture import demo_picture
 from scripts.emoji.records import RunRecord, read_training_log, results_table

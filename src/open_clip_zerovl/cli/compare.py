@@ -59,7 +59,8 @@ def add_compare(commands) -> None:
 
 
 def _run_compare(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.evaluate.bias.compare_run import CompareSettings, name_sides, run_compare
+    from open_clip_zerovl.evaluate.bias.compare import CompareSettings, run_compare
+    from open_clip_zerovl.evaluate.bias.encode import name_sides
 
     sides = {
         name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

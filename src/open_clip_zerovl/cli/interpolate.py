@@ -79,8 +79,8 @@ def _alphas(text: str) -> tuple[float, ...]:
 def _run(arguments: argparse.Namespace) -> None:
     from open_clip_zerovl.checkpoints.export import loading_notes
     from open_clip_zerovl.core.errors import UserError
-    from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, run_interpolation
-    from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings
+    from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, run_interpolation
+    from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings
 
     if arguments.data is None and arguments.kept is not None:
         raise UserError("--kept is weighed against the new ability; give its sets too: --data NAME=SET")

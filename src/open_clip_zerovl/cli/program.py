@@ -131,7 +131,7 @@ def _add_retrieval(commands) -> None:
 
 
 def _run_retrieval(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.evaluate.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval.score import RetrievalFiles, RetrievalSettings, run_retrieval
 
     encoder = encoder_of(arguments, arguments.model)
     settings = RetrievalSettings(arguments.split, arguments.captions, arguments.paper_transform)
@@ -248,7 +248,8 @@ def _add_bias(commands) -> None:
 
 
 def _run_bias(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.evaluate.bias.run import BiasSettings, name_models, run_bias
+    from open_clip_zerovl.evaluate.bias.bias import BiasSettings, run_bias
+    from open_clip_zerovl.evaluate.bias.encode import name_models
 
     encoders = {
         name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()

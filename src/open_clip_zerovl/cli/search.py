@@ -40,7 +40,7 @@ def add_search(commands) -> None:
 
 
 def _run_search(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.evaluate.bias.run import name_models
+    from open_clip_zerovl.evaluate.bias.encode import name_models
     from open_clip_zerovl.evaluate.search.run import SearchSettings, run_search
 
     settings = SearchSettings(

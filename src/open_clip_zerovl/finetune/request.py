@@ -9,7 +9,7 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.evaluate.interpolation.run import CurveSettings
+from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings
 from open_clip_zerovl.finetune.names import PATIENCE
 from open_clip_zerovl.recipe.arguments import Settings
 

@@ -19,11 +19,11 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
-from open_clip_zerovl.evaluate.bias.page import bias_page
-from open_clip_zerovl.evaluate.bias.report import BiasReport
-from open_clip_zerovl.evaluate.bias.run import embed_samples, embedding_map, measure_bias, name_models
+from open_clip_zerovl.evaluate.bias.bias import bias_page
+from open_clip_zerovl.evaluate.bias.encode import embed_samples, name_models
+from open_clip_zerovl.evaluate.bias.report import BiasReport, embedding_map, measure_bias
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.evaluate.retrieval.examples import retrieval_examples
 from scripts.emoji.page import demo_page
 from scripts.emoji.records import RunRecord
 from support import tiny_clip
@@ -189,7 +189,7 @@ def check_self_contained(page: str, pictures_at_least: int) -> None:
     assert len(sources) >= pictures_at_least
     for source in sources:
         head, _, data = source.partition(",")
-        assert head == "data:image/png;base64"
+        assert head in ("data:image/png;base64", "data:image/jpeg;base64")
         Image.open(io.BytesIO(base64.b64decode(data, validate=True))).load()
     assert all(re.search(r' alt="[^"]+"', tag) for tag in re.findall(r"<img[^>]*>", page))
     rest = re.sub(r'src="data:[^"]*"', "", page)
@@ -226,9 +226,7 @@ def test_demo_page_shows_runs_examples_and_bias(tmp_path: Path):
     page = demo_page(tmp_path / "report.html", {"one": record}, examples, bias=report, lead="Two & more.")
     text = page.read_text(encoding="utf-8")
     check_self_contained(text, 1 + 2 * (1 + 3) + 4 + 12)
-    assert (
-        "&lt;i&gt;cat" in text and "Two &amp; more." in text and "right picture at rank 1" in text and "300.0" in text
-    )
+    assert "&lt;i&gt;cat" in text and "Two &amp; more." in text and "own picture at rank 1" in text and "300.0" in text
     assert text.count('class="thumb right"') == 2  # its own features: the right one leads
     with pytest.raises(UserError, match="no pictures of run two"):
         demo_page(tmp_path / "x.html", {"one": record, "two": record}, examples)

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.evaluate.search.collection import Collection, open_collection
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
-from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
+from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         bad = f" and {result.bad} that cannot be decoded or are not there" if result.bad else ""
         print(f"{name}: {result.pictures} pictures{bad}; {kept} of all known from before.")
     if settings.page is not None:
-        write_atomically(settings.page, page(found, collection, query, settings))
+        write_search_page(settings.page, found, collection, query, settings)
     if settings.output is not None:
         write_atomically(settings.output, json.dumps(_as_data(found, data, settings), indent=2) + "\n")
     return found
@@ -119,48 +119,38 @@ def nearest(features: Tensor, query: Tensor, best: int) -> list[tuple[int, float
 
 def table(found: Mapping[str, Found]) -> str:
     """The hits of all models side by side, as text."""
-    pictures = {hit.picture: printable(hit.picture) for result in found.values() for hit in result.hits}
-    widest = max(map(len, pictures.values()))
-    names = list(found)
-    lines = ["    " + "  ".join(f"{name:<{widest + 8}}" for name in names).rstrip()]
+    rows = []
     for rank in range(max(len(result.hits) for result in found.values())):
-        cells = []
-        for name in names:
-            hits = found[name].hits
-            cells.append(
-                f"{hits[rank].score:6.3f}  {pictures[hits[rank].picture]:<{widest}}"
-                if rank < len(hits)
-                else " " * (widest + 8)
-            )
-        lines.append(f"{rank + 1:3d} " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def page(
-    found: Mapping[str, Found], collection: Collection, query: Image.Image | None, settings: SearchSettings
-) -> str:
-    """One HTML page with the best pictures of each model, which loads nothing from elsewhere."""
-    body = [
-        paragraph(
-            f"The {settings.best} nearest of {collection.name}. A score is the cosine of a model's own embeddings."
+        hits = (result.hits[rank : rank + 1] for result in found.values())
+        rows.append(
+            [str(rank + 1), *("".join(f"{hit.score:.3f}  {printable(hit.picture)}" for hit in own) for own in hits)]
         )
-    ]
-    if query is not None:
-        body.append(f'<div class="strip">{thumbnail(query, "the query")}</div>')
-    thumbnails: dict[tuple[int, str], str] = {}
-    for name, result in found.items():
-        body.append(heading(name))
-        bad = f", {result.bad} could not be decoded" if result.bad else ""
-        body.append(paragraph(f"{result.pictures} pictures{bad}."))
-        figures = []
-        for rank, hit in enumerate(result.hits, 1):
-            place = (hit.file, hit.key)
-            if place not in thumbnails:
-                thumbnails[place] = _thumbnail(collection, hit)
-            caption = f"{rank}. {hit.score:.3f}<br>{escape(hit.picture)}"
-            figures.append(f"<figure>{thumbnails[place]}<figcaption>{caption}</figcaption></figure>")
-        body.append(f'<div class="strip">{"".join(figures)}</div>')
-    return html_page(f"Search: {_asked(settings)}", body)
+    return text_table(["", *found], rows, left=1 + len(found))
+
+
+def write_search_page(
+    path: Path,
+    found: Mapping[str, Found],
+    collection: Collection,
+    query: Image.Image | None,
+    settings: SearchSettings,
+) -> None:
+    """Write one HTML page with the best pictures of each model."""
+    thumbnails: dict[tuple[int, str], str | None] = {}
+    for hit in (hit for result in found.values() for hit in result.hits):
+        if (hit.file, hit.key) not in thumbnails:
+            thumbnails[hit.file, hit.key] = _thumbnail(collection, hit)
+    asked = filter(None, (settings.words.strip(), settings.image.name if settings.image else ""))
+    write_page(
+        path,
+        "search.html",
+        title=f"Search: {' + '.join(asked)}",
+        best=settings.best,
+        collection=collection.name,
+        query=query,
+        found=found,
+        thumbnails=thumbnails,
+    )
 
 
 def _search(
@@ -203,20 +193,15 @@ def _query_picture(path: Path) -> Image.Image:
         raise UserError(f"the picture {path} {error.detail}; give another one by --image") from error
 
 
-def _thumbnail(collection: Collection, hit: Hit) -> str:
-    """The thumbnail of a hit, or a note where its picture has gone or changed since it was embedded."""
+def _thumbnail(collection: Collection, hit: Hit) -> str | None:
+    """The thumbnail of a hit; None where its picture has gone or changed since it was embedded."""
     for key, content in collection.pictures(hit.file):
         if key == hit.key and content is not None:
             try:
-                return thumbnail(decoded(content, lambda image: rgb(image).copy()), hit.picture)
+                return decoded(content, lambda image: thumbnail(rgb(image)))
             except BadPicture:
                 break
-    return "<small>the picture has changed</small>"
-
-
-def _asked(settings: SearchSettings) -> str:
-    parts = [settings.words.strip()] if settings.words.strip() else []
-    return " + ".join([*parts, *([settings.image.name] if settings.image else [])])
+    return None
 
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:

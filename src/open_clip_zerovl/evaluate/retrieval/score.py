@@ -35,6 +35,7 @@ from open_clip_zerovl.evaluate.retrieval.sets import (
     parse_retrieval_data,
     retrieval_batches,
 )
+from open_clip_zerovl.report.tables import text_table
 
 log = logging.getLogger(__name__)
 
@@ -271,16 +272,13 @@ def encode_on_ranks(
 
 def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
     """A text table, one row a set, as the paper's: recalls in percent, image -> text and text -> image, RSUM."""
-    width = max(len("set"), *(len(name) for name in results)) if results else len("set")
-    columns = "".join(f"{f'R@{k}':>7}" for k in RECALL_KS)
-    lines = [
-        f"{'':{width}}  {'':>7} {'':>8}  {'image -> text':^21}  {'text -> image':^21}",
-        f"{'set':{width}}  {'images':>7} {'captions':>8}  {columns}  {columns}  {'RSUM':>6}",
-    ]
+    ways = ("I2T", "T2I")
+    header = ["set", "images", "captions", *(f"{way} R@{k}" for way in ways for k in RECALL_KS), "RSUM"]
+    rows = []
     for name, row in results.items():
-        both = "  ".join("".join(f"{100 * row[f'{way}_R@{k}']:7.1f}" for k in RECALL_KS) for way in DIRECTIONS)
-        lines.append(f"{name:{width}}  {row['images']:7d} {row['captions']:8d}  {both}  {row['rsum']:6.1f}")
-    return "\n".join(lines)
+        recalls_percent = (f"{100 * row[f'{way}_R@{k}']:.1f}" for way in DIRECTIONS for k in RECALL_KS)
+        rows.append([name, f"{row['images']}", f"{row['captions']}", *recalls_percent, f"{row['rsum']:.1f}"])
+    return text_table(header, rows)
 
 
 def write_csv(
@@ -294,12 +292,9 @@ def write_csv(
     Raises:
         UserError: the file cannot be written.
     """
-    rows = [
-        {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all", **row}
-        for name, row in results.items()
-    ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    same = {**settings, "captions_per_image": settings["captions_per_image"] or "all"}
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["set", *same, *next(iter(results.values()))])
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({"set": name, **same, **row} for name, row in results.items())
     write_atomically(path, text.getvalue())
