@@ -11,14 +11,17 @@ STAMP  := $(VENV)/.installed
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-install: ## make a fresh .venv with the package, its demo, tests and tools (about 5.5 GB)
-	rm -rf $(VENV)
-	$(MAKE) --no-print-directory $(STAMP)
+install: ## make .venv with the package, its demo, tests and tools (about 5.5 GB); FRESH=1 deletes an old one first
+	$(if $(FRESH),rm -rf $(VENV))
+	@$(MAKE) --no-print-directory $(STAMP)
 
 # torch, torchvision and open_clip_torch must be resolved in one go: torchvision's wheels need the torch of their release.
-$(STAMP): setup.py
+$(STAMP): pyproject.toml
+	@if [ -e $(VENV) ] && [ ! -e $(VENV)/.zerovl ]; then \
+		echo "$(VENV) was not made by make install and is left alone: VENV=DIR installs elsewhere, make install FRESH=1 replaces it"; \
+		exit 1; fi
 	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.zerovl; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev,docs]'
 	@touch $@
@@ -30,11 +33,11 @@ ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (hou
 	$(BIN)/python -m scripts.ablation.run $(if $(PILOT),--pilot) $(if $(QUICK),--quick) $(ARGS)
 	$(if $(PILOT),,$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick))
 
-test: $(STAMP) ## run the tests (under 10 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(STAMP) ## run the tests (6 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --timeout 1800
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --timeout 1800
 
 # Installs nothing: .venv where it is there, else the machine's own Python.
 gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (25 minutes; WHEELS=DIR, REHEARSE=1: on the CPU, tiny)
@@ -65,6 +68,7 @@ recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell src scripts tests docs *.md
 	$(BIN)/mypy
 
 format: $(STAMP) ## format the code
@@ -75,11 +79,10 @@ docs: $(STAMP) ## build the documentation site into build/site; a link that lead
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "build/site/index.html (with search: $(BIN)/python -m http.server --directory build/site)"
 
-# REPOSITORY=https://HOST/OWNER/NAME: where the links of the metadata and the README lead.
-dist: $(STAMP) ## build dist/: wheel and sdist (REPOSITORY=https://HOST/OWNER/NAME: where their links lead)
-	ZEROVL_REPOSITORY=$(call quoted,$(REPOSITORY)) $(BIN)/python -m scripts.dist_check --only-build
+dist: $(STAMP) ## build dist/: wheel and sdist
+	$(BIN)/python -m build --outdir dist .
 
-dist-check: $(STAMP) ## build wheel and sdist, install and use the wheel elsewhere, run the sdist's small tests (2 minutes)
+dist-check: $(STAMP) ## build the wheel, install it into an environment of its own and use it from another folder (2 minutes)
 	$(BIN)/python -m scripts.dist_check --out build/dist
 
 clean: ## remove the environment and everything the demo and tests wrote

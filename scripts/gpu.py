@@ -89,10 +89,9 @@ class Part:
 def parts(options: argparse.Namespace) -> list[Part]:
     """All parts, the most important first."""
     rehearse = ["--rehearse"] if options.rehearse else []
-    bench = str(ROOT / "scripts" / "bench" / "gpu_parts.py")
 
     def measured(part: str, *more: str) -> tuple[str, ...]:
-        return (bench, part, *rehearse, *more, "--have", "{have}")
+        return ("-m", "scripts.bench.gpu_parts", part, *rehearse, *more, "--have", "{have}")
 
     emoji = (options.emoji / "bert" / "vocab.txt", f"zerovl data emoji --out {options.emoji}, where there is a network")
     device = "cpu" if options.rehearse else "cuda"
@@ -346,7 +345,7 @@ def run(options: argparse.Namespace) -> int:
     unpack_wheels(options.wheels, site)
     options.name = options.name or name_here(options.rehearse)
     results = Results.read(options.out / f"gpu-{options.name}.json")
-    paths = [ROOT / "src", ROOT, ROOT / "scripts" / "bench", site]
+    paths = [ROOT / "src", ROOT, site]
     before = os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,

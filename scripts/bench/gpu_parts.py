@@ -1,6 +1,6 @@
 """The measurements of scripts/gpu.py, each in a process of its own; each result is printed at once.
 
-    python scripts/bench/gpu_parts.py machine|steps|loss|plan [--rehearse] [--compile] [--have KEY ...]
+    python -m scripts.bench.gpu_parts machine|steps|loss|plan [--rehearse] [--compile] [--have KEY ...]
 
 A result is a line `RESULT {"key": ..., ...}`; keys named with --have are not measured again. Sizes are the paper's: ViT-B/16
 at 224 px with token drop 0.25, BERT-base at 25 tokens with dropout 0.1, micro-batches of 512, bf16 autocast, TF32 as
@@ -20,7 +20,10 @@ import importlib.metadata
 import io
 import json
 import platform
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accumulation import (
+from PIL import Image
+
+from open_clip_zerovl.plan.gpus import GPUS
+from open_clip_zerovl.shards.writing import Sample, write_source
+from scripts.bench.harness import (
     SORTED,
     MicroBatch,
     Setup,
@@ -49,16 +56,14 @@ from accumulation import (
     two_pass,
     write_bert,
 )
-from PIL import Image
-
-from open_clip_zerovl.plan.gpus import GPUS
-from open_clip_zerovl.shards.writing import Sample, write_source
+from scripts.bench.loss import measure as measure_loss
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
 LOSS_CHUNK = 1024
 DISTINCT_BATCHES = 4  # different micro-batches; a step of more repeats them
 WARM_UP_MICRO_BATCHES = 2
 LOSS_WIDTH = 512
+LOGGED_SECONDS = re.compile(r"Batch \(t\): ([\d.]+)")
 
 
 class Sizes:
@@ -249,16 +254,12 @@ def measure_way(setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch
 
 
 def loss(sizes: Sizes, have: Sequence[str]) -> None:
-    import dga
-
+    device = device_here()
     for n in sizes.pairs:
         if f"loss, N={n}" in have:
             continue
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        words = ["--device", device, "--loss-rows", str(n), "--loss-width", str(LOSS_WIDTH)]
-        rows = dga.measure_loss(dga.parse_args([*words, "--loss-chunk", str(LOSS_CHUNK)]))
-        emit(f"loss, N={n}", pairs=n, rows=rows)
-        if device == "cuda":
+        emit(f"loss, N={n}", pairs=n, rows=measure_loss([n], LOSS_WIDTH, LOSS_CHUNK, device))
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -284,11 +285,17 @@ def made_up_source(folder: Path, count: int, px: int, seed: int) -> None:
     write_source(folder, samples, shard_size=max(1, count // 16))
 
 
+def _output(command: list[str]) -> str:
+    """What a command prints; it ends with status 0, or 1 where the plan finds something missing."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(command[2:4])} ended with status {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
 def plan(sizes: Sizes, have: Sequence[str]) -> None:
     if "plan" in have:
         return
-    from plan import one_after_the_other
-
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for number, name in enumerate("ab"):
@@ -305,7 +312,12 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         ]  # fmt: skip
         if sizes.plan_model != "zerovl-emoji":  # a ConvNeXt has no tokens to drop
             arguments += ["--token-drop", "0.25"]
-        planned, real = one_after_the_other(arguments, least=sizes.plan_least, skipped=sizes.plan_skipped)
+        planned = json.loads(_output([sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", *arguments]))
+        _output([sys.executable, "-m", "training.main", *arguments, "--logs", scratch, "--name", "run"])
+        logged = LOGGED_SECONDS.findall((folder / "run" / "out.log").read_text("utf-8"))
+    real = [float(seconds) for seconds in logged[sizes.plan_skipped :]]
+    if len(logged) < sizes.plan_least:
+        raise SystemExit(f"plan: the training logged {len(logged)} steps, and {sizes.plan_least} are needed")
     emit(
         "plan",
         model=sizes.plan_model,

@@ -1,8 +1,7 @@
 """Samples a second and core of our loader and of open_clip's, and the cost of entering an epoch in its middle.
 
-    python scripts/bench/loader.py [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--pixel-path pil] [--json loader.json]
-    python scripts/bench/loader.py --profile [--sizes 384x256,640x480,1280x854] [--json profile.json]
-    python scripts/bench/loader.py --resume [--samples 1000000] [--json resume.json]
+    python -m scripts.bench.loader [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--pixel-path pil] [--out FILE.json]
+    python -m scripts.bench.loader --resume [--samples 1000000] [--out FILE.json]
 
 Both loaders read the same shards of synthetic JPEGs with the same transform (a random crop of 60-100 % of the area to 224 px,
 bicubic, normalised) and the same tokenizer, a BERT's. In the rows "augmented" both also apply AutoAugment after the crop and
@@ -11,9 +10,6 @@ word augmentation before the tokenizer. Runs are interleaved and medians compare
 it. *floor* is what our loader would deliver per core if it only decoded and transformed pictures, measured in the same rounds.
 The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders' images are compared in
 distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
-
-`--profile`: microseconds of CPU a sample by stage, in one process, for both pixel paths in turns; and what it costs a worker to
-bring a batch into shared memory, as a DataLoader does it and in blocks that are used again (`data/lending.py`).
 
 `--resume`: an epoch of a million small samples is entered in its middle. Expected: the first batch comes within 5 % of the time
 that reading the skipped samples takes.
@@ -35,12 +31,10 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -49,19 +43,16 @@ from open_clip.transform import image_transform
 from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
-from open_clip_zerovl.data import mixture as mixture_module
-from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of, normalize, split_normalize
-from open_clip_zerovl.data.lending import Lending, Lent
+from open_clip_zerovl.data.images import crop_of, normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import Share
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
+from scripts.bench.harness import write, write_bert
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32
@@ -194,7 +185,8 @@ def look(batches: Iterator[Any], finish: Callable[[torch.Tensor], torch.Tensor])
 
 def _kinds(folder: Path) -> dict[str, Work]:
     """The rows' kinds of work."""
-    write_bert(folder / "bert", [f"{CAPTION} {number}" for number in range(1000)], vocab_size=200, width=32, heads=2)
+    words = [*CAPTION.split(), *"0123456789", *(f"##{digit}" for digit in "0123456789")]
+    write_bert(folder / "bert", "tiny", 0.1, words=words)
     tokenizer = HFTokenizer(str(folder / "bert"), context_length=25)
     plain = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
     return {
@@ -300,110 +292,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def timed(seconds: dict[str, float], stages: list[tuple[Any, str, str]]) -> Iterator[None]:
-    """CPU seconds spent in functions, by stage; `stages`: (object, name of its function, stage)."""
-    with ExitStack() as patches:
-        for owner, name, stage in stages:
-            patches.enter_context(patch.object(owner, name, _timed(getattr(owner, name), stage, seconds)))
-        yield
-
-
-def _timed(function: Callable[..., Any], stage: str, seconds: dict[str, float]) -> Callable[..., Any]:
-    def run(*given: Any, **options: Any) -> Any:
-        begin = time.process_time()
-        try:
-            return function(*given, **options)
-        finally:
-            seconds[stage] = seconds.get(stage, 0.0) + time.process_time() - begin
-
-    return run
-
-
-STAGES = ("read", "decode", "transform", "seeds", "words", "tokens", "collate", "other")
-
-
-def stages_of(shards: str, work: Work, pixel_path: str, samples: int) -> dict[str, float]:
-    """Microseconds a sample by stage of `STAGES`, in this process."""
-    mixture = Mixture(
-        parse_sources(f"bench={shards}", "8"),
-        Batching(BATCH),
-        Preprocessing(
-            split_normalize(work.transform)[0], work.tokenizer, augment_caption=work.words, pixel_path=pixel_path
-        ),
-    )
-    batches = iter(MixtureLoader(mixture, workers=0))
-    for _ in range(4):
-        next(batches)
-    seconds: dict[str, float] = {}
-    wrapped = [
-        (Share, "take", "read"),
-        (mixture, "decode", "decode"),
-        (mixture, "transform", "transform"),
-        (mixture, "reseed", "seeds"),
-        (mixture_module, "stream_seed", "seeds"),
-        (mixture, "_captions", "words"),
-        (mixture, "tokenize", "tokens"),
-        (mixture_module, "collate_images", "collate"),
-    ]
-    with timed(seconds, wrapped):
-        begin, count = time.process_time(), 0
-        while count < samples:
-            count += len(next(batches)[0])
-        whole = time.process_time() - begin
-    seconds["read"] -= seconds["decode"]  # `take` decodes
-    seconds["other"] = whole - sum(seconds.values())
-    return {stage: seconds.get(stage, 0.0) / count * 1e6 for stage in STAGES} | {"sum": whole / count * 1e6}
-
-
-def hand_over(rounds: int = 20) -> dict[str, float]:
-    """Microseconds of CPU a sample that a worker spends to bring collated images into shared memory, by way."""
-    images = [torch.zeros(224, 224, 3, dtype=torch.uint8).permute(2, 0, 1) for _ in range(BATCH)]
-    book = Lending(1)
-    seconds = {"DataLoader": 0.0, "blocks": 0.0}
-    for _ in range(rounds):
-        begin = time.process_time()
-        collate_images(images).share_memory_()
-        seconds["DataLoader"] += time.process_time() - begin
-        begin = time.process_time()
-        found = book.block(0, batch_layout(images))
-        assert found is not None
-        lent = Lent.of(0, found[0], collate_images(images, found[1]), ())
-        seconds["blocks"] += time.process_time() - begin
-        book.receive(lent)
-    return {way: value / (rounds * BATCH) * 1e6 for way, value in seconds.items()}
-
-
-def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Stages of both pixel paths: medians of rounds in turns."""
-    kinds = _kinds(folder)
-    results: dict[str, Any] = {"rows": [], "hand over": hand_over()}
-    for size in args.sizes.split(","):
-        _, shards = _data(size, folder, args.per_shard)
-        for kind, work in kinds.items():
-            found: dict[str, list[dict[str, float]]] = {path: [] for path in PIXEL_PATHS}
-            for _ in range(args.repeats):
-                for path, rows in found.items():
-                    rows.append(stages_of(shards, work, path, 10 * BATCH))
-            for path, rows in found.items():
-                row = {stage: statistics.median(row[stage] for row in rows) for stage in (*STAGES, "sum")}
-                results["rows"].append({"size": size, "kind": kind, "path": path, **row})
-    return results
-
-
-def profile_table(results: dict[str, Any]) -> str:
-    """The stages in Markdown."""
-    lines = [
-        f"| JPEG | work | pixel path | {' | '.join(STAGES)} | sum |",
-        f"|---|---|---|{'--:|' * (len(STAGES) + 1)}",
-    ]
-    for row in results["rows"]:
-        numbers = " | ".join(f"{row[stage]:,.0f}" for stage in (*STAGES, "sum"))
-        lines.append(f"| {row['size']} | {row['kind']} | {row['path']} | {numbers} |")
-    ways = ", ".join(f"{way} {value:.0f}" for way, value in results["hand over"].items())
-    return "\n".join([*lines, "", f"To bring a sample into shared memory: {ways}."])
-
-
 def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Time to the first batch of an epoch entered in its middle, and the time that reading the first half takes."""
     small = io.BytesIO()
@@ -456,25 +344,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
     parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")
-    parser.add_argument("--profile", action="store_true", help="measure the stages of a sample instead")
     parser.add_argument("--resume", action="store_true", help="measure entering an epoch in its middle instead")
     parser.add_argument("--samples", type=int, default=1_000_000, help="in the epoch of --resume")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         if args.resume:
             results = resume(args, Path(folder))
-            print("\n".join(f"{name}: {value:,.3f}" for name, value in results.items()))
-        elif args.profile:
-            results = profile(args, Path(folder))
-            print(profile_table(results))
+            shown = "\n".join(f"{name}: {value:,.3f}" for name, value in results.items())
         else:
             results = compare(args, Path(folder))
-            print(table(results))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+            shown = table(results)
+    write(results, shown, args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Peak memory of a training step at paper size, without a GPU: tensors have shapes only, and nothing is computed.
 
-    python scripts/bench/memory.py [--micro-batch 128] [--steps 1,16] [--retain 1,2]
+    python -m scripts.bench.memory [--micro-batch 128] [--steps 1,16] [--retain 1,2] [--out FILE.json]
 
 ViT-B/16 at 224 px with token drop 0.25, BERT-base at 25 tokens, bf16 autocast, decoupled gradient accumulation with the loss
 in chunks of 1,024 rows. A line has the GiB of live tensors at the peak of a step and their ratio to K = 1. Parameters and
@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import torch
-from accumulation import simulated_peak_bytes
-from methods import build
-from transformers import BertConfig
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.report.tables import markdown_table
+from scripts.bench.harness import build, register, simulated_peak_bytes, write
 
 
-def peak_gib(text_folder: str, micro_batch: int, steps: int, retain: int) -> float:
-    model = build("token drop 0.25", text_folder)
+def peak_gib(name: str, micro_batch: int, steps: int, retain: int) -> float:
+    model = build(name, 0.25, torch.device("cpu"), torch.float32)
     dga = DecoupledGradientAccumulation(
         model,
         ContrastiveLoss(chunk_size=1024),
@@ -44,16 +44,18 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--steps", default="1,16", help="K,K")
     parser.add_argument("--retain", default="1,2", help="R,R")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
-    print("| K | graphs retained | GiB | of K = 1 |\n|--:|--:|--:|--:|")
-    with tempfile.TemporaryDirectory() as text_folder:
-        BertConfig().save_pretrained(text_folder)
-        single = peak_gib(text_folder, args.micro_batch, 1, 1)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        name = register("ViT-B-16+BERT-base", None, 0.1, Path(scratch))
+        single = peak_gib(name, args.micro_batch, 1, 1)
         for steps in map(int, args.steps.split(",")):
             for retain in map(int, args.retain.split(",")):
                 if retain <= steps:
-                    peak = peak_gib(text_folder, args.micro_batch, steps, retain)
-                    print(f"| {steps} | {retain} | {peak:.2f} | {peak / single:.3f} |", flush=True)
+                    peak = peak_gib(name, args.micro_batch, steps, retain)
+                    rows.append([str(steps), str(retain), f"{peak:.2f}", f"{peak / single:.3f}"])
+    write(rows, markdown_table(["K", "graphs retained", "GiB", "of K = 1"], rows), args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time and memory of the retrieval metrics and of open_clip's get_clip_metrics (sizes of the paper's section 5).
 
-    python scripts/bench/retrieval.py [--repeats 3] [--width 512] [--device cpu]
+    python -m scripts.bench.retrieval [--repeats 3] [--width 512] [--device cpu]
 
 Rows: 5,000 images x 5,000 captions with both programs (open_clip's needs a square), 5,000 x 25,000 with ours. Times are the
 least of the repeats, taken in turn, so that other load affects both alike; CPU seconds are summed over threads. Memory on a CPU

@@ -1,14 +1,14 @@
 """Time and memory of one reader before its first sample, from 14 million to 12.8 billion pairs.
 
-    python scripts/bench/scale.py [--pairs 14e6,100e6,1.28e9,12.8e9] [--ranks 1024] [--workers 8] [--json scale.json]
+    python -m scripts.bench.scale [--pairs 14e6,100e6,1.28e9,12.8e9] [--ranks 1024] [--workers 8] [--out FILE.json]
 
 For each strategy a fresh process does what a loader worker does at the start of an epoch and after a jump into its middle: the
 schedule, this reader's quota and what it has delivered, its part of each source's shards, the order of its first samples, and
 the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports. Four sources hold 6, 4,
 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
 
-Also printed: the sizes of sizes.json and of one shard's index (`tar/index`), and, calculated, what a rank receives in a step:
-features and log-sum-exps (gathered) and gradients (all-reduced).
+Also printed: the sizes of sizes.json and of one shard's index (`shards/index`), and, calculated, the data that a rank
+receives in a step: features and log-sum-exps (gathered) and gradients (all-reduced).
 
 Takes about two minutes on two cores.
 """
@@ -72,7 +72,7 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
 
 def in_a_process(*arguments: str) -> dict[str, Any]:
     """`start` in a process of its own, so that its peak memory is that of nothing else."""
-    command = [sys.executable, __file__, "--one", *arguments]
+    command = [sys.executable, "-m", "scripts.bench.scale", "--one", *arguments]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 

@@ -6,7 +6,7 @@ imported first. It imports neither open_clip nor torch itself.
 
 from open_clip_zerovl.core.lazy import lazy_exports, when_imported
 
-__version__ = "0.1.0"  # the one place; setup.py, CITATION.cff and CHANGELOG.md follow, and a test compares them
+__version__ = "0.1.0"  # the one place; pyproject.toml, CITATION.cff and CHANGELOG.md follow, and a test compares them
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

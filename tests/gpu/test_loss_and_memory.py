@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import accumulation
 import pytest
 import torch
 
 from open_clip_zerovl.losses import ContrastiveLoss
+from scripts.bench import harness
 from support.dga_reference import error
 
 pytestmark = pytest.mark.gpu
@@ -41,13 +41,13 @@ def test_chunks_against_float64(device, chunk, tf32):
 
 
 def test_memory_of_eight_micro_batches_is_that_of_one(device, tmp_path):
-    name = accumulation.register("small", None, 0.1, tmp_path)
-    setup = accumulation.Setup(accumulation.build(name, 0.25, device, torch.float32), device)
-    batches = accumulation.make_batches(name, setup.inner, [64] * 8, seed=1)
-    way = accumulation.decoupled(setup, 1, 128)
+    name = harness.register("small", None, 0.1, tmp_path)
+    setup = harness.Setup(harness.build(name, 0.25, device, torch.float32), device)
+    batches = harness.make_batches(name, setup.inner, [64] * 8, seed=1)
+    way = harness.decoupled(setup, 1, 128)
     way(batches[:2])  # kernels and their workspaces
-    one = accumulation.peak_bytes(setup, way, batches[:1])
-    eight = accumulation.peak_bytes(setup, way, batches)
-    two_graphs = accumulation.peak_bytes(setup, accumulation.decoupled(setup, 2, 128), batches)
+    one = harness.peak_bytes(setup, way, batches[:1])
+    eight = harness.peak_bytes(setup, way, batches)
+    two_graphs = harness.peak_bytes(setup, harness.decoupled(setup, 2, 128), batches)
     assert eight <= 1.2 * one
     assert two_graphs > 1.4 * one  # what is measured are graphs

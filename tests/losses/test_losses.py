@@ -1,6 +1,5 @@
 """ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
 
-import argparse
 import math
 
 import pytest
@@ -10,10 +9,11 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from losses import LOSSES, peak_gib
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
+from scripts.bench.loss import OPTIONS as BENCH_OPTIONS
+from scripts.bench.loss import peak_gib
 from support import ROOT
 from support.dense_loss import DenseLoss, sample_ids, teacher_features
 
@@ -375,8 +375,7 @@ def test_options_need_no_quadratic_memory(name):
 @pytest.mark.parametrize(("name", "most_gib"), [("InfoNCE", 0.8), ("teachers", 1.3)])
 def test_memory_at_65536_pairs_is_that_of_the_documentation(name, most_gib):
     """D = 512, chunks of 256 rows, two teachers of width 768 in fp16."""
-    arguments = argparse.Namespace(samples=65536, width=512, chunk=256, teachers=2, teacher_width=768)
-    made, whole = peak_gib(LOSSES[name], arguments)
+    made, whole = peak_gib(BENCH_OPTIONS[name], 65536)
     assert whole < most_gib
     said = " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
     assert f"{made:.2f} GiB ({whole:.2f} with its inputs)" in said

@@ -1,1 +1,1 @@
-"""Embeddings of a collection by a frozen encoder, stored once and read by search, probes, clusters, teachers and frozen towers."""
+"""Embeddings of a collection by a frozen encoder, stored once, read by search, probes, teachers and others."""

@@ -244,25 +244,22 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | None = None  # stays None where there are fewer images than ranks
-    wrong_here: str | None = None
+    own: Features | str | None = None  # stays None where there are fewer images than ranks
     try:
         if len(part):
             own = encode_retrieval(model, batches(part), tokenizer, device=device)
     except UserError as error:
-        wrong_here = str(error)
-    sentences: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(sentences, wrong_here)
-    if wrong := [sentence for sentence in sentences if sentence is not None]:
+        own = str(error)
+    every: list[Features | str | None] = [None] * ranks.world_size
+    dist.all_gather_object(every, own)
+    if wrong := [one for one in every if isinstance(one, str)]:
         raise UserError(wrong[0])
-    parts: list[Features | None] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(own, parts)
-    if parts is None:
+    if ranks.rank != 0:
         return None
-    whole = [features for features in parts if features is not None]
-    offsets = torch.tensor([0, *(len(image) for image, _, _ in whole)]).cumsum(0).tolist()
-    links = [links + offset for (_, _, links), offset in zip(whole, offsets[:-1], strict=True)]
-    return torch.cat([image for image, _, _ in whole]), torch.cat([text for _, text, _ in whole]), torch.cat(links)
+    images, texts, links = zip(*(one for one in every if isinstance(one, tuple)), strict=True)
+    offsets = torch.tensor([0, *map(len, images)]).cumsum(0).tolist()
+    moved = [own_links + offset for own_links, offset in zip(links, offsets[:-1], strict=True)]
+    return torch.cat(images), torch.cat(texts), torch.cat(moved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The parts of scripts/bench/dga.py: models and micro-batches, ways to take a step, and measurements of a step.
+"""The harness of the benchmarks: models and micro-batches, ways to take a step, and measurements of a step.
 
 Shapes: `B` micro-batch per rank, `K` micro-batches, `W` ranks, `N = B*K*W` effective batch, `R` graphs retained. A way computes
 the gradient of K micro-batches into `.grad`, without an optimizer step.
@@ -64,8 +64,8 @@ MicroBatch = tuple[Tensor, Tensor]  # uint8 images (B, 3, height, width), texts 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_bert(folder: Path, size: str, dropout: float) -> Path:
-    """Writes a folder for a BERT with random weights: a BertConfig of `size` and a WordPiece vocabulary of made-up words."""
+def write_bert(folder: Path, size: str, dropout: float, words: Sequence[str] | None = None) -> Path:
+    """Write a folder for a BERT with random weights: a BertConfig of `size`, a vocabulary of `words` or of made-up ones."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = BERT_SIZES[size]
     BertConfig(
@@ -74,8 +74,9 @@ def write_bert(folder: Path, size: str, dropout: float) -> Path:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     ).save_pretrained(folder)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(sizes["vocab_size"] - 5))]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    known = words or [f"w{i}" for i in range(sizes["vocab_size"] - 5)]
+    vocabulary = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *known])
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     return folder
 
 
@@ -470,3 +471,12 @@ def _distance(found: dict[str, Tensor], reference: dict[str, Tensor], names: Seq
     difference = sum((found[name].double() - reference[name].double()).square().sum().item() for name in names)
     total = sum(reference[name].double().square().sum().item() for name in names)
     return (difference / total) ** 0.5
+
+
+def write(results: Any, markdown: str, out: Path | None) -> None:
+    """Print a benchmark's table; with `out` (FILE.json) also write all numbers there, and the table to FILE.md."""
+    print(markdown)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(markdown, encoding="utf-8")

@@ -1,9 +1,8 @@
 """The cost of decoupled gradient accumulation (section 4.1), compared with other ways to train with a large batch.
 
-    python scripts/bench/dga.py [--model small] [--micro-batch 16] [--steps 1,4,16] [--ranks 1] [--out FILE.json]
-    python scripts/bench/dga.py --loss-rows 65536 [--loss-chunk 256]        # the loss alone, without steps
+    python -m scripts.bench.step [--model small] [--micro-batch 16] [--steps 1,4,16] [--ranks 1] [--out FILE.json]
 
-The first form takes steps of K micro-batches of B samples on each of W ranks in every way, in turn: plain training on K small
+It takes steps of K micro-batches of B samples on each of W ranks in every way, in turn: plain training on K small
 batches (the baseline), one graph over all, open_clip's --accum-freq, a two-pass step as in GradCache, and ours with 1, 2, K/2
 and an automatic number R of graphs retained, and with texts sorted (--sort-text). With --compile plain training and ours
 are timed with a compiled model, too, beside the eager one. A row holds
@@ -38,7 +37,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accumulation import (
+
+from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.report.tables import markdown_table
+from scripts.bench.harness import (
     COMPILED,
     SORTED,
     MicroBatch,
@@ -57,16 +59,10 @@ from accumulation import (
     seconds,
     tower_flops,
     ways,
+    write,
 )
-from open_clip.loss import ClipLoss
-from torch import nn
-
-from open_clip_zerovl.core.memory import PeakBytes, available_bytes
-from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.report.tables import markdown_table
 
 SEED = 1  # of micro-batches and masks; each rank adds its number
-WARM_UP_PAIRS = 4096
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second
 
 
@@ -90,17 +86,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation")
     parser.add_argument("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
-    parser.add_argument("--loss-rows", metavar="N,N", help="measure the loss alone, on this many pairs")
-    parser.add_argument("--loss-width", type=int, default=512, metavar="D")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     try:
         args.steps = [int(k) for k in args.steps.split(",")]
-        args.loss_rows = [int(n) for n in args.loss_rows.split(",")] if args.loss_rows else []
     except ValueError as error:
-        parser.error(f"--steps and --loss-rows are numbers separated by commas ({error})")
-    if min([args.micro_batch, args.ranks, *args.steps, *args.loss_rows]) < 1 or args.rounds < 0:
-        parser.error("--micro-batch, --steps, --ranks and --loss-rows must be at least 1, --rounds not negative")
+        parser.error(f"--steps are numbers separated by commas ({error})")
+    if min([args.micro_batch, args.ranks, *args.steps]) < 1 or args.rounds < 0:
+        parser.error("--micro-batch, --steps and --ranks must be at least 1, --rounds not negative")
     if args.device == "cuda" and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {args.ranks} on CUDA needs as many GPUs, but there are {torch.cuda.device_count()}")
     if args.device == "cuda" and args.clock == "cpu":
@@ -267,57 +260,6 @@ def measure_errors(name: str, args: argparse.Namespace, device: torch.device, ra
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loss alone
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def measure_loss(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time and peak memory of one forward and backward of each loss on N pairs of unit features in fp32, one process."""
-    device = torch.device(args.device)
-    rows = []
-    for n in args.loss_rows:
-        torch.manual_seed(SEED)
-        features = [nn.functional.normalize(torch.randn(n, args.loss_width, device=device), dim=1) for _ in range(2)]
-        losses: dict[str, nn.Module] = {
-            f"ContrastiveLoss(chunk_size={args.loss_chunk})": ContrastiveLoss(chunk_size=args.loss_chunk)
-        }
-        # Two logit matrices, their softmaxes and gradients: six matrices of N^2 floats, and some room.
-        if (available_bytes(device) or 0) > 7 * 4 * n * n:
-            losses["open_clip ClipLoss"] = ClipLoss()
-        for name, loss in losses.items():
-            rows.append({"loss": name, "pairs": n, "width": args.loss_width, **_loss_step(loss, features, device)})
-            print(rows[-1], flush=True)
-    return rows
-
-
-def _loss_step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -> dict[str, float]:
-    """Seconds and peak memory of one step, with the features and their gradients."""
-    leaves = [part.clone().requires_grad_() for part in features]
-    scale = torch.tensor(50.0, device=device, requires_grad=True)
-    setup = Setup(nn.Linear(1, 1), device)
-    inputs = sum(part.nbytes for part in leaves)
-    live = PeakBytes()
-
-    def step(_batches: Sequence[MicroBatch]) -> None:
-        loss(leaves[0], leaves[1], scale).backward()
-
-    if device.type == "cuda":
-        small = [part[:WARM_UP_PAIRS].detach().clone().requires_grad_() for part in leaves]
-        loss(small[0], small[1], scale).backward()  # loads kernels; a step of a million pairs would take a minute
-        scale.grad = None
-        del small
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        took = seconds(setup, step, [], "wall")
-        peak = torch.cuda.max_memory_allocated(device) - before + inputs
-    else:
-        with live:  # a few operations a chunk: counting takes hardly any time
-            took = seconds(setup, step, [], "cpu")
-        peak = live.peak + inputs
-    return {"seconds": took, "peak_mib": peak / 2**20, "logit_scale_gradient": scale.grad.item()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -358,33 +300,15 @@ def steps_markdown(results: dict[str, Any]) -> str:
     return f"{about}.\n\n{markdown_table(header, rows)}"
 
 
-def loss_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["pairs", "width", "loss", "peak memory, MiB", "seconds"]
-    cells = [
-        [str(row["pairs"]), str(row["width"]), row["loss"], f"{row['peak_mib']:.0f}", f"{row['seconds']:.2f}"]
-        for row in rows
-    ]
-    return markdown_table(header, cells)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    if args.loss_rows:
-        results: dict[str, Any] = {"loss": measure_loss(args)}
-        markdown = loss_markdown(results["loss"])
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            if args.ranks > 1:
-                torch.multiprocessing.spawn(measure_rank, (args, scratch), nprocs=args.ranks)
-            else:
-                measure_rank(0, args, scratch)
-            results = json.loads((Path(scratch) / "results.json").read_text(encoding="utf-8"))
-        markdown = steps_markdown(results)
-    print(markdown)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        args.out.with_suffix(".md").write_text(markdown, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.ranks > 1:
+            torch.multiprocessing.spawn(measure_rank, (args, scratch), nprocs=args.ranks)
+        else:
+            measure_rank(0, args, scratch)
+        results = json.loads((Path(scratch) / "results.json").read_text(encoding="utf-8"))
+    write(results, steps_markdown(results), args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""scripts/bench/dga.py gives a row for each way, and the columns that do not depend on the machine are as they must be.
+"""scripts/bench/step.py gives a row for each way, and the columns that do not depend on the machine are as they must be.
 
 Nothing timed is asserted: times are for a quiet machine and a report.
 """
@@ -6,14 +6,13 @@ Nothing timed is asserted: times are for a quiet machine and a report.
 import json
 from pathlib import Path
 
-import accumulation
 import pytest
 import torch
 from open_clip.factory import get_model_config
 from transformers import BertConfig
 
-import dga
 from open_clip_zerovl.core.memory import PeakBytes
+from scripts.bench import harness, loss, step
 
 STEPS = 3
 
@@ -21,10 +20,10 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """The rows of a run, by (K, way), and the file's Markdown."""
-    out = tmp_path_factory.mktemp("bench") / "deep" / "dga.json"
+    out = tmp_path_factory.mktemp("bench") / "deep" / "step.json"
     argv = f"--model tiny --device cpu --micro-batch 4 --steps 1,{STEPS} --rounds 1 --loss-chunk 5"
     argv += f" --error-steps {STEPS} --error-batch 2 --out {out}"
-    dga.main(argv.split())
+    step.main(argv.split())
     results = json.loads(out.read_text())
     return {(row["steps"], row["way"]): row for row in results["rows"]}, out.with_suffix(".md").read_text()
 
@@ -78,7 +77,7 @@ def test_memory_and_errors_tell_the_ways_apart(rows):
 
 def test_loss_alone_stays_lean(tmp_path):
     out = tmp_path / "loss.json"
-    dga.main(["--device", "cpu", "--loss-rows", "512", "--loss-width", "8", "--loss-chunk", "16", "--out", str(out)])
+    loss.main(["--device", "cpu", "--pairs", "512", "--width", "8", "--chunk", "16", "--out", str(out)])
     ours, theirs = json.loads(out.read_text())["loss"]
     assert ours["logit_scale_gradient"] == pytest.approx(theirs["logit_scale_gradient"], rel=1e-4)
     assert ours["peak_mib"] < 0.25 < 4 < theirs["peak_mib"]  # a logit matrix takes 1 MiB
@@ -96,12 +95,12 @@ def test_peak_counts_what_is_alive_at_once():
 def test_bad_settings_are_refused(capsys):
     for arguments, word in ((["--steps", "1,x"], "numbers"), (["--steps", "0"], "at least 1")):
         with pytest.raises(SystemExit):
-            dga.parse_args(["--device", "cpu", *arguments])
+            step.parse_args(["--device", "cpu", *arguments])
         assert word in capsys.readouterr().err
 
 
 def test_paper_model_asks_no_hub(tmp_path):
-    name = accumulation.register("ViT-B-16+BERT-base", None, 0.1, tmp_path)
+    name = harness.register("ViT-B-16+BERT-base", None, 0.1, tmp_path)
     text = get_model_config(name)["text_cfg"]
     assert name.startswith("zerovl-ViT-B-16-BERT-base--")
     assert Path(text["hf_model_name"]).is_dir() and not text["hf_model_pretrained"]
