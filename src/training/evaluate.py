@@ -17,7 +17,7 @@ from open_clip_train.precision import get_autocast
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet
-from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.retrieval.sets import retrieval_batches
 from open_clip_zerovl.report.record import write_examples
 from training.config import RecipeConfig
@@ -53,6 +53,7 @@ def evaluate(
     if retrieval is None or not due or not is_master(args):
         return metrics
     by_set: dict[str, dict[str, float]] = {}
+    bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
     kept = retrieval.captions_per_image
     how = {
@@ -76,6 +77,8 @@ def evaluate(
         )
         ranks = retrieval_ranks(*features)
         by_set[name] = recalls(ranks)
+        captions = [text for sample in dataset.samples for text in sample.captions[:kept]]
+        bounds[name] = recall_bounds(captions, features[2])
         logging.info(
             f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
@@ -83,7 +86,7 @@ def evaluate(
             examples += GallerySet(name, dataset, kept, *features, ranks, by_set[name]).examples()
     ours: dict[str, Any] = {"epoch": epoch}
     ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
-    journal.retrieval(epoch, by_set)
+    journal.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
     _log(ours, how, epoch, args, data, tb_writer)

@@ -68,7 +68,7 @@ class Journal:
             self._give_up(error)
         self._add(
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
-            sources={source.name: source.num_samples for source, _ in facts.sources},
+            loss_at_chance=facts.loss_at_chance, sources={source.name: source.num_samples for source, _ in facts.sources},
             settings=settings_of(self.args, self.config), resumed=facts.resumed,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class Facts:
         parts = (self.args.batch_size, self.config.dga_steps, self.args.world_size)
         whole = parts[0] * parts[1] * parts[2]
         return f"{parts[0]} x {parts[1]} x {parts[2]} = {whole:,} pairs a step (micro-batch x DGA steps x ranks)"
+
+    @property
+    def loss_at_chance(self) -> float | None:
+        """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
+        args, config = self.args, self.config
+        if getattr(args, "siglip", False) or args.distill_model or config.teacher or "coca" in args.model.lower():
+            return None
+        return math.log(args.batch_size * config.dga_steps * args.world_size)
 
 
 def summary(facts: Facts) -> list[str]:

@@ -55,7 +55,7 @@ def write_outcome(
     notes = [*prepared.notes, *_reading_notes(curve)]
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_rsum(training.sets), **training.scores()}
-    write_report(out / "report.html", facts, settings, scores, epoch, curve)
+    write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),

@@ -10,7 +10,7 @@ from typing import Any
 from open_clip_zerovl.evaluate.interpolation.curve import Curve
 from open_clip_zerovl.finetune.settings import Setting
 from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, RIGHT_COLOUR, Line, line_chart
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, RIGHT_COLOUR, Line, draw_levels, line_chart
 
 
 def write_report(
@@ -20,6 +20,7 @@ def write_report(
     scores: Mapping[int, float],
     best: int,
     curve: Curve,
+    held_out: Sequence[str],
 ) -> Path:
     """Write the page.
 
@@ -27,11 +28,13 @@ def write_report(
         facts: sentences about model and data.
         scores: epoch -> RSUM on the held-out pairs; epoch 0 is the model before.
         best: the best of the epochs.
+        held_out: the sets of the pairs.
     """
 
     def finish(axes: Any) -> None:
         axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
         axes.axhline(scores[0], color=FAINT, linewidth=1, linestyle=":")
+        draw_levels(axes, {"chance": (curve.points[0].mean_chance(held_out), FAINT)})
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     epochs = sorted(scores)

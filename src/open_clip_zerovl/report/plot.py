@@ -116,9 +116,28 @@ def line_chart(
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     finish(axes)
+    mark_base(axes)
     if len(lines) > 1:
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return png_bytes(figure)
+
+
+def mark_base(axes: Any) -> None:
+    """Mark a vertical axis of positive numbers that does not begin at 0."""
+    low, _ = axes.get_ylim()
+    if low > 0:
+        axes.plot([-0.008, 0.008], [0.03, 0.055], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
+        axes.plot([-0.008, 0.008], [0.05, 0.075], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
+        axes.set_ylabel(", ".join(filter(None, (axes.get_ylabel(), "not from 0"))))
+
+
+def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = "{:.1f}") -> None:
+    """Dotted horizontal lines with a word: label -> (height, colour). Heights that are not finite are left out."""
+    for label, (height, colour) in levels.items():
+        if np.isfinite(height):
+            axes.axhline(height, color=colour, linewidth=1, linestyle=":")
+            axes.annotate(plain(f"{label} {form.format(height)}"), (1, height), (-2, 2), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
 
 
 def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
@@ -126,7 +145,8 @@ def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=plain(label), **look) for label, look in looks.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(handles)), frameon=False, fontsize=9)
+    columns = max(1, min(len(handles), int(figure.get_figwidth() / 1.9)))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
 
 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:

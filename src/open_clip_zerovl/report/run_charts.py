@@ -13,6 +13,7 @@ from open_clip_zerovl.report.plot import (
     INK,
     MODEL_COLOURS,
     Line,
+    draw_levels,
     draw_lines,
     line_chart,
     moving_average,
@@ -35,11 +36,12 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def loss_picture(steps: Lines, sources: Mapping[str, str]) -> bytes:
+def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.nan) -> bytes:
     """The loss of each logged step, its moving average, and that of each source's pairs.
 
     Args:
         sources: name -> colour.
+        chance: the loss of a model that tells no pair from another; NaN where it is not known.
     """
     at = np.array([step["at"] for step in steps])
     losses = np.array([number(step.get("loss")) for step in steps])
@@ -54,7 +56,10 @@ def loss_picture(steps: Lines, sources: Mapping[str, str]) -> bytes:
     else:
         own = {name: [number((step.get("by_source") or {}).get(name)) for step in steps] for name in sources}
         lines = [smooth(name, np.array(own[name]), colour, 1.3) for name, colour in sources.items()]
-    return line_chart([*lines, smooth("all" if len(sources) > 1 else "loss", losses, INK, 2)], x="epochs", y="loss")
+    lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
+    return line_chart(
+        lines, x="epochs", y="loss", finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}, "{:.2f}")
+    )
 
 
 def retrieval_picture(evaluations: Lines, colours: Mapping[str, str]) -> bytes:
@@ -63,13 +68,15 @@ def retrieval_picture(evaluations: Lines, colours: Mapping[str, str]) -> bytes:
     Args:
         colours: name of a set -> colour.
     """
-    lines = []
+    lines, levels = [], {}
     for name in dict.fromkeys(name for line in evaluations for name in line["metrics"]):
         own = [line for line in evaluations if name in line["metrics"]]
         sums = [number(line["metrics"][name].get("rsum")) for line in own]
         lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
+        levels[f"{name}: chance"] = number(own[-1]["metrics"][name].get("rsum_chance")), colours[name]
 
     def finish(axes: Any) -> None:
+        draw_levels(axes, levels)
         axes.xaxis.get_major_locator().set_params(integer=True)
         if len(places := {line["at"] for line in evaluations}) == 1:  # else matplotlib shows fractions of one epoch
             axes.set_xticks(list(places))

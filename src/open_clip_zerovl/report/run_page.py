@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
+from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
 from open_clip_zerovl.report.record import read_examples, read_record
@@ -51,10 +53,12 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         sources=list(sources),
         steps=steps,
         not_finite=[step["at"] for step in steps if step.get("loss") is None],
-        loss=steps and loss_picture(steps, {name: colours[name] for name in sources}),
+        loss=steps
+        and loss_picture(steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))),
         course=steps and course_picture(steps),
         retrieval=evaluations and retrieval_picture(evaluations, colours),
         evaluated=_best_and_last(evaluations),
+        loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
         examples_epoch=epoch,
         examples=examples,
         data=_data(sources, record["lost"]),
@@ -74,11 +78,27 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, An
 
 
 def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The best evaluation as a sentence; "" where there is none."""
+    """The best evaluation in a sentence, with remarks on chance; "" where there is none."""
     if (best := best_evaluation(evaluations)) is None:
         return ""
     sums = ", ".join(f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in best["metrics"].items())
-    return f"Best RSUM: {sums} after epoch {best['at']:.0f}."
+    numbers = {
+        name: {key: value for key, value in metrics.items() if math.isfinite(number(value))}
+        for name, metrics in best["metrics"].items()
+    }
+    remarks = bounds_remarks({name: metrics for name, metrics in numbers.items() if "rsum" in metrics})
+    return " ".join([f"Best RSUM: {sums} after epoch {best['at']:.0f}.", *remarks])
+
+
+def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
+    """A sentence where the last losses are about that of chance; "" where they are lower, or chance is not known."""
+    last = [number(step.get("loss")) for step in steps[-max(1, len(steps) // 20) :]]
+    mean = sum(last) / len(last) if last else math.nan
+    if not mean >= 0.98 * chance:
+        return ""
+    return (
+        f"The loss ends at {mean:.3f}, which is not below chance ({chance:.3f}): the model tells no pair from another."
+    )
 
 
 def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:

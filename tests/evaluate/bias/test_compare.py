@@ -273,7 +273,16 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, models, capsy
     # The same two runs in another order: no difference of means, and nothing is told apart.
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     measures = numbers["measures"]
-    assert list(measures) == ["within", "across", "mixed", "unseen", "probe_images", "probe_texts", "log_p_same", "log_p_other"]
+    assert list(measures) == [
+        "within",
+        "across",
+        "mixed",
+        "unseen",
+        "probe_images",
+        "probe_texts",
+        "log_p_same",
+        "log_p_other",
+    ]
     for own in measures.values():
         assert own["sides"]["one"]["runs"] == own["sides"]["two"]["runs"][::-1]
         assert own["differences_from_the_first"]["two"]["value"] == pytest.approx(0, abs=1e-9)

@@ -23,9 +23,10 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
-from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, retrieval_metrics, retrieval_metrics_from_scores
 from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
 from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
@@ -390,7 +391,19 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
     command = [warm.python(), program, *f"eval --model local-dir:{export} --pretrained none --dataset wds/set".split()]
-    command += ["--task", "zeroshot_retrieval", "--recall_k", "1", "5", "10", "--no_amp", "--num_workers", "0", "--batch_size", "20"]
+    command += [
+        "--task",
+        "zeroshot_retrieval",
+        "--recall_k",
+        "1",
+        "5",
+        "10",
+        "--no_amp",
+        "--num_workers",
+        "0",
+        "--batch_size",
+        "20",
+    ]
     command += ["--dataset_root", str(tmp_path / "set"), "--output", str(tmp_path / "theirs.json")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -474,6 +487,48 @@ def test_refusals_come_before_the_model_is_loaded(tmp_path):
 
 def test_the_papers_row():
     row = {f"{way}_R@{k}": 0.01 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    lines = format_retrieval({"coco": {**row, "images": 5000, "captions": 25000, "rsum": 32.0}}).splitlines()
-    assert lines[-1].split() == ["coco", "5000", "25000", "1.0", "5.0", "10.0", "1.0", "5.0", "10.0", "32.0"]
+    lines = format_retrieval(
+        {"coco": {**row, "images": 5000, "captions": 25000, "rsum": 32.0, "rsum_chance": 0.6}}
+    ).splitlines()
+    assert lines[-1].split() == ["coco", "5000", "25000", "1.0", "5.0", "10.0", "1.0", "5.0", "10.0", "32.0", "0.6"]
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+# -- chance and the best possible score ----------------------------------------------------------------------------------
+
+
+def test_chance_is_the_mean_of_random_orders_and_its_bound_holds_nearly_all():
+    captions = [f"caption {i}" for i in range(60)]
+    links = torch.arange(30).repeat_interleave(2)
+    bounds = recall_bounds(captions, links)
+    drawn = []
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        drawn.append(retrieval_metrics_from_scores(torch.rand(30, 60, generator=generator), links)["rsum"])
+    assert np.mean(drawn) == pytest.approx(bounds["rsum_chance"], abs=3 * np.std(drawn) / 300**0.5)
+    assert np.mean(np.array(drawn) <= bounds["rsum_chance_upper"]) > 0.95 and bounds["rsum_best"] == 600
+    one = torch.ones(60, 4)  # a collapsed model has it exactly
+    assert retrieval_metrics(F.normalize(one[:30], dim=1), F.normalize(one, dim=1), links)["rsum"] == pytest.approx(
+        bounds["rsum_chance"], abs=1e-9
+    )
+
+
+def test_the_best_possible_score_is_that_of_a_model_that_knows_the_captions():
+    """Pictures of one caption get its embedding, so that all of them tie."""
+    captions = ["a person"] * 20 + ["a dog"] * 8 + ["a red car", "a blue car"]
+    best = recall_bounds(captions, range(30))["rsum_best"]
+    texts = F.one_hot(torch.tensor([0] * 20 + [1] * 8 + [2, 3]), 4).float()
+    assert best == pytest.approx(retrieval_metrics(texts, texts, range(30))["rsum"], abs=1e-9) and best < 300
+    # A second caption that no other picture has makes each picture known.
+    assert recall_bounds([*captions, *map(str, range(30))], [*range(30), *range(30)])["rsum_best"] == pytest.approx(
+        450 + best / 4
+    )
+
+
+def test_a_score_at_chance_and_a_low_best_score_are_sentences():
+    bounds = recall_bounds(["a person"] * 40, range(40))
+    low, high = ({**bounds, "rsum": bounds["rsum_chance"] + more} for more in (10.0, 80.0))
+    chance, best = bounds_remarks({"shop": low})
+    assert chance.startswith("shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 1")
+    assert best.startswith("shop: few captions serve many pictures, so that RSUM can reach 80 of 600 at best")
+    assert bounds_remarks({"shop": high}) == [best] and bounds_remarks({"a": {"rsum": 5.0}}) == []

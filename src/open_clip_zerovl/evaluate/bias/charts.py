@@ -19,6 +19,7 @@ from open_clip_zerovl.report.plot import (
     colours_of,
     draw_lines,
     line_chart,
+    mark_base,
     new_figure,
     plain,
     plain_axes,
@@ -149,12 +150,11 @@ def comparison_picture(found: Comparison) -> bytes:
                 axes.plot([x, x], side.interval, color=colour, linewidth=2)
                 axes.plot(x, side.value, "o", color=colour, markersize=6)
                 axes.plot([x] * len(side.runs), side.runs, "_", color=colour, markersize=9, alpha=0.6)
-        if "probe_images" in kinds:
-            axes.axhline(found.probe_chance, color=INK, linewidth=1, linestyle="--")
-            axes.annotate("chance", (1, found.probe_chance), (-2, 3), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+            axes.hlines(found.chance[kind], place - 0.4, place + 0.4, color=FAINT, linewidth=1.2, linestyle=":")
         axes.set_xticks(range(len(kinds)), list(kinds.values()), fontsize=9)
         axes.set_xlim(-0.5, len(kinds) - 0.5)
         axes.set_title(title, fontsize=10, color=INK)
-    top_legend(figure, {name: {"marker": "o", "color": colour} for name, colour in colours.items()})
+        mark_base(axes)
+    looks = {name: {"marker": "o", "color": colour} for name, colour in colours.items()}
+    top_legend(figure, {**looks, "chance": {"color": FAINT, "linestyle": ":"}})
     return png_bytes(figure)

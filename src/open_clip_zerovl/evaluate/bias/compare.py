@@ -20,6 +20,8 @@ from open_clip_zerovl.evaluate.bias.encode import check_probe, check_sides, enco
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
 from open_clip_zerovl.evaluate.bias.samples import SourceSample
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
+from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -81,7 +83,7 @@ def run_compare(
             measured[name].append(measure_run(own, scale, others, seed=settings.seed))
             shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     found = compare_runs(measured, draws=settings.draws, seed=settings.seed)
-    notes = found.warnings(concepts=settings.concept_field is not None)
+    notes = [*found.warnings(concepts=settings.concept_field is not None), *_few_captions(seen)]
     report = {
         "sides": {name: [encoder.model for encoder in runs] for name, runs in sides.items()},
         "data": data,
@@ -129,6 +131,15 @@ def _samples(
         raise UserError(f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out")
     check_probe(held_out)
     return seen, rest, {**skipped, **more_skipped}
+
+
+def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
+    """A sentence for each source whose held-out pairs share few captions."""
+    held_out, found = [sample for sample in samples if sample.held_out], []
+    for name, rows in rows_by_source(held_out).items():
+        best = recall_bounds([held_out[row].caption for row in rows], range(len(rows)))["rsum_best"]
+        found += [f"{name}: {best_sentence(best)}"] if best < LOW_BEST else []
+    return found
 
 
 def _by_source(samples: Sequence[SourceSample], images: Tensor, texts: Tensor) -> dict[str, SourceFeatures]:

@@ -9,8 +9,10 @@ Legend: `N` held-out pairs of all sources, `D` embedding width, `U` units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -162,7 +164,8 @@ class Comparison:
         differences: kind -> side other than the first -> its difference from the first.
         single: "noto", "noto->twemoji" or an unseen source -> side -> RSUM, the mean over runs.
         pool_sizes: the same names, and "mixed" -> pictures of the pool.
-        probe_chance: the largest source's share of the pairs, in percent.
+        chance: kind -> the number of a model that guesses; of the probe the largest source's share of the pairs.
+        chance_upper: kind of RSUM -> two standard deviations above chance.
         draws: of the intervals over queries.
         units: what was drawn and has queries: concepts, and pairs without one.
     """
@@ -171,7 +174,8 @@ class Comparison:
     differences: Mapping[str, Mapping[str, Difference]]
     single: Mapping[str, Mapping[str, float]]
     pool_sizes: Mapping[str, int]
-    probe_chance: float
+    chance: Mapping[str, float]
+    chance_upper: Mapping[str, float]
     draws: int
     units: int
 
@@ -196,6 +200,7 @@ class Comparison:
             "measures": {
                 kind: {
                     "note": KINDS[kind].note,
+                    "chance": self.chance[kind],
                     "sides": {name: asdict(side) for name, side in own.items()},
                     "differences_from_the_first": {name: asdict(one) for name, one in self.differences[kind].items()},
                 }
@@ -203,7 +208,7 @@ class Comparison:
             },
             "rsum_of_single_pools": self.single,
             "pool_sizes": self.pool_sizes,
-            "probe_chance": self.probe_chance,
+            "probe_chance": self.chance["probe_images"],
             "intervals": {"level": LEVEL, "draws": self.draws, "units": self.units, "seeds": self.seeds},
         }
 
@@ -211,14 +216,16 @@ class Comparison:
         """Of `rows`."""
         first, *others = self.names
         differences = [f"{name} - {first}" for name in others]
-        return ["", *self.names, *differences, *(f"{one}, over seeds" for one in differences if self.seeds > 1)]
+        over_seeds = [f"{one}, over seeds" for one in differences if self.seeds > 1]
+        return ["", "chance", *self.names, *differences, *over_seeds]
 
     def rows(self) -> list[list[str]]:
-        """A row a measure: its number and interval on each side, then the differences from the first side."""
+        """A row a measure: chance, its number and interval on each side, then the differences from the first side."""
         rows = []
         for kind, sides in self.sides.items():
             form, differences = KINDS[kind], self.differences[kind].values()
-            row = [form.title, *(form.number(side.value, side.interval) for side in sides.values())]
+            row = [form.title, form.form.format(self.chance[kind])]
+            row += [*(form.number(side.value, side.interval) for side in sides.values())]
             row += [form.number(one.value, one.over_queries, signed=True) for one in differences]
             rows.append(row + [form.range(one.over_seeds) for one in differences if one.over_seeds is not None])
         return rows
@@ -228,12 +235,25 @@ class Comparison:
         return text_table(self.header(), self.rows())
 
     def verdicts(self) -> list[str]:
-        """A sentence for each measure and each side but the first: how it differs, and whether that is more than chance."""
-        return [
-            _verdict(KINDS[kind], name, self.names[0], difference)
-            for kind, own in self.differences.items()
-            for name, difference in own.items()
-        ]
+        """A sentence for each measure and each side but the first: how it differs, and whether that is more than chance.
+
+        Of two sides that do not retrieve better than random orders neither is called better.
+        """
+        first, found = self.names[0], []
+
+        def at_chance(kind: str, name: str) -> bool:
+            return max(self.sides[kind][side].value for side in (first, name)) <= self.chance_upper[kind]
+
+        for kind, own in self.differences.items():
+            for name, difference in own.items():
+                if kind in self.chance_upper and at_chance(kind, name):
+                    upper = self.chance_upper[kind]
+                    scores = f"a random order has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
+                    found.append(f"{KINDS[kind].title}: neither {first} nor {name} is above chance ({scores}).")
+                else:  # of models that match nothing, one that knows less of the sources is not better
+                    better = 0 if at_chance("within", name) else KINDS[kind].better
+                    found.append(_verdict(replace(KINDS[kind], better=better), name, first, difference))
+        return found
 
     def how_intervals_are_made(self) -> str:
         """What the intervals are over, in sentences."""
@@ -296,7 +316,7 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
     numbers: dict[str, dict[str, Side]] = {}
     differences: dict[str, dict[str, Difference]] = {}
     some = sides[first][0]
-    for kind in [kind for kind in KINDS if kind in some.measures]:
+    for kind in filter(some.measures.__contains__, KINDS):
         numbers[kind], drawn = {}, {}
         for name, own in sides.items():
             drawn[name] = np.mean([on_draws[f"{name} {i} {kind}"] for i in range(len(own))], axis=0)
@@ -312,7 +332,7 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
             for name in others
         }
     sizes = {name: pool.size for name, pool in some.pools.single.items()}
-    mixed = len(some.pools.unit_of)
+    mixed, kinds = len(some.pools.unit_of), some.pools.kinds
     return Comparison(
         sides=numbers,
         differences=differences,
@@ -321,7 +341,19 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
             for pool in sizes
         },
         pool_sizes={**sizes, "mixed": mixed},
-        probe_chance=100 * max(pool.size for pool in some.pools.kinds["within"].values()) / mixed,
+        chance={
+            **{kind: fmean(pool.chance for pool in own.values()) for kind, own in kinds.items()},
+            **dict.fromkeys(
+                ("probe_images", "probe_texts"), 100 * max(pool.size for pool in kinds["within"].values()) / mixed
+            ),
+            **dict.fromkeys(("log_p_same", "log_p_other"), -math.log(mixed)),
+        },
+        # The spread of a mean of pools: their deviations from chance, as if independent.
+        chance_upper={
+            kind: fmean(pool.chance for pool in own.values())
+            + math.hypot(*(pool.chance_upper - pool.chance for pool in own.values())) / len(own)
+            for kind, own in kinds.items()
+        },
         draws=draws,
         units=int(sum(measure.counts.sum(axis=0) for measure in some.measures.values()).astype(bool).sum()),
     )

@@ -7,7 +7,7 @@ when queries are resampled (`resampling`): all pairs of one concept, or a pair t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, hit_probabilities, ranks_by_label
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    DIRECTIONS,
+    RECALL_KS,
+    QueryRanks,
+    chance_bounds,
+    hit_probabilities,
+    ranks_by_label,
+)
 
 POOLS = ("within", "across", "mixed")
 
@@ -68,12 +75,15 @@ class PoolHits:
         images, texts: (Q,) of each image query and each text query, the sum over K = 1, 5, 10 of the probability that a match
             is among the K best (0 to 3; without ties whole numbers).
         image_units, text_units: (Q,) the unit of each query.
+        chance, chance_upper: RSUM of random orders, and two standard deviations above it.
     """
 
     images: Tensor
     texts: Tensor
     image_units: Tensor
     text_units: Tensor
+    chance: float
+    chance_upper: float
 
     @property
     def rsum(self) -> float:
@@ -170,15 +180,19 @@ def _own_pairs(rows: _Rows) -> PoolHits:
     """The pool in which the own pair is right."""
     labels = torch.arange(len(rows.images))
     hits = _pool(rows.images, rows.texts, labels, labels)
-    return PoolHits(hits.images, hits.texts, rows.units, rows.units)
+    return replace(hits, image_units=rows.units, text_units=rows.units)
 
 
 def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor) -> PoolHits:
     """The pool in which all items of the query's label are right; the labels are the units."""
-    image_ranks = ranks_by_label(images, texts, image_labels, text_labels)
-    text_ranks = ranks_by_label(texts, images, text_labels, image_labels)
-    hits = [hit_probabilities(ranks, RECALL_KS).sum(dim=0) for ranks in (image_ranks, text_ranks)]
-    return PoolHits(hits[0], hits[1], image_labels, text_labels)
+    ways = ((images, texts, image_labels, text_labels), (texts, images, text_labels, image_labels))
+    hits, ties = [], {}
+    for name, (queries, keys, labels, key_labels) in zip(DIRECTIONS, ways, strict=True):
+        hits.append(hit_probabilities(ranks_by_label(queries, keys, labels, key_labels), RECALL_KS).sum(dim=0))
+        matches = torch.bincount(key_labels, minlength=int(labels.max()) + 1)[labels]  # (Q,)
+        ties[name] = QueryRanks(torch.zeros_like(matches), torch.full_like(matches, len(keys)), matches)
+    bounds = chance_bounds(ties)
+    return PoolHits(hits[0], hits[1], image_labels, text_labels, bounds["rsum_chance"], bounds["rsum_chance_upper"])
 
 
 def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:

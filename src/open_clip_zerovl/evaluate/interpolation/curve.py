@@ -5,6 +5,7 @@ A point's `new` is the mean RSUM of the sets of the new ability, `kept` that of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.interpolation.names import RULES
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
-from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, line_chart
+from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table
 
 SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
-ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {"rsum": "RSUM"}
+ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {
+    "rsum": "RSUM",
+    "rsum_chance": "chance",
+}
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -36,6 +41,10 @@ class Point:
     def mean_rsum(self, names: Sequence[str]) -> float:
         """The mean RSUM of some sets."""
         return sum(self.metrics[name]["rsum"] for name in names) / len(names)
+
+    def mean_chance(self, names: Sequence[str]) -> float:
+        """The mean RSUM of random orders on some sets; NaN where it is not known."""
+        return sum(self.metrics[name].get("rsum_chance", math.nan) for name in names) / len(names)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,11 @@ class Curve:
         return f"{self.reason[0].upper()}{self.reason[1:]}."
 
     @property
+    def remarks(self) -> list[str]:
+        """Sentences on chance and on the best possible score, of the chosen point."""
+        return bounds_remarks(self.chosen.metrics)
+
+    @property
     def heads(self) -> dict[str, str]:
         """Set -> its name with its kind."""
         return {name: f"{name} (new)" for name in self.new} | {name: f"{name} (kept)" for name in self.kept}
@@ -83,9 +97,9 @@ class Curve:
         }
 
     def rows(self) -> list[list[str]]:
-        """A row a point: alpha, RSUM of each set, what marks the point."""
+        """A row a point: alpha, RSUM of each set, what marks the point; then a row of chance."""
         ends = {0.0: "before", 1.0: "after"}
-        return [
+        rows = [
             [
                 f"{point.alpha:g}",
                 *(f"{point.metrics[name]['rsum']:.1f}" for name in self.heads),
@@ -93,10 +107,12 @@ class Curve:
             ]
             for point in self.points
         ]
+        chance = (self.chosen.metrics[name].get("rsum_chance") for name in self.heads)
+        return [*rows, ["chance", *("" if value is None else f"{value:.1f}" for value in chance), ""]]
 
     def table(self) -> str:
         """A text table of RSUM, one row an alpha, a column a set; the chosen row is marked."""
-        return text_table(["alpha", *self.heads.values(), ""], self.rows())
+        return "\n".join([text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks])
 
     def picture(self) -> bytes:
         """RSUM by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
@@ -111,11 +127,20 @@ class Curve:
                  {"marker": "o", "linestyle": "--" if name in self.kept else "-"})
             for name, head in self.heads.items()
         ]  # fmt: skip
+        levels = {
+            f"{name}: chance": (self.chosen.metrics[name].get("rsum_chance", math.nan), colours[name])
+            for name in self.heads
+        }
+
+        def finish(axes: Any) -> None:
+            axes.axvline(self.chosen.alpha, color=FAINT, linewidth=1, linestyle=":")
+            draw_levels(axes, levels)
+
         return line_chart(
             lines,
             x=f"alpha: 0 before, 1 after fine-tuning; chosen: {self.chosen.alpha:g}",
             y="RSUM",
-            finish=lambda axes: axes.axvline(self.chosen.alpha, color=FAINT, linewidth=1, linestyle=":"),
+            finish=finish,
         )
 
 
@@ -162,8 +187,8 @@ def require_possible(rule: str | None, has_kept: bool) -> None:
 
 
 def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A result of `run_retrieval` with its recalls in percent; RSUM and counts are as they were."""
-    return {key: value if key in ("images", "captions", "rsum") else 100 * value for key, value in metrics.items()}
+    """A result of `run_retrieval` with its recalls in percent; RSUM, its bounds and counts are as they were."""
+    return {key: 100 * value if "_R@" in key else value for key, value in metrics.items()}
 
 
 def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:

@@ -113,7 +113,7 @@ def write_between(
         f"{name}_{key}": value
         for name, row in (curve.chosen.metrics if curve is not None else {}).items()
         for key, value in row.items()
-        if key not in ("images", "captions")
+        if key == "rsum" or "_R@" in key
     }
     card = model_card(
         ends.spec,

@@ -14,7 +14,7 @@ Features = tuple[Tensor, Tensor]  # image_features (I, D) and text_features (T, 
 
 @dataclass(frozen=True)
 class RetrievedPicture:
-    """One picture of a ranking, with its source; `right` if the query is its caption."""
+    """One picture of a ranking, with its source; `right` if the query is its caption, also where other pictures have it too."""
 
     pixels: Any
     source: str
@@ -61,11 +61,13 @@ def retrieval_examples(
     exact = {model: (images.double(), texts.double()) for model, (images, texts) in features.items()}
     examples = []
     for query in queries:
-        own = query if text_to_image is None else int(text_to_image[query])
+        images = range(len(captions)) if text_to_image is None else text_to_image
+        own = int(images[query])
+        right = {int(image) for image, text in zip(images, captions, strict=True) if text == captions[query]}
         top, rank = {}, {}
         for model, (image_features, text_features) in exact.items():
             scores = (image_features @ text_features[query]).float()  # (I,)
-            top[model] = [RetrievedPicture(picture(i), sources[i], i == own) for i in best_of(scores, k)]
+            top[model] = [RetrievedPicture(picture(i), sources[i], i in right) for i in best_of(scores, k)]
             rank[model] = 1 + int((scores > scores[own]).sum())
         examples.append(RetrievalExample(captions[query], sources[own], picture(own), top, rank))
     return examples
@@ -76,8 +78,8 @@ def best_of(scores: Tensor, k: int) -> list[int]:
     return torch.argsort(scores, descending=True, stable=True)[:k].tolist()
 
 
-def spread(positions: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the positions, evenly spaced among them: examples that are chosen whatever their results."""
+def spread(positions: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly spaced among them: examples that are chosen whatever their results."""
     if len(positions) <= count:
         return list(positions)
     return [positions[(2 * i + 1) * len(positions) // (2 * count)] for i in range(count)]

@@ -1,7 +1,7 @@
 """`zerovl retrieval --gallery out.html`: hits and misses of a model, as one page that needs no other file.
 
-In a hit an item that belongs to the query comes first, without a tie; in a miss none is among the ten best. The queries shown
-are spread evenly over the set.
+In a hit an item that belongs to the query comes first, without a tie; in a miss neither one of those nor one with the same
+caption is among the ten best. The queries shown are spread evenly over the set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, best_of, retrieval_examples, spread
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks
 from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet
+from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
 MISSED_BEYOND = max(RECALL_KS)
@@ -79,7 +80,12 @@ def write_gallery(
         UserError: a picture that cannot be read.
     """
     sections = [
-        {"name": one.name, "metrics": one.metrics, "parts": [_part(one, *way, queries, best) for way in _PARTS]}
+        {
+            "name": one.name,
+            "metrics": one.metrics,
+            "remarks": bounds_remarks({one.name: one.metrics}),
+            "parts": [_part(one, *way, queries, best) for way in _PARTS],
+        }
         for one in sets
     ]
     return write_page(path, "gallery.html", title=f"Retrieval: {model}", sections=sections, beyond=MISSED_BEYOND)
@@ -93,25 +99,32 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
     ranks = shown.ranks[way]
     mask = (ranks.above == 0) & (ranks.tied == ranks.tied_positives) if kind == "hit" else ranks.above >= MISSED_BEYOND
     found = mask.nonzero().flatten().tolist()
-    chosen = spread(found, queries)
-    cards = shown.examples(chosen, best) if way == "text_to_image" else [_picture(shown, i, best) for i in chosen]
-    places = [_rank(ranks, query) for query in chosen]
-    return {
-        "way": way,
-        "kind": kind,
-        "cards": list(zip(cards, places, strict=True)),
-        "found": len(found),
-        "of": len(ranks),
-    }
+    card = _caption if way == "text_to_image" else _picture
+    cards = []
+    # Some that are no hits of the metric found another picture with the caption, or the same words: these are no misses.
+    for query in spread(found, 2 * queries):
+        one = card(shown, query)
+        if kind == "hit" or not any(right for _, right in one["top"]):
+            cards.append({**one, "top": one["top"][:best], "rank": _rank(ranks, query)})
+    return {"way": way, "kind": kind, "cards": spread(cards, queries), "found": len(found), "of": len(ranks)}
 
 
-def _picture(shown: GallerySet, query: int, best: int) -> dict[str, Any]:
-    """A picture with its best captions: (caption, whether it is its own), and its own ones where none is among them."""
+def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
+    """A caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
+    (one,) = shown.examples([query], MISSED_BEYOND)
+    return {"words": one.query, "picture": one.target, "top": [(found.pixels, found.right) for found in one.top[""]]}
+
+
+def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
+    """A picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
-    own = [shown.captions[text] for text in (shown.text_to_image == query).nonzero().flatten().tolist()]
-    top = [(shown.captions[text], int(shown.text_to_image[text]) == query) for text in best_of(scores.float(), best)]
-    missed = [] if any(right for _, right in top) else own
-    return {"picture": shown.dataset.read_image(query), "words": own[0], "top": top, "missed": missed}
+    own = shown.dataset.samples[query].captions[: shown.captions_per_image]
+    top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]
+    return {
+        "words": "; ".join(own),
+        "picture": thumbnail(shown.dataset.read_image(query)),
+        "top": [(caption, caption in own) for caption in top],
+    }
 
 
 def _rank(ranks: QueryRanks, query: int) -> str:

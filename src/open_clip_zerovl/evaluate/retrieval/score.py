@@ -27,7 +27,13 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    DIRECTIONS,
+    RECALL_KS,
+    recall_bounds,
+    recalls,
+    retrieval_ranks,
+)
 from open_clip_zerovl.evaluate.retrieval.sets import (
     RetrievalSet,
     check_captions_per_image,
@@ -35,6 +41,7 @@ from open_clip_zerovl.evaluate.retrieval.sets import (
     parse_retrieval_data,
     retrieval_batches,
 )
+from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import text_table
 
 log = logging.getLogger(__name__)
@@ -169,8 +176,9 @@ def score_set(
     if features is None:
         return None
     ranking = retrieval_ranks(*features)
-    counts = {"images": len(dataset), "captions": dataset.num_captions(settings.captions_per_image)}
-    metrics = {**counts, **recalls(ranking)}
+    captions = [text for sample in dataset.samples for text in sample.captions[: settings.captions_per_image]]
+    counts = {"images": len(dataset), "captions": len(captions)}
+    metrics = {**counts, **recalls(ranking), **recall_bounds(captions, features[2])}
     return GallerySet(name, dataset, settings.captions_per_image, *features, ranking, metrics)
 
 
@@ -268,14 +276,21 @@ def encode_on_ranks(
 
 
 def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A text table, one row a set, as the paper's: recalls in percent, image -> text and text -> image, RSUM."""
-    ways = ("I2T", "T2I")
-    header = ["set", "images", "captions", *(f"{way} R@{k}" for way in ways for k in RECALL_KS), "RSUM"]
+    """A text table, one row a set, as the paper's, and remarks: recalls in percent both ways, RSUM and that of chance."""
+    header = [
+        "set",
+        "images",
+        "captions",
+        *(f"{way} R@{k}" for way in ("I2T", "T2I") for k in RECALL_KS),
+        "RSUM",
+        "chance",
+    ]
     rows = []
     for name, row in results.items():
-        recalls_percent = (f"{100 * row[f'{way}_R@{k}']:.1f}" for way in DIRECTIONS for k in RECALL_KS)
-        rows.append([name, f"{row['images']}", f"{row['captions']}", *recalls_percent, f"{row['rsum']:.1f}"])
-    return text_table(header, rows)
+        percent = (f"{100 * row[f'{way}_R@{k}']:.1f}" for way in DIRECTIONS for k in RECALL_KS)
+        sums = (f"{row[key]:.1f}" for key in ("rsum", "rsum_chance"))
+        rows.append([name, f"{row['images']}", f"{row['captions']}", *percent, *sums])
+    return "\n".join([text_table(header, rows), *bounds_remarks(results)])
 
 
 def write_csv(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
@@ -44,6 +45,7 @@ def write_report_page(
         )
         for one in report["repeated_pictures"]["most"]
     ]
+    best = report["repeated_captions"]["best_rsum"]
     write_page(
         path,
         "pack.html",
@@ -52,6 +54,7 @@ def write_report_page(
         commands=commands,
         samples=samples,
         often=figures(often),
+        few_captions=best_sentence(best) if best < LOW_BEST else "",
     )
 
 

@@ -17,6 +17,7 @@ from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import Written
+from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
@@ -195,7 +196,9 @@ def _repeated_line(report: dict[str, Any]) -> str:
         text = first["caption"] if len(first["caption"]) <= 40 else first["caption"][:40] + "..."
         most = f" ({text!r} at {first['pictures']:,})"
     captions = f"{texts:,} {'text is a caption' if texts == 1 else 'texts are captions'} of several pictures{most}"
-    return f"repeated   {captions}; {rows:,} {'row repeats' if rows == 1 else 'rows repeat'} a picture"
+    best = report["repeated_captions"]["best_rsum"]
+    few = f"; {best_sentence(best)}" if best < LOW_BEST else ""
+    return f"repeated   {captions}; {rows:,} {'row repeats' if rows == 1 else 'rows repeat'} a picture{few}"
 
 
 def _size_line(sizes: dict[str, Any]) -> str:
@@ -225,6 +228,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--retrieval-data", shlex.quote(sets)]
     if report["captions_per_picture"] > 1:
         flags += ["--captions", "one-per-epoch"]
+    if report["repeated_captions"]["best_rsum"] < LOW_BEST:
+        flags += ["--positives", "caption"]
     smallest = min((one["pictures"] for one in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
@@ -296,7 +301,26 @@ def _repeated_captions(store: Store) -> dict[str, Any]:
         "captions": store.value("SELECT COUNT(*) FROM repeated"),
         "pictures": store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated"),
         "most": [{"caption": text, "pictures": count} for text, count in most],
+        "best_rsum": round(_best_rsum(store), 1),
     }
+
+
+def _best_rsum(store: Store) -> float:
+    """RSUM of the best possible model on these pairs: it cannot tell pictures of one text apart by the text.
+
+    A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
+    """
+    pairs = (
+        "FROM captions JOIN rows ON rows.id = captions.row JOIN pictures ON pictures.number = rows.picture WHERE "
+        "pictures.key IS NOT NULL AND rows.reason IS NULL"
+    )
+    whole = store.value(f"SELECT COUNT(*) FROM (SELECT DISTINCT text, pictures.key {pairs})")
+    hits = [
+        whole - store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated")
+        + store.value(f"SELECT COALESCE(SUM(MIN(pictures, {k})), 0) FROM repeated")
+        for k in RECALL_KS
+    ]  # fmt: skip
+    return 200 * sum(hits) / max(whole, 1)
 
 
 def _repeated_pictures(store: Store) -> dict[str, Any]:
