@@ -96,9 +96,7 @@ def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
     mean = sum(last) / len(last) if last else math.nan
     if not mean >= 0.98 * chance:
         return ""
-    return (
-        f"The loss ends at {mean:.3f}, which is not below chance ({chance:.3f}): the model tells no pair from another."
-    )
+    return f"The loss ends at {mean:.3f}; a model that cannot tell pairs apart has {chance:.3f}."
 
 
 def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
