@@ -272,7 +272,7 @@ def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, cap
     coco = results["results"]["coco"]
     assert coco == results["results"]["f30k"] == results["results"]["wds"]
     assert (coco["images"], coco["captions"]) == (13, sum(min(count, 5) for count in COUNTS))
-    assert printed[2].split()[-1] == f"{coco['rsum']:.1f}"
+    assert printed[1].split()[-2:] == [f"{coco['rsum']:.1f}", f"{coco['rsum_chance']:.1f}"]
     with files["csv"].open(newline="") as text:
         rows = list(csv.DictReader(text))
     assert [row["set"] for row in rows] == ["coco", "f30k", "wds"]
