@@ -6,6 +6,7 @@ that shows where training is, in place of a line for each logged step. `--verbos
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -22,6 +23,12 @@ _OURS = tuple(
 )
 _TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")  # of open_clip: its lines of steps and metrics
 _LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")  # open_clip sets them all to INFO
+
+
+def say(words: str) -> None:
+    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 class ProgressLine:
@@ -138,11 +145,3 @@ def quieten_libraries() -> None:
 
 def _nothing(record: Any) -> bool:
     return False
-
-
-def seconds_in_words(seconds: float) -> str:
-    """ "41 s", "3 min 20 s", "5 h 12 min", "2 d 4 h" """
-    left = max(0, round(seconds))
-    parts = [(left // 86400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "min"), (left % 60, "s")]
-    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count or len(parts) == first + 1)

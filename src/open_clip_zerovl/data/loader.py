@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
-import threading
+import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Ledger
-from open_clip_zerovl.data.lending import Lending, Lent
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.waiting import told_waits
-from open_clip_zerovl.data.workers import begin_worker, explain_worker_error, reading_words
+from open_clip_zerovl.data.stats import DataStats
+from open_clip_zerovl.data.workers import stall_watchdog, worker_start
 
 
 class MixtureLoader:
@@ -47,8 +44,9 @@ class MixtureLoader:
         batch_size: B.
 
     Raises:
-        UserError: a time-out or a share out of range, and what `Mixture.schedule` refuses. While iterating: a sentence of a
-            worker, a worker process that was lost or stalled, too many bad samples.
+        UserError: another number of workers than that of the mixture, a time-out or a share out of range, and what
+            `Mixture.schedule` refuses. While iterating: a sentence of a worker, a worker process that was lost or stalled, too
+            many bad samples.
     """
 
     def __init__(
@@ -62,6 +60,11 @@ class MixtureLoader:
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
+        if workers < 0 or max(1, workers) != mixture.batching.workers:
+            raise UserError(
+                f"the loader has {workers} worker processes, and its mixture was made for {mixture.batching.workers}: give "
+                f"Batching(..., workers={max(1, workers)})"
+            )
         if stall_timeout_seconds < 0:
             raise UserError(
                 f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
@@ -77,10 +80,10 @@ class MixtureLoader:
         self.num_batches = first.steps
         self.num_samples = first.steps * first.effective_batch
         self.batch_size = mixture.batching.micro_batch
-        self.ledger = Ledger([source.name for source in mixture.sources], max_bad_share)
+        self.stats = DataStats([source.name for source in mixture.sources], max_bad_share)
         if prefetch is None:
             prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
-        mixture.lending = self._lending = Lending(workers) if workers > 0 else None
+        mixture.pool = self._pool = BufferPool(workers) if workers > 0 else None
         mixture.timeout_seconds = stall_timeout_seconds
         self._loader: DataLoader = DataLoader(
             mixture,
@@ -96,9 +99,9 @@ class MixtureLoader:
         atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
-    def lost(self) -> dict[str, dict[str, int]]:
+    def lost(self) -> Mapping[str, Mapping[str, int]]:
         """source -> reason -> samples that this rank has replaced since it began with the epoch."""
-        return self.ledger.books.lost
+        return self.stats.epoch.lost
 
     def __len__(self) -> int:
         return self.num_batches
@@ -131,7 +134,7 @@ class MixtureLoader:
                 stall_timeout_seconds=self.stall_timeout_seconds,
                 gather=self.gather,
             )
-            self._begun.ledger = self.ledger
+            self._begun.stats = self.stats
             self._begun.set_epoch(epoch, start_step)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -148,34 +151,33 @@ class MixtureLoader:
     def _micro_batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
         epoch, step = self.mixture.start.get()
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
-        self.ledger.open_epoch(self.mixture.schedule(epoch).taken.tolist())
+        self.stats.open_epoch(self.mixture.schedule(epoch).taken.tolist())
         seen = 0
         for item in self._items():
             if isinstance(item, Failure):
                 raise UserError(item.message)
             *batch, report = item
-            self.ledger.add(report)
+            self.stats.add(report)
             seen += 1
-            if isinstance(batch[0], Lent):
-                assert self._lending is not None
-                batch[:] = self._lending.receive(batch[0])
+            if isinstance(batch[0], PooledBatch):
+                assert self._pool is not None
+                batch[:] = self._pool.receive(batch[0])
             yield tuple(batch)
         if seen != micro_batches:
             raise UserError(
                 f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
             )
-        mine = self.ledger.books
+        mine = self.stats.epoch
         all_ranks = self.gather(mine) if self.gather is not None else None
-        self.ledger.close_epoch(all_ranks, log=all_ranks is None or self.mixture.rank == 0)
+        self.stats.close_epoch(all_ranks, log=all_ranks is None or self.mixture.rank == 0)
 
     def _items(self) -> Iterator[Any]:
         count = 0
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._loader.worker_init_fn = partial(begin_worker, parent=os.getpid() if in_main_thread else None)
+        self._loader.worker_init_fn = worker_start()
         try:
             iterator = iter(self._loader)
             self._processes = list(getattr(iterator, "_workers", ()))
-            for item in told_waits(iterator, self._wait_sentence):
+            for item in stall_watchdog(iterator, self._wait_sentence):
                 yield item
                 count += 1
         except RuntimeError as error:
@@ -187,7 +189,6 @@ class MixtureLoader:
 
     def _wait_sentence(self, seconds: float, delivered: int) -> str:
         """That no batch has come for some time, and what is being read."""
-        activity = [activity.get() for activity in self.mixture.activity]
         worker = delivered % max(1, self.workers)
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
@@ -195,7 +196,7 @@ class MixtureLoader:
             limit = f"; it is given {self.stall_timeout_seconds:g} s (--loader-timeout)"
         return (
             f"Waiting for data: no batch has come for {seconds:.0f} s from {reader} of rank {self.mixture.rank}"
-            f"{reading_words(activity[worker], self.mixture.sources)}{limit}"
+            f"{self._activity(worker)}{limit}"
         )
 
     def abandon(self) -> None:
@@ -227,14 +228,30 @@ class MixtureLoader:
         """
         if self._begun is not None:
             return self._begun.explain(error, delivered)
-        return explain_worker_error(
-            error,
-            [activity.get() for activity in self.mixture.activity],
-            self.mixture.sources,
-            rank=self.mixture.rank,
-            next_worker=delivered % max(1, self.workers),
-            timeout_seconds=self.stall_timeout_seconds,
+        first, rank = str(error).split("\n")[0], self.mixture.rank
+        if first.startswith("DataLoader timed out"):
+            worker = delivered % max(1, self.workers)
+            return (
+                f"loader worker {worker} of rank {rank} has delivered nothing for {self.stall_timeout_seconds:g} s"
+                f"{self._activity(worker)}; check where the shard comes from, or raise --loader-timeout"
+            )
+        if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", first):
+            return None
+        processes = [activity.get()[0] for activity in self.mixture.activity]
+        lost = [worker for worker, process in enumerate(processes) if str(process) in re.findall(r"\d+", first)]
+        who, doing = (f"loader worker {lost[0]}", self._activity(lost[0])) if lost else ("a loader worker", "")
+        return (
+            f"{who} of rank {rank} was lost{doing} ({first.split('. ')[0].rstrip('.')}); if the machine ran out of memory, "
+            "lower --workers or --batch-size"
         )
+
+    def _activity(self, worker: int) -> str:
+        """The shard that a worker reads, as the end of a sentence."""
+        _, source, shard = self.mixture.activity[worker].get()
+        if source < 0:
+            return " (it has not opened a shard yet)"
+        read = self.mixture.sources[source]
+        return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
 def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:

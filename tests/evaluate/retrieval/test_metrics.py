@@ -25,7 +25,7 @@ from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, retrieval_metrics, retrieval_metrics_from_scores
 from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint

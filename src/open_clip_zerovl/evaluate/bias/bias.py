@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -15,26 +14,9 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.bias.charts import bias_values
 from open_clip_zerovl.evaluate.bias.encode import check_probe, encode, read_samples
 from open_clip_zerovl.evaluate.bias.report import BiasReport, check_batch_sizes, measure_bias
+from open_clip_zerovl.evaluate.settings import BiasSettings
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
-
-
-@dataclass(frozen=True)
-class BiasSettings:
-    """What is measured.
-
-    Attributes:
-        samples_per_source: samples taken of each source, at most.
-        batch_sizes, map_samples: see `measure_bias`.
-        concept_field: see `read_source_samples`.
-        seed: of batches, folds and maps.
-    """
-
-    samples_per_source: int = 500
-    batch_sizes: Sequence[int] | None = None
-    map_samples: int = 300
-    concept_field: str | None = None
-    seed: int = 0
 
 
 def bias_page(path: str | os.PathLike[str], report: BiasReport) -> Path:

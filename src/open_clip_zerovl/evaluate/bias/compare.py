@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
@@ -21,31 +21,10 @@ from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
 from open_clip_zerovl.evaluate.bias.samples import SourceSample
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
+from open_clip_zerovl.evaluate.settings import CompareSettings
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
-
-
-@dataclass(frozen=True)
-class CompareSettings:
-    """What is compared.
-
-    Attributes:
-        samples_per_source: pairs taken of each source, at most.
-        concept_field, held_out_field: see `samples.read_source_samples`.
-        draws: of units, for the intervals over queries.
-        seed: of the draws and of the probe's folds.
-    """
-
-    samples_per_source: int = 1000
-    concept_field: str | None = None
-    held_out_field: str | None = None
-    draws: int = 1000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.draws < 100:
-            raise UserError(f"{self.draws} draws are too few for an interval; take 100 or more")
 
 
 def run_compare(

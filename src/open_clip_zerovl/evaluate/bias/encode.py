@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
+from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def encode(encoder: Encoder, samples: Sequence[SourceSample], name: str) -> tupl
 
 @torch.no_grad()
 def embed_samples(
-    model: nn.Module,
+    model: ClipModel,
     preprocess: Callable[[Any], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
     samples: Sequence[SourceSample],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, best_of, retrieval_examples, spread
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet
+from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 

@@ -10,7 +10,7 @@ import itertools
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flag, part, positive
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.prepare.public.spool import Spool
 
@@ -35,12 +36,12 @@ class Work:
         progress: print a progress bar and a last line.
     """
 
-    threads: int = 32
-    attempts: int = 3
+    threads: int = flag(32, "pictures at the same time", kind=positive)
+    attempts: int = flag(3, "attempts per address", kind=positive)
     backoff_seconds: float = 0.5
-    part: tuple[int, int] = (0, 1)
-    retry_failed: bool = False
-    progress: bool = True
+    part: tuple[int, int] = flag((0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N")
+    retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
+    progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
 
 
 class Picture(NamedTuple):
@@ -51,13 +52,23 @@ class Picture(NamedTuple):
     about: Mapping[str, Any] = {}
 
 
+@dataclass(eq=False)
 class Batch:
-    """Rows that are kept in one spool: its number, the spool, and how many rows are still open."""
+    """Rows that are kept in one spool.
 
-    def __init__(self, number: int, spool: Spool) -> None:
-        self.number, self.spool = number, spool
-        self.open_rows = 0
-        self.submitted = False
+    Attributes:
+        number: of the batch.
+        spool: of its pictures.
+        rows: where its rows are needed again once their pictures have come.
+        open_rows: rows whose pictures are under way.
+        submitted: whether no more rows come.
+    """
+
+    number: int
+    spool: Spool
+    rows: Sequence[Any] = ()
+    open_rows: int = 0
+    submitted: bool = False
 
 
 class Gathering:
