@@ -70,29 +70,33 @@ class ReplayCheck:
     Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
 
     Args:
-        mode: "first": the first step that replays and each CHECK_EVERY-th, "always" or "never".
+        mode: "first": the first step in which there is something to compare and each CHECK_EVERY-th, "always" or "never".
         group: of the ranks that step together; None for the default one.
     """
 
     def __init__(self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.mode = mode
-        self.active = False  # in the present step
+        self._due: set[str] = set()  # names that are compared in the present step
+        self._passed: set[str] = set()  # those that were compared once
         self._world_size, self._group = world_size, group
-        self._passed_once = False
         self._steps = 0
         self._seen: list[tuple[str, int, Tensor]] = []
 
+    @property
+    def active(self) -> bool:
+        """Whether anything may be compared in the present step."""
+        return bool(self._due)
+
     def start(self) -> None:
         """A step begins."""
-        self.active = self.mode == "always" or (
-            self.mode == "first" and (not self._passed_once or self._steps % CHECK_EVERY == 0)
-        )
+        again = self.mode == "always" or self._steps % CHECK_EVERY == 0
+        self._due = {*FEATURES, *SCALARS} - (set() if again else self._passed) if self.mode != "never" else set()
         self._steps += 1
         self._seen = []
 
     def compare(self, name: str, index: int, found: Tensor, cached: Tensor) -> None:
         """Record the difference of `name` (B, D), or of a scalar, of micro-batch `index`; two NaN count as equal."""
-        if not self.active:
+        if name not in self._due:
             return
         found, cached = (
             value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel()) for value in (found, cached)
@@ -113,17 +117,18 @@ class ReplayCheck:
         seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        any_bad, any_replayed = bool(bad), any(name in FEATURES for _, _, name, _ in seen)
+        any_bad, replayed, compared = bool(bad), any(name in FEATURES for _, _, name, _ in seen), bool(seen)
         if self._world_size > 1:
-            anywhere = torch.tensor([any_bad, any_replayed], dtype=torch.long, device=device)
+            anywhere = torch.tensor([any_bad, replayed, compared], dtype=torch.long, device=device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
-            any_bad, any_replayed = (bool(number) for number in anywhere.tolist())
+            any_bad, replayed, compared = (bool(number) for number in anywhere.tolist())
         self._seen = []
         if any_bad and not bad:
             raise ReplayError("Another rank's replayed outputs differ from its cached ones; its message says where.")
         if bad:
             raise ReplayError(_difference(bad, tolerance))
-        self._passed_once = self._passed_once or any_replayed
+        # A step that keeps all graphs compares scalars only: features are still due, which costs nothing until one replays.
+        self._passed |= {*FEATURES, *SCALARS} if replayed else {*SCALARS} if compared else set()
 
     def _numbers(self) -> list[tuple[float, float]]:
         """(relative, largest absolute) difference of each comparison, in one copy to the host."""
