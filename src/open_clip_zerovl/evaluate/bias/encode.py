@@ -16,8 +16,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
-from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.models.configs import ClipModel
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, best_of, retrieval_examples, spread
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks
-from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
