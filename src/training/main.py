@@ -53,6 +53,8 @@ def run_as_program(command: Command | None = None) -> NoReturn:
     command = command or checked(sys.argv[1:])
     if command is None:
         sys.exit(2)
+    if command[1].active and rank_here() in ("", "0"):
+        say("training.main: loading torch and open_clip")
     from training import run, stopping
 
     stopping.run(lambda: run.train(*command))

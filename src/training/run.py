@@ -126,6 +126,8 @@ class Run:
         model.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
+        if config.sampling is not None:
+            logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
         if rank != 0 or args.name is None:
             return

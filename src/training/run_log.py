@@ -67,6 +67,7 @@ class RunLog:
         if self.console.short:
             for line in summary(facts):
                 logging.info(line)
+        self.console.progress.show("waiting for the first batch")
         if not self.args.save_logs:
             return
         folder, at = Path(self.args.logs) / self.args.name, facts.epoch + facts.start / facts.steps

@@ -34,7 +34,7 @@ from open_clip_zerovl.plan.gpus import (
     micro_batch_for,
     parse_hardware,
 )
-from open_clip_zerovl.plan.make import kept_checkpoints, make_plan
+from open_clip_zerovl.plan.make import Plan, make_plan
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
@@ -327,15 +327,15 @@ def test_measured_plan(model, tmp_path, workers, retain, steps):
         logs=str(tmp_path / "logs" / "deep"),
     )
     plan = make_plan(settings)
-    assert plan.missing == [] and not plan.estimate
+    assert plan.data.missing == [] and not plan.estimate
     assert plan.compute_seconds > 0 and plan.data_seconds > 0 and plan.peak_bytes > 0
     assert plan.step_seconds == plan.compute_seconds + plan.data_seconds
     assert (plan.timed.dga_steps, plan.timed.retained) == ((2, 1) if retain == 1 else (4, 4))
     assert plan.retained == (1 if retain == 1 else steps)
     n = 4 * steps
-    assert plan.batching.effective_batch == n and plan.epoch_steps == 40 // n + 30 // n
-    assert plan.steps == 3 * plan.epoch_steps
-    assert [source.left_over for source in plan.sources] == [40 % n, 30 % n]
+    assert plan.batching.effective_batch == n and plan.data.steps == 40 // n + 30 // n
+    assert plan.steps == 3 * plan.data.steps
+    assert [source.left_over for source in plan.data.sources] == [40 % n, 30 % n]
     assert plan.free_disk_bytes > 0 and not (tmp_path / "logs").exists()
     text = report(plan)
     assert "measured on" in text and "ESTIMATE" not in text and "Nothing is missing." in text
@@ -347,9 +347,9 @@ def test_open_clips_own_towers_in_mixed_precision(tmp_path, precision):
     name = register(tmp_path / "configs", f"plan-clip-{precision}", NATIVE_VISION, CLIP_TEXT)
     where = {"train_data": two_sources(tmp_path), "device": "cpu", "logs": str(tmp_path)}
     plan = make_plan(settings_of(name, precision=precision, effective_batch=20, workers=0, **where))
-    assert plan.step_seconds > 0 and plan.missing == []
+    assert plan.step_seconds > 0 and plan.data.missing == []
     assert (plan.batching.micro_batch, plan.batching.dga_steps) == (16, 1)
-    assert any("effective batch is 16 instead of 20" in note for note in plan.notes)
+    assert any("effective batch is 16 instead of 20" in note for note in plan.data.notes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -486,16 +486,22 @@ def test_too_little_memory_is_missing_with_a_way_out(model):
     settings = settings_of(
         model, train_data=None, train_num_samples=10**7, assume="t4", batch_size=2**18, dga_steps=1, precision="amp"
     )
-    (missing,) = make_plan(settings).missing
+    (missing,) = make_plan(settings).data.missing
     assert missing.what.startswith("memory:") and f"--batch-size {2**17} --dga-steps 2" in missing.advice
 
 
-def test_checkpoints_that_are_kept():
-    assert kept_checkpoints(settings_of(epochs=20)) == 21  # and one that is being written
-    assert kept_checkpoints(settings_of(epochs=20, save_every_steps=500)) == 23
-    assert kept_checkpoints(settings_of(epochs=20, save_frequency=0)) == 2
-    assert kept_checkpoints(settings_of(epochs=20, save_frequency=8)) == 4  # 8, 16 and the last
-    assert kept_checkpoints(settings_of(epochs=20, delete_previous_checkpoint=True)) == 2
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, 21),  # and one that is being written
+        ({"save_every_steps": 500}, 23),
+        ({"save_frequency": 0}, 2),
+        ({"save_frequency": 8}, 4),  # 8, 16 and the last
+        ({"delete_previous_checkpoint": True}, 2),
+    ],
+)
+def test_checkpoints_that_are_kept(given, kept):
+    assert Plan(settings_of(epochs=20, **given), *[None] * 6).checkpoints == kept
 
 
 def test_a_text_tower_that_is_not_here_is_named(tmp_path, model):
@@ -519,7 +525,7 @@ def test_files_and_teachers_that_are_not_there_are_missing(model, tmp_path):
     )
     write_source(tmp_path / "a", 0, 100, 50)
     plan = make_plan(settings)
-    weights, teachers = plan.missing
+    weights, teachers = plan.data.missing
     assert weights.what == f"--pretrained: there is no {tmp_path}/weights.pt"
     assert teachers.what.startswith("teachers: ")
     assert teachers.advice.startswith(f"zerovl teacher MODEL --train-data 'a={tmp_path}/a' --out {tmp_path}/teacher")

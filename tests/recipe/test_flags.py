@@ -144,6 +144,7 @@ def without_json(values: dict) -> dict:
         ("--mixup-alpha 0.3", "--mixup-alpha needs --coin-flip-mixup"),
         ("--debiased-share 0.8", "--debiased-share needs --debiased-sampling"),
         ("--sampling debiased --debiased-share 0", "--debiased-share 0.0 is out of range"),
+        ("--sampling sequential --source-order a,b", "--source-order a,b is out of range; give names with ::"),
         ("--source-order a", "--source-order needs --sampling sequential"),
         ("--save-every-steps 5 --save-most-recent", "--save-most-recent does not work with --save-every-steps"),
         ("--sampling random --debiased-sampling", "--debiased-sampling and --sampling random contradict each other"),

@@ -120,6 +120,7 @@ class SourceFlags:
         None,
         "order of the sources in --sampling sequential (default: as given)",
         metavar="NAME::NAME",
+        range=Range("names with :: between them, as in sbu::vg", lambda value, _: "," not in value),
         needs=(Requirement("--sampling sequential", lambda given: given.sampling == "sequential"),),
     )
     captions: str | None = flag(

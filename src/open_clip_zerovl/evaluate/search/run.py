@@ -21,7 +21,7 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
@@ -30,6 +30,7 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
@@ -180,10 +181,9 @@ def _search(
 
 def _query_picture(path: Path) -> Image.Image:
     try:
-        with regular_file(path) as file:
-            return decode_image(file.read())
-    except OSError as error:
-        raise UserError(f"the picture {path} cannot be read ({error.strerror}); correct --image") from error
+        return decode_image(read_foreign(path))
+    except BadFile as error:
+        raise UserError(f"{error}; correct --image") from error
     except BadImage as error:
         raise UserError(f"the picture {path} {error}; give another one by --image") from error
 
