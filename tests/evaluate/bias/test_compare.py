@@ -365,12 +365,12 @@ def test_of_two_models_at_chance_neither_is_better():
             one[name] = SourceFeatures(images, texts, [f"c{row}" for row in range(60)], [True] * 60)
         return one
 
-    found = compare_runs({"x": [measure_run(guessing(1), 10.0)], "y": [measure_run(guessing(2), 10.0)]}, draws=100)
+    found = compare_runs({"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(guessing(7), 10.0)]}, draws=100)
     assert found.chance["within"] == pytest.approx(2 * 100 * 16 / 60) and found.chance["probe_images"] == 50
     verdicts = found.verdicts()
     assert sum("neither x nor y is above chance (a random order has" in one for one in verdicts) == 3
     assert not any("better" in one or "worse" in one for one in verdicts)
     good = compare_runs(
-        {"x": [measure_run(guessing(1), 10.0)], "y": [measure_run(sources(bias=0, noise=0.5), 10.0)]}, draws=100
+        {"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(sources(bias=0, noise=0.5), 10.0)]}, draws=100
     )
     assert any(one.startswith("RSUM within: y is better than x") for one in good.verdicts())
