@@ -18,6 +18,7 @@ from open_clip_zerovl.report.record import EXAMPLES, Record, read_record, write_
 from open_clip_zerovl.report.run_page import write_run_page
 
 PICTURE = "data:image/jpeg;base64,AAAA"
+WAYS = ("image_to_text", "text_to_image")
 
 
 def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
@@ -129,3 +130,25 @@ def test_without_matplotlib_it_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "require_matplotlib", missing)
     with pytest.raises(UserError, match="need matplotlib"):
         write_run_page(tmp_path)
+
+
+def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monkeypatch):
+    record = Record(tmp_path, 0.0)
+    record.add("start", 0.0, model="tiny", epochs=1, sources={"shop": 40, "web": 20}, settings={}, loss_at_chance=2.77)
+    step(record, 0.5, 2.78, shop=2.78)  # a single logged step
+    metrics = {"rsum": 90.0, "rsum_chance": 80.0, "rsum_chance_upper": 130.0, "rsum_best": 90.0}
+    record.add("retrieval", 1, metrics={"shop": metrics | {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}})
+    record.add("end", 1.0, how="done", words="")
+    page = write_run_page(tmp_path).read_text()
+    assert "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 130.0)." in page
+    assert "RSUM can reach 90 of 600 at best" in page and "<td>80.0</td>" in page
+    assert "The loss ends at 2.780; a model that cannot tell pairs apart has 2.770." in page
+    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
+    steps, colours = read_record(tmp_path)["step"], {"shop": "#332288", "web": "#DDCC77"}
+    (loss,) = charts.loss_picture(steps, colours, 2.77).axes
+    (retrieval,) = charts.retrieval_picture(read_record(tmp_path)["retrieval"], colours).axes
+    marked = [line.get_color() for line in loss.lines if line.get_marker() == "o"]
+    assert marked == ["#332288", plot.INK]  # what matplotlib would not draw; the source's colour is that of its set
+    assert retrieval.lines[0].get_color() == "#332288"
+    assert [text.get_text() for text in loss.texts] == ["chance 2.77"] and "not from 0" in loss.get_ylabel()
+    assert [text.get_text() for text in retrieval.texts] == ["shop: chance 80.0"]

@@ -55,8 +55,11 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
         lines = [Line("a step", at, losses, FAINT, {"linewidth": 0.6, "alpha": 0.5})]
     else:
         own = {name: [number((step.get("by_source") or {}).get(name)) for step in steps] for name in sources}
-        lines = [smooth(name, np.array(own[name]), colour, 1.3) for name, colour in sources.items()]
-    lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
+        lines = [
+            smooth(name, np.array(own[name]), sources[name], 1.3) for name in sources if np.isfinite(own[name]).any()
+        ]
+    if np.isfinite(losses).any():
+        lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
     return line_chart(
         lines, x="epochs", y="loss", finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}, "{:.2f}")
     )

@@ -355,3 +355,22 @@ def test_columns_of_a_table_are_fields(tmp_path: Path):
     samples, _ = read_source_samples(parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept")
     assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
     assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
+
+
+def test_of_two_models_at_chance_neither_is_better():
+    def guessing(seed: int) -> dict[str, SourceFeatures]:
+        one = {}
+        for index, name in enumerate("ab"):
+            images, texts = (unit(60, 16, seed=10 * seed + 2 * index + side).float() for side in (0, 1))
+            one[name] = SourceFeatures(images, texts, [f"c{row}" for row in range(60)], [True] * 60)
+        return one
+
+    found = compare_runs({"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(guessing(7), 10.0)]}, draws=100)
+    assert found.chance["within"] == pytest.approx(2 * 100 * 16 / 60) and found.chance["probe_images"] == 50
+    verdicts = found.verdicts()
+    assert sum("neither x nor y is above chance (a random order has" in one for one in verdicts) == 3
+    assert not any("better" in one or "worse" in one for one in verdicts)
+    good = compare_runs(
+        {"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(sources(bias=0, noise=0.5), 10.0)]}, draws=100
+    )
+    assert any(one.startswith("RSUM within: y is better than x") for one in good.verdicts())

@@ -201,7 +201,7 @@ def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos
     assert all(len(model["hits"]) == 4 for model in data["models"].values())
     page = (tmp_path / "page.html").read_text()
     assert (
-        page.count("<figure>") == 8 and 'src="data:image/png' in page and "<b>.png" not in page and "http" not in page
+        page.count("<figure>") == 8 and 'src="data:image/jpeg' in page and "<b>.png" not in page and "http" not in page
     )
     assert main([*command, "--device", "cpu"]) == 0
     assert f"{COUNT + 3} of all known from before" in capsys.readouterr().out

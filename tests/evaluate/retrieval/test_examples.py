@@ -25,3 +25,13 @@ def test_examples_hold_the_best_pictures_and_the_rank():
     scores = shifted @ texts[4]
     assert bad.rank["y"] == 1 + int((scores > scores[4]).sum()) > 1
     assert int(bad.top["y"][0].pixels[0, 0, 0]) == 20 * int(scores.argmax())
+
+
+def test_a_picture_with_the_same_caption_is_right():
+    images = torch.eye(4)
+    texts = images[[1, 1, 2, 0]]  # the model finds picture 1 for "a person"; its own is picture 0
+    captions = ["a person", "a person", "a dog", "a cat"]
+    person, cat = retrieval_examples(list("abcd"), captions, ["s"] * 4, {"m": (images, texts)}, [0, 3], k=2)
+    assert [(one.pixels, one.right) for one in person.top["m"]] == [("b", True), ("a", True)]
+    assert person.target == "a" and person.rank == {"m": 2}
+    assert [one.right for one in cat.top["m"]] == [False, False]
