@@ -140,7 +140,12 @@ def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, 
     samples: dict[str, list[DrawnSample]] = {}
     for source in data.sources:
         samples[source] = []
-        for shard in sorted((folder / source / "test").glob("*.tar"), key=lambda shard: int(shard.stem)):
+        shards = sorted((folder / source / "test").glob("*.tar"), key=lambda shard: int(shard.stem))
+        if not shards:
+            raise UserError(
+                f"{folder / source} holds no retrieval set: `python -m scripts.drawn {data.name}` writes it."
+            )
+        for shard in shards:
             for sample in read_samples(shard):
                 held_out = json.loads(sample.files["json"])["held_out"] == split
                 samples[source].append(drawn_sample(sample, source, held_out=held_out))

@@ -65,10 +65,10 @@ def test_a_model_without_dropout_has_nothing_to_measure(tmp_path, monkeypatch):
         replay.measure([], tmp_path, [0.1], 2)
 
 
-def test_the_page_has_a_section_where_it_was_measured(tmp_path):
-    assert replay.replay_section(tmp_path / "replay.json") == ""
+def test_the_page_has_a_table_where_it_was_measured(tmp_path):
+    assert replay.read_table(tmp_path / "replay.json") == ""
     (tmp_path / "replay.json").write_text(json.dumps([asdict(replay.Bias(4, 0.1, 0.25, 0.01, 0.98))]))
-    assert "| 4 | 0.1 | 0.250 | 0.010 | 0.9800 |" in replay.replay_section(tmp_path / "replay.json")
+    assert "| 4 | 0.1 | 0.250 | 0.010 | 0.9800 |" in replay.read_table(tmp_path / "replay.json")
 
 
 def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, capsys):
