@@ -6,7 +6,6 @@ import io
 import json
 import os
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -289,7 +288,7 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
 
 
-def test_report_puts_table_2_beside_what_is_there(tmp_path):
+def test_report_lists_sources_and_retrieval_sets(tmp_path):
     write_source(tmp_path / "data/noto", 0, 30, 10)
     write_source(tmp_path / "data/sbu", 0, 86, 50)
     samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"one\ntwo"}) for i in range(6)]
@@ -300,20 +299,13 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
         statistics = {"count": 100, "successes": 60, "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40}}
         (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
     text = report([tmp_path / "data", cc12m])
-    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["SBU"] == ["SBU", "0.86M", "0.86M", "86", "86", "0.0%", "2"]
-    assert lines["CC12M"] == ["CC12M", "10.06M", "10.06M", "120", "120", "0.0%", "60.0%", "2"]
-    assert lines["CC3M"] == ["CC3M", "2.81M", "2.81M", "-", "-", "-", "-", "-"]
-    assert lines["Total (pre-training)"][2:6] == ["14.23M", "14.23M", "0.00M", "0.00M"]
-    assert lines["MS-COCO test"][2:4] == ["5K", "25K"] and lines["F30K test"][2:4] == ["1K", "5K"]
-    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
+    lines = [line.split() for line in text.splitlines()]
+    assert ["sbu", "86", "86", "2"] in lines and ["noto", "30", "30", "3"] in lines
+    assert ["cc12m", "120", "120", "60.0%", "2"] in lines and ["test/noto", "6", "12", "1"] in lines
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     with pytest.raises(UserError, match="has no shards"):
         report([tmp_path / "data/test/noto/test"])
-
-
-EMOJI = Path("data/emoji")
 
 
 def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
