@@ -321,6 +321,9 @@ def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
         find_datasets([tmp_path / "noto", tmp_path / "gone"])
 
 
+EMOJI = Path("data/emoji")
+
+
 @pytest.mark.skipif(
     not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
 )
