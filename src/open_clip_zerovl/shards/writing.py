@@ -17,13 +17,13 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, write_atomically
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of, read_samples
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
 from open_clip_zerovl.shards.urls import local_path
 
 SIZES_FILE = "sizes.json"
@@ -109,20 +109,6 @@ def write_retrieval_set(
     write_atomically(folder / split / SHARD_COUNT, f"{shard_count}\n")
     write_atomically(folder / RETRIEVAL_MARK, "retrieval\n")
     return len(samples)
-
-
-def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[Sample]:
-    """The samples of a set in CLIP_benchmark's layout, shard by shard.
-
-    Raises:
-        UserError: the folder holds no such set.
-    """
-    folder = Path(folder) / split
-    count_file = folder / SHARD_COUNT
-    if not count_file.is_file():
-        raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
-    for k in range(int(count_file.read_text())):
-        yield from read_samples(folder / f"{k}.tar")
 
 
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:

@@ -490,7 +490,7 @@ def test_datasets_that_bring_their_split(tmp_path: Path):
     files = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
     (birds / "images.txt").write_text("".join(f"{i} {file}\n" for i, file in enumerate(files, start=1)))
     (birds / "train_test_split.txt").write_text("1 1\n2 0\n3 1\n")
-    with pytest.raises(UserError, match="a.jpg, the first image of images.txt, is not there"):
+    with pytest.raises(UserError, match="a.jpg, its first image, is not there"):
         open_probe_set(f"cub:{tmp_path}", "train")
     for red, file in enumerate(files):
         save(birds / "images" / file, 50 * red)
