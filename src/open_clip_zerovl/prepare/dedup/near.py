@@ -34,6 +34,7 @@ NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
 _DRAFT_PX = 8 * SIDE  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+_BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG leaves it
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
 Hashes = NDArray[np.uint64]
@@ -51,33 +52,58 @@ def require_imagehash() -> None:
         raise UserError(f"near-duplicates need numpy 2 or later, and this is {np.__version__}; pip install 'numpy>=2'")
 
 
-def picture_hash(content: bytes) -> Hashes:
-    """(4,) the hash of an encoded picture, turned as its EXIF says. BadPicture where it cannot be decoded."""
+def picture_hashes(content: bytes) -> Hashes:
+    """(2, 4) the hashes of an encoded picture and of its mirror image; turned as its EXIF says, without uniform borders.
+
+    Raises:
+        BadPicture: it cannot be decoded.
+    """
     import imagehash
 
     def hashed(image: Image.Image) -> Hashes:
         image.draft("L", (_DRAFT_PX, _DRAFT_PX))
         turned = ImageOps.exif_transpose(image)
-        grey = turned if turned.mode == "L" else rgb(turned)
-        return np.packbits(imagehash.phash(grey, hash_size=SIDE).hash.ravel()).view(np.uint64)
+        grey = _without_borders((turned if turned.mode == "L" else rgb(turned)).convert("L"))
+        small = grey.resize((4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS)  # as phash does by itself
+        both = [imagehash.phash(one, hash_size=SIDE).hash.ravel() for one in (small, ImageOps.mirror(small))]
+        return np.packbits(both, axis=1).view(np.uint64)
 
     return decoded(content, hashed)
 
 
-def hash_or_none(content: bytes) -> Hashes | None:
-    """`picture_hash`, or None for a picture that cannot be decoded."""
+def picture_hash(content: bytes) -> Hashes:
+    """(4,) the hash of an encoded picture; see `picture_hashes`."""
+    return picture_hashes(content)[0]
+
+
+def _without_borders(grey: Image.Image) -> Image.Image:
+    """The picture without the rows and columns at its edges in which all pixels have nearly one value."""
+    pixels = np.asarray(grey)
+    box = [0, 0, *grey.size]
+    for axis in (1, 0):  # rows, then columns of the rows that are left
+        spread = pixels.max(axis=axis).astype(np.int16) - pixels.min(axis=axis)
+        (kept,) = np.nonzero(spread > _BORDER_SPREAD)
+        if not len(kept) or kept[-1] + 1 - kept[0] < SIDE:
+            return grey
+        box[axis], box[axis + 2] = int(kept[0]), int(kept[-1]) + 1
+        pixels = pixels[kept[0] : kept[-1] + 1] if axis else pixels
+    return grey.crop((box[0], box[1], box[2], box[3]))
+
+
+def hashes_or_none(content: bytes) -> Hashes | None:
+    """`picture_hashes`, or None for a picture that cannot be decoded."""
     try:
-        return picture_hash(content)
+        return picture_hashes(content)
     except BadPicture:
         return None
 
 
 def hash_all(contents: Iterable[bytes], threads: int = 4) -> Iterator[tuple[bytes, Hashes | None]]:
-    """(content, `hash_or_none`) of each encoded picture, in order; PICTURES_AT_ONCE of them are in memory."""
+    """(content, `hashes_or_none`) of each encoded picture, in order; PICTURES_AT_ONCE of them are in memory."""
     source = iter(contents)
     with ThreadPoolExecutor(threads) as pool:
         while block := list(islice(source, PICTURES_AT_ONCE)):
-            yield from zip(block, pool.map(hash_or_none, block), strict=True)
+            yield from zip(block, pool.map(hashes_or_none, block), strict=True)
 
 
 class NearIndex:

@@ -93,7 +93,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class NearPair:
-    """A training picture and the test picture that it is near to."""
+    """A training picture and the test picture that it, or its mirror image, is near to."""
 
     source: str
     shard: str
@@ -101,6 +101,7 @@ class NearPair:
     test: str
     test_key: str
     distance: int
+    mirrored: bool = False
 
 
 @dataclass
@@ -154,7 +155,7 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
     bar = tqdm(hash_all(contents, threads), total=len(pictures), desc="test sets", unit="picture", disable=not progress)
     for picture, (_, own) in zip(pictures, bar, strict=True):
         if own is not None:
-            hashes.append(own)
+            hashes.append(own[0])
             kept.append(picture)
     return ComparedSets(kept, NearIndex(hashes), len(pictures) - len(kept))
 
@@ -233,14 +234,18 @@ def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: O
 
 
 def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap) -> None:
-    numbers, distances = tests.index.nearest([own for _, _, own in asked], found.within)
-    for (place, content, _), number, distance in zip(asked, numbers.tolist(), distances.tolist(), strict=True):
+    if not asked:
+        return
+    sides = [tests.index.nearest([both[side] for _, _, both in asked], found.within) for side in (0, 1)]
+    for row, (place, content, _) in enumerate(asked):
+        mirrored = bool(sides[1][1][row] < sides[0][1][row])
+        number, distance = (int(values[row]) for values in sides[mirrored])
         if number < 0:
             continue
         test = tests.pictures[number]
         if len(found.pairs) < _KEPT:
             found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.read())
-        found.pairs.append(NearPair(*place, test.test, test.key, distance))
+        found.pairs.append(NearPair(*place, test.test, test.key, distance, mirrored))
 
 
 def _thumbnail(content: bytes) -> Image.Image:
