@@ -3,7 +3,8 @@
     python -m scripts.bench.near [--photographs TAR] [--pictures 300] [--test 25000] [--training 50000]
 
 Pictures are those of a tar; without one, 24 windows of scikit-learn's two sample photographs, and noise whose amplitude falls
-with its frequency, as a photograph's does. Prints a row for each kind of copy: quantiles of the distance, and the share within NEAR.
+with its frequency, as a photograph's does. Prints a row for each kind of copy: quantiles of the distance, and the share within
+NEAR.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
-from open_clip_zerovl.prepare.dedup.near import NEAR, NearIndex, picture_hash, picture_hashes
+from open_clip_zerovl.prepare.dedup.near import NEAR, Hashes, NearIndex, picture_hashes
 from open_clip_zerovl.shards.members import image_of, read_samples
 
 
@@ -114,6 +115,18 @@ COPIES: dict[str, Callable[[Image.Image], bytes]] = {
 }
 
 
+def false_pairs(every: list[Hashes]) -> set[tuple[int, int]]:
+    """Numbers of different pictures that `zerovl data near` takes for copies of each other."""
+    asked = np.repeat(np.arange(len(every)), [len(own) for own in every])
+    held = np.repeat(np.arange(len(every)), [len(own[::2]) for own in every])
+    tests = np.concatenate([own[::2] for own in every])
+    found: set[tuple[int, int]] = set()
+    for number, hashes in zip(asked.tolist(), np.concatenate(every), strict=True):
+        near = held[np.bitwise_count(tests ^ hashes).sum(axis=-1) <= NEAR]
+        found.update((min(number, other), max(number, other)) for other in near.tolist() if other != number)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photographs", metavar="TAR")
@@ -127,19 +140,21 @@ def main() -> None:
         pictures = windows(24) + [fractal(seed) for seed in range(arguments.pictures)]
     contents = [encoded(image) for image in pictures]
     start = time.process_time()
-    hashes = np.stack([picture_hash(content) for content in contents])
+    every = [picture_hashes(content) for content in contents]
     milliseconds = 1000 * (time.process_time() - start) / len(contents)
     print(f"{'copy':30} {'median':>6} {'95 %':>5} {'most':>5}  within {NEAR}")
     for name, copy in COPIES.items():
-        copies = np.stack([picture_hashes(copy(image)) for image in pictures], axis=1)  # (2, n, 4)
-        distances = np.bitwise_count(hashes ^ copies).sum(axis=-1).min(axis=0)
+        pairs = zip(every, (picture_hashes(copy(image)) for image in pictures), strict=True)
+        distances = np.array([np.bitwise_count(own[::2, None] ^ other).sum(axis=-1).min() for own, other in pairs])
         low, high = np.quantile(distances, (0.5, 0.95))
         print(f"{name:30} {low:6.0f} {high:5.0f} {distances.max():5d}  {100 * (distances <= NEAR).mean():5.1f} %")
+    hashes = np.stack([own[0] for own in every])
     noise = hashes if arguments.photographs else hashes[24:]  # windows of one photograph overlap
     between = np.bitwise_count(noise[:, None] ^ noise).sum(axis=-1)[np.triu_indices(len(noise), 1)]
     told = f"mean {between.mean():.1f}, deviation {between.std():.1f}, least {between.min()}"
     told += f", within {NEAR}: {(between <= NEAR).sum()}"
     print(f"distinct pictures, {len(between):,} pairs: {told}")
+    print(f"pairs within {NEAR} where borders and mirror images count: {len(false_pairs(every))}")
     rng = np.random.default_rng(0)
     index = NearIndex(rng.integers(0, 2**63, (arguments.test, 4), dtype=np.uint64))
     asked = rng.integers(0, 2**63, (arguments.training, 4), dtype=np.uint64)
