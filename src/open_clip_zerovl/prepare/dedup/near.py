@@ -5,7 +5,7 @@ is the number of bits that differ. Measured on altered copies of 1,000 photograp
 
     distance    copies
     0 to 28     JPEG at quality 30 to 75, half, quarter or double size, squashed to a square, grey, brighter, mirrored
-    up to 56    99.6 of 100 in a border of 3 %, 99 that are turned by 2 degrees, 100 and 87 that are cropped by 2 and 5 % of the sides
+    up to 56    99.6 of 100 in a border of 3 %, 99 turned by 2 degrees, 100 and 87 cropped by 2 and 5 % of the sides
     126 +- 10   distinct photographs
 
 Legend: `n` pictures asked about, `T` test pictures, 4 words of 64 bits a hash.
@@ -26,8 +26,8 @@ from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 SIDE = 16
 BITS = SIDE * SIDE
-#: Default of the largest distance of a copy: 87 of 100 copies cropped by 5 % are found, and distinct photographs, whose distance is
-#: 126 +- 10, are 7 standard deviations away.
+#: Default of the largest distance of a copy: 87 of 100 copies cropped by 5 % are found, and distinct photographs, whose distance
+#: is 126 +- 10, are 7 standard deviations away.
 NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
