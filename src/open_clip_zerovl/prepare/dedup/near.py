@@ -26,7 +26,7 @@ from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 SIDE = 16
 BITS = SIDE * SIDE
-#: Default of the largest distance of a copy: 87 of 100 copies cropped by 5 % are found, and distinct photographs, whose distance
+#: Default of the largest distance of a copy: 87 of 100 copies cropped by 5 % are found; distinct photographs, whose distance
 #: is 126 +- 10, are 7 standard deviations away.
 NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
