@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import resource
 import time
@@ -20,11 +21,10 @@ from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
 from training.console import Console
-from training.params import flags_given
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30
@@ -38,7 +38,7 @@ class RunLog:
     A record or page that cannot be written is told once and does not end the training.
     """
 
-    def __init__(self, args: argparse.Namespace, config: RecipeConfig, console: Console) -> None:
+    def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
         self.args, self.config, self.console = args, config, console
         self.facts: Facts | None = None
         self._record: Record | None = None
@@ -46,6 +46,7 @@ class RunLog:
         self._steps_here = 0  # done by this process
         self._last: dict[str, Any] = {}
         self._said: set[str] = set()
+        self.not_finite = 0  # losses, in steps of this process
 
     def first(self, kind: str) -> bool:
         """Whether this process asks for the first time whether to say something of a kind."""
@@ -66,6 +67,7 @@ class RunLog:
         if self.console.short:
             for line in summary(facts):
                 logging.info(line)
+        self.console.progress.show("waiting for the first batch")
         if not self.args.save_logs:
             return
         folder, at = Path(self.args.logs) / self.args.name, facts.epoch + facts.start / facts.steps
@@ -75,8 +77,8 @@ class RunLog:
             self._give_up(error)
         self._add(
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
-            sources={source.name: source.num_samples for source, _ in facts.sources},
-            settings=settings_of(self.args, self.config), resumed=facts.resumed,
+            loss_at_chance=facts.loss_at_chance, sources={source.name: source.num_samples for source, _ in facts.sources},
+            settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
         )  # fmt: skip
 
     def step(self, epoch: int, index: int, rate: float) -> None:
@@ -153,6 +155,8 @@ class RunLog:
         if self.facts is None:
             return
         self.console.progress.end()
+        if self.not_finite:
+            words = f"The loss was not a finite number in {self.not_finite:,} steps. {words}".strip()
         record, facts = self._record, self.facts
         self.facts = None
         if record is not None:
@@ -179,10 +183,7 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            best = best_evaluation(read_record(folder)["retrieval"])
-            if best is not None:
-                sums = ", ".join(f"{name} {metrics['rsum']:.1f}" for name, metrics in best["metrics"].items())
-                lines.append(f"Best RSUM: {sums} after epoch {best['at']:.0f}.")
+            lines += filter(None, [best_words(read_record(folder)["retrieval"])])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")
@@ -228,7 +229,7 @@ class Facts:
     """
 
     args: argparse.Namespace
-    config: RecipeConfig
+    config: AllFlags
     model: Any
     loss: Any
     sources: Sequence[tuple[Source, int]]
@@ -244,6 +245,14 @@ class Facts:
         parts = (self.args.batch_size, self.config.dga_steps, self.args.world_size)
         whole = parts[0] * parts[1] * parts[2]
         return f"{parts[0]} x {parts[1]} x {parts[2]} = {whole:,} pairs a step (micro-batch x DGA steps x ranks)"
+
+    @property
+    def loss_at_chance(self) -> float | None:
+        """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
+        args, config = self.args, self.config
+        if getattr(args, "siglip", False) or args.distill_model or config.teacher or "coca" in args.model.lower():
+            return None
+        return math.log(args.batch_size * config.dga_steps * args.world_size)
 
 
 def summary(facts: Facts) -> list[str]:
@@ -269,11 +278,6 @@ def summary(facts: Facts) -> list[str]:
         path = os.path.normpath(args.log_path)
         said.append(("log", f"{path} has all settings, the model, and what is not shown here (--verbose shows it)"))
     return [f"{label:<{_LABEL}}{text}" for label, text in said]
-
-
-def settings_of(args: argparse.Namespace, config: RecipeConfig) -> dict[str, str]:
-    """The flags that are not at their defaults, as a command line has them: name -> value."""
-    return {name: str(value) for name, value in flags_given(args, config).items()}
 
 
 def _model(facts: Facts) -> str:
@@ -330,6 +334,7 @@ def _loss(facts: Facts) -> str:
 def _optimizer(facts: Facts) -> str:
     args, config = facts.args, facts.config
     words = f"{args.opt}, lr {args.lr:g}, weight decay {args.wd:g}"
+    words += f", betas {args.beta1:g} and {args.beta2:g}" if args.beta1 is not None else ""
     if args.skip_scheduler:
         return words
     warm = args.warmup if config.warmup_share is None else round(config.warmup_share * facts.steps * args.epochs)
@@ -349,7 +354,7 @@ def _device(args: argparse.Namespace) -> str:
     return words
 
 
-def _saves(args: argparse.Namespace, config: RecipeConfig) -> str:
+def _saves(args: argparse.Namespace, config: AllFlags) -> str:
     if not args.save_logs:
         return "nothing (--logs none)"
     often = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import ROOT
 from support.tars import write_source
@@ -96,14 +94,31 @@ def stand_in(tmp_path) -> StandIn:
     return StandIn(tmp_path)
 
 
-def test_one_launcher_a_node_meets_at_the_first_ones_address(stand_in):
-    srun = 'echo "meet $MASTER_ADDR:$MASTER_PORT"'
-    status, output = stand_in.run("--ranks", "4", "--", "--name", "a-run", "--lr", "1", srun=srun)
-    assert status == 0 and "meet 10.0.0.1:24711" in output
-    called = shlex.split((stand_in.folder / "log").read_text().splitlines()[-1])
-    assert called[0] == "srun" and {"--ntasks=2", "--ntasks-per-node=1"} <= set(called)
-    assert called[called.index("--ranks") + 1] == "4"
-    assert called[called.index("--") + 1 :] == ["--name", "a-run", "--lr", "1", "--resume", "latest"]
+def task_of(stand_in: StandIn, node: int) -> list[str]:
+    """The program that a task of srun becomes on a node, by the words that srun got."""
+    words = (stand_in.folder / "words").read_text().split("\0")[:-1]
+    environment = {**os.environ, "SLURM_NODEID": str(node), "SLURM_NNODES": "2"}
+    python = stand_in.folder / "commands" / "python"
+    python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    done = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_one_program_a_node_meets_at_the_first_ones_address(stand_in):
+    srun = f'printf "%s\\0" "$@" > {stand_in.folder}/words; echo "cores $SRUN_CPUS_PER_TASK"'
+    environment = {"SLURM_CPUS_PER_TASK": "16"}
+    given = ("--ranks", "4", "--", "--name", "a-run", "--lr", "1")
+    status, output = stand_in.run(*given, srun=srun, environment=environment)
+    # srun of 22.05 and later does not inherit --cpus-per-task.
+    assert status == 0 and "cores 16" in output
+    words = (stand_in.folder / "words").read_text().split("\0")
+    assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(words)
+    place = ["--nnodes=2", "--master-addr=10.0.0.1", "--master-port=24711"]
+    assert task_of(stand_in, 1) == [
+        "-m", "training.main", "--processes", "4", "--node-rank=1", *place, "--", "--name", "a-run", "--lr", "1", "--resume",
+        "latest",
+    ]  # fmt: skip
     assert stand_in.calls == ""
 
 
@@ -167,14 +182,6 @@ def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stand_in):
     assert process.returncode == 85 and "requeue" not in stand_in.calls
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_fine_tuning_ends_with_its_table_if_it_ended_well(stand_in, status):
-    arguments = ("--report", "finetune-coco", "--", "--logs", "elsewhere", "--name", "a-run")
-    assert stand_in.run(*arguments, srun=f"exit {status}")[0] == status
-    expected = "python -m scripts.paper.finetune_report elsewhere/a-run --recipe finetune-coco\n"
-    assert stand_in.calls == (expected if status == 0 else "")
-
-
 def test_what_cannot_work_is_refused(stand_in):
     status, output = stand_in.run("--lr", "1")
     assert status == 2 and "give --name" in output
@@ -198,21 +205,22 @@ def free_ports(count: int) -> list[int]:
 
 
 def slurm_conf(folder: Path) -> str:
-    """Two nodes of one core on this machine. Short intervals: by default a requeued job waits two minutes."""
+    """Two nodes of two cores on this machine. Short intervals: by default a requeued job waits two minutes."""
     controller, *nodes = free_ports(3)
     user = getpass.getuser()
     lines = [
         "ClusterName=test", "SlurmctldHost=localhost(127.0.0.1)", f"SlurmctldPort={controller}",
         f"SlurmUser={user}", f"SlurmdUser={user}",
         "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
-        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "MpiDefault=none", "ReturnToService=2",
+        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/affinity", "TaskPluginParam=Cores",
+        "MpiDefault=none", "ReturnToService=2",
         "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "JobRequeue=1",
         "AccountingStorageType=accounting_storage/none", "JobAcctGatherType=jobacct_gather/none",
         "SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2",
         f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
         f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
-        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
+        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
         "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -297,7 +305,7 @@ def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[
     """Submit train-14m on two nodes; its job id and log."""
     out = cluster(
         sys.executable, *RECIPES, "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
-        "--sbatch=--cpus-per-task=1", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
+        "--sbatch=--cpus-per-task=2", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
     )  # fmt: skip
     job = out.split()[-1]
     return job, folder / f"{job}.log"
@@ -320,7 +328,7 @@ needs_slurm = pytest.mark.skipif(
 def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slurm, settings):
     """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
     folder, values = settings
-    assert slurm("sbatch", "--test-only", "--cpus-per-task=1", "--nodes=2", str(SBATCH), "--name", "a") == ""
+    assert slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a") == ""
     job, log = submit(slurm, folder, values, "broken")
     wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
     slurm("scancel", "--signal=USR1", "--batch", job)
@@ -344,6 +352,8 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
         [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    import torch
+
     ours, theirs = (
         torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
         for name in ("broken", "whole")
@@ -351,6 +361,19 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
     assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
+
+
+@needs_slurm
+@pytest.mark.slow(reason="a job of a real SLURM")
+def test_each_task_gets_the_cores_that_the_job_asked_for(slurm, tmp_path):
+    """Two tasks of two cores; srun since 22.05 binds a task to one core where nobody asks it for more."""
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\ngrep Cpus_allowed_list /proc/self/status\n")
+    (tmp_path / "python").chmod(0o755)
+    slurm(
+        "sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", f"--output={tmp_path}/log",
+        f"--export=ALL,PYTHON={tmp_path}/python", str(SBATCH), "--name", "a",
+    )  # fmt: skip
+    assert (tmp_path / "log").read_text().count("Cpus_allowed_list:\t0-1\n") == 2
 
 
 @needs_slurm

@@ -58,8 +58,8 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--warmup": [("1", WORKS), ("0", WORKS), ("-1", "--warmup -1 is out of range")],
     "--opt": [
         ("adamw", WORKS), ("AdamW", WORKS), ("timm/lamb --lr 1e-3 --eps 1e-6", WORKS),
-        ("timm/lamb", "--opt timm/lamb needs --lr"),
-        ("timm/lamb --lr 1e-3", "--opt timm/lamb needs --eps"), ("sgd", "--opt sgd is out of range; give adamw"),
+        ("timm/lamb --lr 1e-3", "--opt timm/lamb needs --lr and --eps"),
+        ("sgd", "--opt sgd is out of range; give adamw"),
         ("timm/nothing --lr 1e-3 --eps 1e-6", "--opt timm/nothing"),
         ("timm/adamw --lr 1e-3 --eps 1e-6 --beta1 0.9", "BOTH beta1 and beta2"),
     ],

@@ -36,7 +36,7 @@ def run_plan(words: Sequence[str]) -> int:
     settings = PlanSettings(**values)
     plan = make_plan(settings, say=lambda line: print(f"zerovl plan: {line} ...", file=sys.stderr, flush=True))
     print(json.dumps(plan.as_dict(), indent=1) if as_json else report(plan))
-    return 1 if plan.missing else 0
+    return 1 if plan.data.missing else 0
 
 
 def parse_plan(argv: Sequence[str]) -> dict[str, Any]:

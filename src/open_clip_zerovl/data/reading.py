@@ -96,7 +96,7 @@ class Surplus(Exception):
     """A shard holds more samples than were counted."""
 
 
-def _ignore(*_) -> None:
+def _ignore(*_: Any) -> None:
     pass
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.plan.data import DataCheck, Missing, SourceCheck, check_data, schedule_steps
+from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
-from open_clip_zerovl.plan.model import PlannedModel, build, is_file_name, quiet, weights_to_fetch
+from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import precision_on
@@ -68,40 +68,50 @@ class Plan:
     """The result of `zerovl plan`.
 
     Attributes:
-        estimate: nothing was measured on the hardware that the plan is for.
+        data: the sources and sets as found; also what is missing, here or elsewhere, and notes.
+        parameters: of the model, all and trained.
         retained: R, graphs kept in a step.
         compute_seconds: of one optimizer step of one rank, without waiting for data.
         data_seconds: the wait for its data; None where nothing was read.
-        peak_bytes: of one device, counted.
-        sample_flops: of a step, divided by its samples.
-        checkpoint_bytes, checkpoints: size of one checkpoint, and how many are kept at the same time.
-        free_disk_bytes: of the disk of --logs, None for assumed hardware.
         timed: the step that was taken here.
-        missing: what the run needs and lacks.
-        elsewhere: what this machine lacks, if the plan is for other hardware.
+        free_disk_bytes: of the disk of --logs, None for assumed hardware.
     """
 
     settings: PlanSettings
     hardware: Hardware
-    estimate: bool
+    data: DataCheck
+    costs: Costs
     batching: Batching
-    sources: list[SourceCheck]
-    retrieval: dict[str, str]
-    epoch_steps: int
-    parameters: int
-    trained_parameters: int
+    parameters: tuple[int, int]
     retained: int
-    peak_bytes: float
-    sample_flops: float
-    checkpoint_bytes: int
-    checkpoints: int
     compute_seconds: float = 0.0
     data_seconds: float | None = None
-    free_disk_bytes: int | None = None
     timed: StepTime | None = None
-    missing: list[Missing] = field(default_factory=list)
-    elsewhere: list[Missing] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    free_disk_bytes: int | None = None
+
+    @property
+    def estimate(self) -> bool:
+        """Whether nothing was measured on the hardware that the plan is for."""
+        return self.hardware.kind == "assumed"
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of a step on one device, counted."""
+        return self.costs.peak_bytes(self.batching, self.retained)
+
+    @property
+    def sample_flops(self) -> float:
+        """FLOPs of a step, divided by its samples."""
+        flops = self.costs.step_flops(self.batching, self.retained)
+        return flops / (self.batching.micro_batch * self.batching.dga_steps)
+
+    @property
+    def checkpoints(self) -> int:
+        """How many checkpoints are on the disk at the end, plus one that is being written."""
+        settings, every = self.settings, self.settings.save_frequency
+        epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
+        steps = settings.keep_checkpoints if settings.save_every_steps is not None else 0
+        return (1 if settings.delete_previous_checkpoint else epochs) + steps + settings.save_most_recent + 1
 
     @property
     def step_seconds(self) -> float:
@@ -111,7 +121,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """Of the whole run."""
-        return self.epoch_steps * self.settings.epochs
+        return self.data.steps * self.settings.epochs
 
     @property
     def samples_per_second(self) -> float:
@@ -124,22 +134,38 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
-        plain = dataclasses.asdict(self)
-        batching = self.batching
-        plain["batching"] = {
-            "micro_batch": batching.micro_batch,
-            "dga_steps": batching.dga_steps,
-            "ranks": batching.world_size,
-            "effective_batch": batching.effective_batch,
-        }
+        names = [
+            "estimate",
+            "parameters",
+            "retained",
+            "compute_seconds",
+            "data_seconds",
+            "free_disk_bytes",
+            "peak_bytes",
+        ]
+        names += ["sample_flops", "checkpoints", "step_seconds", "steps", "samples_per_second", "hours"]
+        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "hardware", "costs")}
         unplanned = {each.name for each in flags_of(AllFlags) if each.planned is not True}
-        given = [(name, value) for name, value in plain["settings"].items() if name not in unplanned]
-        plain["settings"] = {k: v for k, v in given if v is not None and v is not False and v not in ((), {})}
-        for name in ("step_seconds", "steps", "samples_per_second", "hours"):
-            plain[name] = getattr(self, name)
-        plain["gpu_hours"] = self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None
-        plain["utilisation_assumed"] = UTILISATION if self.estimate else None
-        return plain
+        given = {name: value for name, value in parts["settings"].items() if name not in unplanned}
+        parts["settings"] = {k: v for k, v in given.items() if v is not None and v is not False and v not in ((), {})}
+        listed = ("sources", "missing", "elsewhere")
+        batching = self.batching
+        return {
+            **parts,
+            **{name: getattr(self, name) for name in names},
+            **{name: [dataclasses.asdict(one) for one in getattr(self.data, name)] for name in listed},
+            "retrieval": self.data.retrieval,
+            "notes": self.data.notes,
+            "epoch_steps": self.data.steps,
+            "batching": {
+                "micro_batch": batching.micro_batch,
+                "dga_steps": batching.dga_steps,
+                "ranks": batching.world_size,
+                "effective_batch": batching.effective_batch,
+            },
+            "gpu_hours": self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None,
+            "utilisation_assumed": UTILISATION if self.estimate else None,
+        }
 
 
 @no_code_from_data()
@@ -168,25 +194,28 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     say("counting FLOPs and bytes of a step")
     costs = count_costs(planned, settings.loss_chunk)
     batching = _choose_batching(settings, hardware, costs)
-    plan = _new_plan(settings, hardware, planned, data, costs, batching)
-    if plan.peak_bytes > hardware.room_bytes:
-        plan.missing.append(_too_large(plan))
+    _schedule(settings, data, batching)
+    retained = costs.graphs_kept(batching, settings.dga_retain, hardware.room_bytes)
+    plan = Plan(settings, hardware, data, costs, batching, planned.parameters, retained)
+    fits = plan.peak_bytes <= hardware.room_bytes
     if assumed:
         gpu, _ = parse_hardware(settings.assume or "")
-        plan.compute_seconds = costs.seconds_on(gpu, batching, plan.retained)
+        plan.compute_seconds = costs.seconds_on(gpu, batching, retained)
         if not gpu.bf16 and "bf" in settings.precision:
-            plan.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
-    elif plan.peak_bytes <= hardware.room_bytes:
+            data.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
+    elif fits:
         say("taking steps")
         try:
-            plan.timed = step = measure_step(planned, settings, batching, plan.retained, data.opened)
+            plan.timed = step = measure_step(planned, settings, batching, retained, data.opened)
         except torch.OutOfMemoryError:
-            plan.missing.append(_too_large(plan))
+            fits = False
         else:
             taken = Batching(batching.micro_batch, step.dga_steps, 1)
-            more = costs.step_flops(batching, plan.retained) / costs.step_flops(taken, step.retained)
+            more = costs.step_flops(batching, retained) / costs.step_flops(taken, step.retained)
             plan.compute_seconds = step.seconds * more
             plan.data_seconds = step.wait_seconds * batching.dga_steps if data.opened else None
+    if not fits:
+        data.missing.append(_too_large(plan))
     _check_disk(plan)
     return plan
 
@@ -248,9 +277,8 @@ def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -
     return choose_batching(settings, ranks, size)
 
 
-def _new_plan(
-    settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, costs: Costs, batching: Batching
-) -> Plan:
+def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> None:
+    """Fill in the steps of an epoch; notes say where the batch or the warm-up is not what was asked for."""
     schedule_steps(settings, data, batching.effective_batch)
     wanted = settings.effective_batch
     if wanted is not None and batching.effective_batch != wanted:
@@ -264,28 +292,6 @@ def _new_plan(
             f"--warmup {settings.warmup} is longer than the run's {steps} steps: the learning rate never reaches --lr; give "
             "--warmup-share 0.025."
         )
-    parameters, trained = planned.parameters
-    retained = costs.graphs_kept(batching, settings.dga_retain, hardware.room_bytes)
-    flops = costs.step_flops(batching, retained)
-    return Plan(
-        settings,
-        hardware,
-        settings.assume is not None,
-        batching,
-        data.sources,
-        data.retrieval,
-        data.steps,
-        parameters,
-        trained,
-        retained,
-        costs.peak_bytes(batching, retained),
-        flops / (batching.micro_batch * batching.dga_steps),
-        planned.state_bytes,
-        kept_checkpoints(settings),
-        missing=data.missing,
-        elsewhere=data.elsewhere,
-        notes=data.notes,
-    )
 
 
 def _too_large(plan: Plan) -> Missing:
@@ -326,16 +332,6 @@ def _check_teachers(settings: PlanSettings, data: DataCheck) -> None:
         lacking.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
 
 
-def kept_checkpoints(settings: PlanSettings) -> int:
-    """How many checkpoints are on the disk at the end, plus one that is being written."""
-    every = settings.save_frequency
-    epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
-    if settings.delete_previous_checkpoint:
-        epochs = 1
-    steps = settings.keep_checkpoints if settings.save_every_steps is not None else 0
-    return epochs + steps + settings.save_most_recent + 1
-
-
 def _check_disk(plan: Plan) -> None:
     if plan.estimate or plan.settings.logs.lower() == "none":
         return
@@ -343,9 +339,9 @@ def _check_disk(plan: Plan) -> None:
     while not folder.exists():
         folder = folder.parent
     plan.free_disk_bytes = shutil.disk_usage(folder).free
-    needed = plan.checkpoint_bytes * plan.checkpoints
+    needed = plan.costs.state_bytes * plan.checkpoints
     if needed > plan.free_disk_bytes:
-        plan.missing.append(
+        plan.data.missing.append(
             Missing(
                 f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
                 f"{plan.free_disk_bytes / GIB:.1f} GiB free",

@@ -19,7 +19,7 @@ def report(plan: Plan) -> str:
     passed_over = plan.settings.passed_over
     sections = {
         "model": [_model(plan)],
-        "data": [*_table(_data_rows(plan)), *(f"{name}: {what}" for name, what in plan.retrieval.items())],
+        "data": [*_table(_data_rows(plan)), *(f"{name}: {what}" for name, what in plan.data.retrieval.items())],
         "hardware": [_hardware(plan)],
         "batch": [_batch(plan)],
         "step": _step(plan),
@@ -27,7 +27,7 @@ def report(plan: Plan) -> str:
         "loaders": _loaders(plan),
         "run": _run(plan),
         "disk": [_disk(plan)],
-        "notes": plan.notes,
+        "notes": plan.data.notes,
         "": [f"without effect on the plan: {' '.join(passed_over)}"] if passed_over else [],
     }
     where = "ESTIMATE for" if plan.estimate else "measured on"
@@ -35,10 +35,10 @@ def report(plan: Plan) -> str:
     for label, texts in sections.items():
         parts = [part for text in texts for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))]
         lines += [f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip() for n, part in enumerate(parts)]
-    for title, missing in (("Not on this machine:", plan.elsewhere), ("Missing:", plan.missing)):
+    for title, missing in (("Not on this machine:", plan.data.elsewhere), ("Missing:", plan.data.missing)):
         lines += ["", title, *_listed(missing)] if missing else []
-    if not plan.missing:
-        lines += ["", "Nothing else is missing." if plan.elsewhere else "Nothing is missing."]
+    if not plan.data.missing:
+        lines += ["", "Nothing else is missing." if plan.data.elsewhere else "Nothing is missing."]
     return "\n".join(lines)
 
 
@@ -64,9 +64,10 @@ def _devices(plan: Plan) -> str:
 
 def _model(plan: Plan) -> str:
     settings = plan.settings
-    text = f"{settings.model}, {plan.parameters / 1e6:.1f} M parameters"
-    if plan.trained_parameters < plan.parameters:
-        text += f", {plan.trained_parameters / 1e6:.1f} M of them trained"
+    total, trained = plan.parameters
+    text = f"{settings.model}, {total / 1e6:.1f} M parameters"
+    if trained < total:
+        text += f", {trained / 1e6:.1f} M of them trained"
     if settings.token_drop is not None:
         text += f", token drop {settings.token_drop:g}"
     return f"{text}, {settings.precision}, {plan.sample_flops / 1e9:.3g} GFLOP a sample"
@@ -74,16 +75,16 @@ def _model(plan: Plan) -> str:
 
 def _data_rows(plan: Plan) -> Iterable[list[str]]:
     yield ["source", "pairs", "layout", "steps/epoch", "left over", "state"]
-    for source in plan.sources:
+    for source in plan.data.sources:
         mixed = source.steps is None and source.left_over is not None
         steps = "mixed" if mixed else _number(source.steps, "")
         yield [
             source.name, _number(source.pairs, "?"), source.layout, steps, _number(source.left_over, ""), source.state,
         ]  # fmt: skip
-    if len(plan.sources) > 1:
-        total = sum(source.pairs or 0 for source in plan.sources)
-        left = sum(source.left_over or 0 for source in plan.sources)
-        yield ["all", _number(total or None, "?"), "", f"{plan.epoch_steps:,}", _number(left, ""), ""]
+    if len(plan.data.sources) > 1:
+        total = sum(source.pairs or 0 for source in plan.data.sources)
+        left = sum(source.left_over or 0 for source in plan.data.sources)
+        yield ["all", _number(total or None, "?"), "", f"{plan.data.steps:,}", _number(left, ""), ""]
 
 
 def _number(value: int | None, unknown: str) -> str:
@@ -180,10 +181,10 @@ def _loaders(plan: Plan) -> list[str]:
 def _run(plan: Plan) -> list[str]:
     if not plan.step_seconds:
         return []
-    if not plan.epoch_steps:
+    if not plan.data.steps:
         return ["steps of an epoch are not known: --train-num-samples gives the number of pairs"]
     rate, seconds = plan.samples_per_second, 3600 * plan.hours
-    text = f"{plan.epoch_steps:,} steps an epoch x {plan.settings.epochs} = {plan.steps:,} steps; "
+    text = f"{plan.data.steps:,} steps an epoch x {plan.settings.epochs} = {plan.steps:,} steps; "
     text += f"{'ESTIMATE ' * plan.estimate}{f'{rate:,.0f}' if rate >= 1000 else f'{rate:.4g}'} samples/s, {duration(seconds)}"
     if plan.hardware.kind != "cpu":
         text += f", {plan.hours * plan.hardware.ranks:,.3g} GPU hours"
@@ -191,8 +192,8 @@ def _run(plan: Plan) -> list[str]:
 
 
 def _disk(plan: Plan) -> str:
-    total = plan.checkpoints * plan.checkpoint_bytes
-    text = f"{plan.checkpoints} checkpoints of {_size(plan.checkpoint_bytes)} at once: {_size(total)} in --logs"
+    total = plan.checkpoints * plan.costs.state_bytes
+    text = f"{plan.checkpoints} checkpoints of {_size(plan.costs.state_bytes)} at once: {_size(total)} in --logs"
     return text if plan.free_disk_bytes is None else f"{text}, which has {_size(plan.free_disk_bytes)} free"
 
 

@@ -12,10 +12,8 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,12 +22,10 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, write_atomically
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
-from open_clip_zerovl.shards.urls import local_path
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
 SHARD_COUNT = "nshards.txt"  # in the folder of each of its splits
-_EDGE_BYTES = 1 << 16  # of a shard, at both ends, which its mark is made of
 MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
 
 
@@ -144,22 +140,3 @@ def read_sizes(folder: str | Path) -> dict[str, int] | None:
     """`parse_sizes` of a local folder's `sizes.json`; None where there is none."""
     file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None
-
-
-def shard_mark(shard: str) -> list[Any]:
-    """The last part of a shard's path; of a local one also its size and a digest of its first and last 64 KiB.
-
-    Modification times are left out: a copy of the data elsewhere is the same data.
-    """
-    path, name = local_path(shard), os.path.basename(shard)
-    try:
-        if path is None:
-            return [name]
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = hashlib.blake2b(file.read(_EDGE_BYTES), digest_size=8)
-            file.seek(max(0, size - _EDGE_BYTES))
-            digest.update(file.read(_EDGE_BYTES))
-        return [name, size, digest.hexdigest()]
-    except OSError:  # a lost shard has been reported when the sources were opened
-        return [name]

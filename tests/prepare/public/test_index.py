@@ -300,9 +300,10 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path):
         statistics = {"count": 100, "successes": 60, "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40}}
         (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
     text = report([tmp_path / "data", cc12m])
-    lines = [line.split() for line in text.splitlines()]
-    assert ["sbu", "86", "86", "2"] in lines and ["noto", "30", "30", "3"] in lines
-    assert ["cc12m", "120", "120", "60.0%", "2"] in lines and ["test/noto", "6", "12", "1"] in lines
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["sbu"] == ["sbu", "86", "86", "2"]
+    assert lines["cc12m"] == ["cc12m", "120", "120", "60.0%", "2"]
+    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     with pytest.raises(UserError, match="has no shards"):
