@@ -145,7 +145,7 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
         ("b", "pairs.csv", "00000002-x", "val", "n01/bird.jpg"),
     ]
     page = (tmp_path / "out" / "near.html").read_text(encoding="utf-8")
-    assert page.count('class="example"') == 4 and page.count("data:image/png") == 8
+    assert page.count('class="example"') == 4 and page.count("data:image/") == 8
     # A smaller distance keeps the cropped copies.
     assert cli.main([*command, "--out", str(tmp_path / "less"), "--distance", "8"]) == 0
     assert "b: 0 of 2 pictures are copies" in capsys.readouterr().out
