@@ -8,10 +8,10 @@ import re
 
 from open_clip_zerovl.core.errors import UserError
 
-NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<shards>.*)", re.DOTALL)
+NAME = re.compile(r"(?P<name>[^\W_][\w.-]*)=(?P<shards>.*)", re.DOTALL)
 
 #: In one source's shards: the name of another, after a single colon. `://` and a command after `pipe:` are none.
-_SECOND_NAME = re.compile(r"(?<!:):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=")
+_SECOND_NAME = re.compile(r"(?<!:):(?P<name>[^\W_][\w.-]*)=")
 #: What a path on this machine has not, where it names one file or folder.
 _PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 

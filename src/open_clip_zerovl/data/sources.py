@@ -285,7 +285,7 @@ def count_tar_captions(path: str | Path) -> int:
 def _folder_name(shard: str) -> str:
     """The name of a shard's folder. UserError where it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", folder):
+    if not re.fullmatch(r"[^\W_][\w.-]*", folder):
         raise UserError(f"the folder of {shard!r} gives no source name; name the source: name={shard}")
     return folder
 

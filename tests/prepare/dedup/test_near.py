@@ -14,7 +14,7 @@ from PIL import Image
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.dedup import near
-from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hash
+from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hash, picture_hashes
 from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, write_overlap
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -75,6 +75,21 @@ def test_a_picture_is_turned_as_its_exif_says(originals):
     assert index.nearest([picture_hash(lying)])[1][0] <= 8
     with pytest.raises(BadPicture):
         picture_hash(b"no picture")
+
+
+def test_mirrored_copies_and_uniform_borders_are_found(originals):
+    index = NearIndex([picture_hash(encoded(image)) for image in originals])
+    for name, side in {
+        "mirrored": 1,
+        "mirrored, half size": 1,
+        "white border of 3 %": 2,
+        "black border of 3 %, half size": 2,
+    }.items():
+        copies = [picture_hashes(COPIES[name](image)) for image in originals]
+        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), name
+        # The other side of a picture is as far as another picture.
+        assert index.nearest([hashes[1 if side == 2 else 0] for hashes in copies])[0].tolist() == [-1] * 21
+    assert picture_hashes(encoded(Image.new("RGB", (64, 64), "white"))).shape == (2, 4)
 
 
 def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch):

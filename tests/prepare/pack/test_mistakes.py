@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.run import PackSettings, pack
@@ -127,10 +129,10 @@ MISTAKES = {
         r"has no header line \(its first line is '0.png', 'x', '3'\): number its columns, as --picture-column 1 "
         r"--caption-column 2",
     ),
-    "utf-16": (
-        file("pairs.csv", "image,caption\n0.png,x\n".encode("utf-16")),
+    "utf-16 without a mark": (
+        file("pairs.csv", "image,caption\n0.png,x\n".encode("utf-16-le")),
         {},
-        r"is not UTF-8 text \(UTF-16, as some programs save it\?\)",
+        r"is not UTF-8 text \(UTF-16 without its mark\?\)",
     ),
     "paths that do not exist": (
         "image,caption\nimages/0.png,x\nimages/1.png,y\n",
@@ -446,3 +448,70 @@ def test_lines_that_end_in_a_carriage_return_alone_are_told(tmp_path):
         UserError, match="lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix"
     ):
         pack([str(given)], tmp_path / "out", work=WORK)
+
+
+@pytest.mark.parametrize("form", [as_folder, as_csv, as_tars])
+def test_inputs_that_changed_at_the_same_size_are_refused(form, tmp_path):
+    given = form(tmp_path / "in", make_pairs(4))
+    pack([str(given)], tmp_path / "out", work=WORK)
+    assert pack([str(given)], tmp_path / "out", work=WORK)["pictures"] == 4
+    changed = {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
+    content = (tmp_path / "in" / changed).read_bytes()
+    (tmp_path / "in" / changed).write_bytes(content.replace(b"picture 0", b"drawing 0"))
+    with pytest.raises(UserError, match="whose files have changed since"):
+        pack([str(given)], tmp_path / "out", work=WORK)
+
+
+def test_captions_and_tables_with_a_byte_order_mark_are_read_others_refused(tmp_path):
+    given = table(tmp_path / "in", "", "0.txt").parent
+    for number, encoding in enumerate(("utf-16", "utf-8-sig", "utf-32", "latin-1", "utf-16-le")):
+        (given / f"{number}.txt").write_bytes("gr\u00f6\u00dfe\nzwei\n".encode(encoding))
+    (given / "5.txt").write_text("plain")
+    found = pack([str(given)], tmp_path / "out", work=WORK)
+    captions = sorted(sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train"))
+    assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
+    assert found["refused"]["caption not UTF-8"]["rows"] == 2
+    given = table(tmp_path / "table", "")
+    for number in range(2):
+        (given.parent / f"{number}.png").rename(given.parent / f"gr\u00f6\u00dfe{number}.png")
+    rows = ["image,caption\n", "gr\u00f6\u00dfe0.png,x\n", "gr\u00f6\u00dfe1.png,y\n"]
+    given.write_bytes("".join(rows).encode("utf-16"))
+    assert pack([str(given)], tmp_path / "utf-16", work=WORK)["pictures"] == 2
+    given.write_bytes("".join(rows[:2]).encode() + rows[2].encode("latin-1"))
+    found = pack([str(given)], tmp_path / "latin-1", work=WORK)
+    assert found["pictures"] == 1 and found["refused"]["path not UTF-8"]["rows"] == 1
+
+
+def test_pipes_devices_and_dangling_links_are_refused_rows(tmp_path):
+    given = as_folder(tmp_path / "in", make_pairs(5))
+    for name in ("a/000.txt", "b/001.txt", "a/002.txt", "b/003.png"):
+        (given / name).unlink()
+    os.mkfifo(given / "a/000.txt")
+    (given / "b/001.txt").symlink_to("/dev/zero")
+    (given / "a/002.txt").write_bytes(b"a" * (2 << 20))
+    (given / "b/003.png").symlink_to(given / "nowhere.png")
+    found = pack([str(given)], tmp_path / "out", work=WORK)
+    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
+        "text cannot be read": 2,
+        "text too large": 1,
+        "picture missing": 1,
+    }
+
+
+def test_source_names_in_any_script_and_those_of_the_outputs_own_files(tmp_path):
+    kinds = ["report.html", "pack.json", "\u5317\u4eac", "\u4e0a\u6d77", "train"]
+    given = table(tmp_path / "in", "image,caption,kind\n" + "".join(f"{i}.png,x,{k}\n" for i, k in enumerate(kinds)))
+    found = pack([str(given)], tmp_path / "out", PackSettings(columns=Columns(source="kind")), work=WORK)
+    folders = {one["folder"] for one in found["written"]}
+    assert folders == {
+        f"{name}/train" for name in ("report.html-source", "pack.json-source", "train-source", *kinds[2:4])
+    }
+    data = "::".join(f"{name}={tmp_path}/out/{name}/train" for name in kinds[2:4])
+    assert [(source.name, source.num_samples) for source in parse_sources(data)] == [(name, 1) for name in kinds[2:4]]
+
+
+def test_a_kill_in_the_first_write_leaves_a_folder_that_is_taken(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.pack.json.17.ab.part").write_text("{")
+    found = pack([str(as_folder(tmp_path / "in", make_pairs(2)))], tmp_path / "out", work=WORK)
+    assert found["pictures"] == 2 and not list((tmp_path / "out").glob(".pack.json*"))

@@ -21,7 +21,7 @@ from PIL import Image, ImageFile
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.prepare.public import manifest, pairs
+from open_clip_zerovl.prepare.public import download, manifest, pairs
 from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
@@ -34,7 +34,7 @@ from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import hostile_server, photo
 
-LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000)
+LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
 WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
 
 #: What each kind of address comes to.
@@ -140,6 +140,45 @@ def test_what_failed_for_a_passing_reason_can_be_tried_again(server, tmp_path):
     assert all(server.requests[f"/missing/{2000 + i}.jpg"] == 1 for i in range(0, 12, 3))  # gone is gone
 
 
+def test_a_transfer_that_is_cut_by_its_limit_is_no_picture_and_is_tried_again(server, tmp_path):
+    """Without an announced length the bytes that came look like a whole answer; they became "broken picture" for good."""
+    listed = write_list(tmp_path / "list.tsv", [server.url("open", 6000 + i) for i in range(3)])
+    once = dataclasses.replace(WORK, attempts=1)
+    first = prepare_list("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=once)
+    assert first["failures"] == {"timed out": 3}
+    again = dataclasses.replace(once, retry_failed=True)
+    assert prepare_list("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=again)["pairs"] == 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_redirects_to_private_addresses_are_refused_unless_allowed(server, monkeypatch, named):
+    """By the address in the redirect, and where that is a name by the address that is connected to."""
+    guarded = Downloader(dataclasses.replace(LIMITS, private_redirects=False))
+    assert guarded(server.url("good", 1)) == photo(1)  # the list's own address
+    if named:  # the redirect names a host, of which only the connection shows the address
+        answers, known = iter([True]), download._is_public
+        monkeypatch.setattr(download, "_is_public", lambda host: next(answers, False) or known(host))
+    before = server.requests.total()
+    with pytest.raises(Failure, match="redirect to a private address"):
+        guarded(server.url("moved", 1))
+    assert server.requests.total() == before + 1
+    assert Downloader(LIMITS)(server.url("moved", 1)) == photo(1)
+
+
+@pytest.mark.parametrize(
+    ("host", "public"),
+    [
+        *(
+            (host, False)
+            for host in ("127.0.0.1", "::1", "::ffff:10.0.0.1", "169.254.169.254", "fe80::1%eth0", "fc00::1")
+        ),
+        *((host, True) for host in ("8.8.8.8", "2606:4700::1", "photos.example.org")),
+    ],
+)
+def test_public_addresses_are_told_apart(host, public):
+    assert download._is_public(host) == public
+
+
 def test_two_processes_share_a_list(server, tmp_path):
     listed = write_list(tmp_path / "list.tsv", [server.url("good", 3000 + i) for i in range(35)])
     arguments = dict(source=[str(listed)], shard_size=10, limits=LIMITS)
@@ -175,7 +214,7 @@ sys.modules["open_clip_zerovl"] = package
 from open_clip_zerovl.prepare.public.lists import prepare_list
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.pairs import Work
-prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5),
+prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True),
            work=Work(threads=4, attempts=1, progress=False))
 """
 
@@ -204,7 +243,9 @@ def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
     assert any((tmp_path / "out/records").glob("*.spool"))  # or the test has shown nothing
     before = server.requests.total()
     work = Work(threads=4, attempts=1, progress=False)
-    arguments = dict(source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5), work=work)
+    arguments = dict(
+        source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True), work=work
+    )
     resumed = prepare_list("cc3m", tmp_path / "out", **arguments)
     # 150 rows and 30 redirects; the kills cost no more than what was under way.
     assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10

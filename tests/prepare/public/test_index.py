@@ -289,7 +289,7 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
 
 
-def test_report_puts_table_2_beside_what_is_there(tmp_path):
+def test_report_lists_sources_and_retrieval_sets(tmp_path):
     write_source(tmp_path / "data/noto", 0, 30, 10)
     write_source(tmp_path / "data/sbu", 0, 86, 50)
     samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"one\ntwo"}) for i in range(6)]
@@ -310,9 +310,6 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
         report([tmp_path / "data/test/noto/test"])
 
 
-EMOJI = Path("data/emoji")
-
-
 def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
     write_source(tmp_path / "noto", 0, 3, 3)
     (tmp_path / "bert").mkdir()
@@ -324,6 +321,9 @@ def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
         find_datasets([tmp_path / "bert", tmp_path / "README.md"])
     with pytest.raises(UserError, match="gone is no folder"):
         find_datasets([tmp_path / "noto", tmp_path / "gone"])
+
+
+EMOJI = Path("data/emoji")
 
 
 @pytest.mark.skipif(

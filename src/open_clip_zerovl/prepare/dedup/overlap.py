@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
@@ -66,12 +67,14 @@ class ComparedSets:
 
     Attributes:
         pictures: of all sets, those that can be decoded.
-        index: their hashes, in the same order.
+        index: their hashes, with and without uniform borders.
+        owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
     """
 
     pictures: Sequence[SetPicture]
     index: NearIndex
+    owners: Sequence[int]
     unreadable: int
 
     def counts(self) -> dict[str, int]:
@@ -92,7 +95,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class NearPair:
-    """A training picture and the test picture that it is near to."""
+    """A training picture and the test picture that it, or its mirror image, is near to."""
 
     source: str
     shard: str
@@ -100,6 +103,7 @@ class NearPair:
     test: str
     test_key: str
     distance: int
+    mirrored: bool = False
 
 
 @dataclass
@@ -148,14 +152,17 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
     pictures = [
         picture for name, path in parse_retrieval_data(tests).items() for picture in _test_pictures(name, path, split)
     ]
-    hashes, kept = [], []
+    hashes: list[Hashes] = []
+    owners: list[int] = []
+    kept: list[SetPicture] = []
     contents = (picture.read() for picture in pictures)
     bar = tqdm(hash_all(contents, threads), total=len(pictures), desc="test sets", unit="picture", disable=not progress)
     for picture, (_, own) in zip(pictures, bar, strict=True):
         if own is not None:
-            hashes.append(own)
+            hashes += list(own[::2])  # not those of its mirror image
+            owners += [len(kept)] * len(own[::2])
             kept.append(picture)
-    return ComparedSets(kept, NearIndex(hashes), len(pictures) - len(kept))
+    return ComparedSets(kept, NearIndex(hashes), owners, len(pictures) - len(kept))
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
@@ -232,14 +239,19 @@ def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: O
 
 
 def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap) -> None:
-    numbers, distances = tests.index.nearest([own for _, _, own in asked], found.within)
-    for (place, content, _), number, distance in zip(asked, numbers.tolist(), distances.tolist(), strict=True):
-        if number < 0:
+    if not asked:
+        return
+    numbers, distances = tests.index.nearest(np.concatenate([hashes for _, _, hashes in asked]), found.within)
+    first = 0  # of a picture's hashes
+    for place, content, hashes in asked:
+        best = first + int(distances[first : first + len(hashes)].argmin())
+        mirrored, first = bool((best - first) % 2), first + len(hashes)
+        if numbers[best] < 0:
             continue
-        test = tests.pictures[number]
+        test, distance = tests.pictures[tests.owners[numbers[best]]], int(distances[best])
         if len(found.pairs) < _KEPT:
             found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.read())
-        found.pairs.append(NearPair(*place, test.test, test.key, distance))
+        found.pairs.append(NearPair(*place, test.test, test.key, distance, mirrored))
 
 
 def _thumbnail(content: bytes) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, texts_of
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.sources import SourceNames
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
@@ -99,14 +99,15 @@ class Collecting:
 
     def _fetch(self, wanted: tuple[int, PairRow]) -> Picture:
         input, row = wanted
+        local = row.content is None and not is_address(row.place)
         if row.content is not None:
             content = row.content
-        elif is_address(row.place):
-            content = self.downloader(row.place)
+        elif local:
+            content = self._local(input, row.place)
         else:
-            content = self.readers[input].obtain(row.place)
+            content = self.downloader(row.place)
         stored = encode_picture(content, self.encoding, hashed=True)
-        again = row.content is None and not is_address(row.place) and stored.content is content
+        again = local and stored.content is content
         about = {
             "key": stored.pixels,
             "width": stored.width,
@@ -117,6 +118,14 @@ class Collecting:
             "shrunk": int(stored.shrunk),
         }
         return Picture(stored.extension, b"" if again else stored.content, about)
+
+    def _local(self, input: int, place: str) -> bytes:
+        try:
+            return self.readers[input].obtain(place)
+        except Failure as failure:
+            if failure.reason == "picture missing" and not is_utf8(place):
+                raise Failure("path not UTF-8") from failure
+            raise
 
     def _finish(self, batch: Batch) -> None:
         self.store.add_outcomes(batch.number * PICTURES_A_SPOOL, batch.spool.outcomes)

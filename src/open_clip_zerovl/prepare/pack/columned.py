@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
@@ -18,6 +19,7 @@ from open_clip_zerovl.prepare.pack.columns import Chosen, choose, guess_picture,
 from open_clip_zerovl.prepare.pack.paths import Places
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
+from open_clip_zerovl.shards.foreign import encoding_of
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
@@ -32,6 +34,7 @@ Record = Mapping[str, Any] | str
 class ColumnReader(Reader):
     """One of the columns names a row's picture (a path, an address), or holds it: bytes, or Hugging Face's {bytes, path}."""
 
+    names_pictures = True
     chosen: Chosen
     wanted: Columns
 
@@ -116,10 +119,8 @@ class TableReader(ColumnReader):
     def _first_line(self) -> str:
         with opened_table(self.path) as file:
             first = file.readline(1 << 20)
-        if first.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first:
-            raise UserError(
-                f"{self.path} is not UTF-8 text (UTF-16, as some programs save it?): save it as CSV in UTF-8"
-            )
+        if b"\0" in first:
+            raise UserError(f"{self.path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8")
         text = first.decode("utf-8-sig", "replace").rstrip("\r\n")
         if not text.strip():
             raise UserError(f"{self.path} has no first line with the names of its columns: check the file")
@@ -336,14 +337,24 @@ def is_coco(path: Path) -> bool:
 
 @contextmanager
 def opened_table(path: Path) -> Iterator[IO[bytes]]:
-    """The plain bytes of a table, gzipped or not. UserError for a zip, or a file that cannot be read."""
+    """The plain bytes of a table, gzipped or not, in UTF-8 where it has a byte-order mark.
+
+    Raises:
+        UserError: a zip, or a file that cannot be read.
+    """
     if path.suffix.lower() == ".zip":
         raise UserError(
             f"{path} is a zip with {listed(members(path)[:3])}: unpack it, and give the folder or the table"
         )
     try:
         with open_member(path, path.name) as file:
-            yield file
+            encoding = encoding_of(file.read(4))
+            file.seek(0)
+            yield file if encoding.startswith("utf-8") else cast(IO[bytes], codecs.EncodedFile(file, "utf-8", encoding))
+    except UnicodeError as error:
+        raise UserError(
+            f"{path} is not the {encoding.upper()} that its first bytes say ({error}): save it as UTF-8"
+        ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}): check the path") from error
 

@@ -32,7 +32,7 @@ _ENDINGS = {
 }
 _IN_FOLDERS = {**_ENDINGS, "table": (".csv", ".tsv", ".csv.gz", ".tsv.gz"), "json": (".jsonl", ".ndjson")}
 _LOOKED_AT = 5_000  # files of a folder
-_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)", re.DOTALL)
+_NAMED = re.compile(r"([^\W_][\w.-]*)=(.+)", re.DOTALL)
 
 
 def named_input(text: str) -> tuple[str | None, Path]:

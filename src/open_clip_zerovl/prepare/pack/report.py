@@ -23,7 +23,8 @@ from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
 TOKENIZED = 2_000  # captions of which tokens are counted
-_ADVICE = {"caption not UTF-8": "; save the table as UTF-8 (iconv -f CP1252 -t UTF-8 OLD.csv > NEW.csv)"}
+_AS_UTF8 = "; save the table as UTF-8 (iconv -f CP1252 -t UTF-8 OLD.csv > NEW.csv)"
+_ADVICE = {"caption not UTF-8": _AS_UTF8, "path not UTF-8": _AS_UTF8}
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
 #: Endings of pictures, as a file's name has them; what a file is, its bytes say.
 PICTURE_SUFFIXES = frozenset(
@@ -81,7 +81,8 @@ class Reader(ABC):
         path: of the input.
         form: its name in messages.
         columns: which columns are read, in words; "" where there are none.
-        files: the files whose names and sizes say whether the input is still the same.
+        files: the files whose names, sizes and times say whether the input is still the same.
+        names_pictures: whether rows name files of pictures that are not among `files`.
         total: number of rows; None where counting would take long.
         notes: what is odd about rows that are read nevertheless, in words; known once they are read.
     """
@@ -90,6 +91,7 @@ class Reader(ABC):
     form: str
     columns: str = ""
     files: list[Path]
+    names_pictures: bool = False
     total: int | None = None
     notes: Sequence[str] = ()
 
@@ -102,22 +104,12 @@ class Reader(ABC):
         return read_file(place)
 
 
-def read_file(place: str | Path, *, largest_bytes: int = -1, kind: str = "picture") -> bytes:
-    """The bytes of a picture's or a caption's file.
-
-    Raises:
-        Failure: there is none, it is no regular file (a pipe might never be written to), or it is too large.
-    """
+def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture") -> bytes:
+    """The bytes of a file that holds a picture or captions. Failure where there is none, or none that `read_foreign` reads."""
     try:
-        with regular_file(place) as file:
-            content = file.read(largest_bytes if largest_bytes < 0 else largest_bytes + 1)
-    except FileNotFoundError as error:
-        raise Failure(f"{kind} missing") from error
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise Failure(f"{kind} cannot be read") from error
-    if 0 <= largest_bytes < len(content):
-        raise Failure(f"{kind} too large")
-    return content
+        return read_foreign(path, most_bytes)
+    except BadFile as error:
+        raise Failure(error.reason.replace("file", kind, 1)) from error
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
@@ -137,9 +129,8 @@ def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
         text = " ".join(value.split())
         if not text:
             continue
-        if not _is_utf8(text):
-            problem = "caption not UTF-8"
-            continue
+        if not is_utf8(text) or "\0" in text:  # NULs are those of UTF-16 without a mark
+            return [], "caption not UTF-8"
         texts[text] = None
     return list(texts), "" if texts else problem
 
@@ -168,7 +159,8 @@ def _listed(text: str) -> Any:
     return text
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
+    """Whether a text holds no bytes of another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

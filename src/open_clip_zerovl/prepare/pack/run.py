@@ -6,18 +6,21 @@ with its record, and `pack.json`, which says that all is done. The same inputs a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, remove_scratch, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
-from open_clip_zerovl.prepare.pack.collect import Collecting, Contents
+from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader
@@ -129,9 +132,10 @@ def pack(
         _write_state(out, {**state, "complete": False})
     known: dict[str, str] = {}
     sources = [
-        SourceNames(name or source_name(out.absolute().name), settings.columns.source, known) for name, _ in named
+        SourceNames(source_name(name or out.absolute().name), settings.columns.source, known) for name, _ in named
     ]
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
+        remove_scratch(out / PACK_FILE)
         store = Store(scratch / "rows.sqlite", seed=settings.seed)
         try:
             collecting = Collecting(
@@ -215,32 +219,39 @@ def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
 
 
 def _identity(reader: Reader) -> dict[str, Any]:
-    """What says that an input is still the same: names and sizes of its files; of a table its hash too."""
-    import hashlib
+    """The identity of an input: a hash over its files' names, sizes and times of change, or the contents of a table.
 
+    Files of pictures that a table names count too, by their sizes and times. Addresses do not.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    size = 0
+    hashed = reader.form in ("table", "json")
     for file in reader.files:
-        bytes_here = file.stat().st_size
         name = file.name if file == reader.path else str(file.relative_to(reader.path))
-        digest.update(f"{name}\0{bytes_here}\0".encode("utf-8", "surrogateescape"))
-        size += bytes_here
-    if reader.form in ("table", "json"):
-        digest.update(manifest.sha256_of(reader.files[0]).encode())
-    return {
-        "input": reader.path.name,
-        "form": reader.form,
-        "files": len(reader.files),
-        "bytes": size,
-        "hash": digest.hexdigest(),
-    }
+        mark = manifest.sha256_of(file) if hashed else _stamp(file)
+        digest.update(f"{name}\0{mark}\0".encode("utf-8", "surrogateescape"))
+    for row in reader.rows() if reader.names_pictures else ():
+        if row.content is not None:
+            break  # the pictures are in the input itself
+        if row.place and not is_address(row.place):
+            digest.update(f"{_stamp(row.place)}\0".encode())
+    return {"input": reader.path.name, "form": reader.form, "files": len(reader.files), "hash": digest.hexdigest()}
+
+
+def _stamp(file: str | Path) -> str:
+    """Size and time of change of a file; "" for none, as behind a dangling link."""
+    try:
+        about = os.stat(file)
+    except (OSError, ValueError):
+        return ""
+    return f"{about.st_size} {about.st_mtime_ns}"
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
     """Claim the folder for these inputs and settings; whether all is done already. UserError for a folder of others."""
     file = out / PACK_FILE
     if not file.is_file():
-        if out.is_dir() and any(out.iterdir()):
+        # A process that was killed while it wrote this file leaves a part of it.
+        if out.is_dir() and not all(fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()):
             raise UserError(
                 f"{out} is not empty, and no {PACK_FILE} in it says that this program wrote it: give a new folder"
             )

@@ -19,6 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions, listed
 from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSION,
@@ -82,7 +83,7 @@ class SampleReader(Reader):
             return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
         if text is None:
             return row._replace(refused="no text of its name", source=source)
-        return row._replace(captions=text.removeprefix(b"\xef\xbb\xbf").splitlines(), source=source)
+        return row._replace(captions=text.splitlines(), source=source)
 
 
 class FolderReader(SampleReader):
@@ -92,21 +93,22 @@ class FolderReader(SampleReader):
 
     def __init__(self, path: Path, wanted: Columns) -> None:
         self.path, self.wanted = path, wanted
-        self.files = []
+        self.pictures: list[Path] = []
         self.texts: set[str] = set()  # paths of texts and JSON files beside pictures
         for folder, names in walk(path):
             here = {name for name in names if name.endswith((".txt", ".json"))}
             for name in names:
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in PICTURE_SUFFIXES:
-                    self.files.append(Path(folder, name))
+                    self.pictures.append(Path(folder, name))
                     beside = {f"{stem}.txt", f"{stem}.json"} & here
                     self.texts.update(os.path.join(folder, text) for text in beside)
-        self.total = len(self.files)
+        self.total = len(self.pictures)
+        self.files = [*self.pictures, *map(Path, sorted(self.texts))]
         if not self.texts:
-            first = str(self.files[0].relative_to(path)) if self.files else "none"
+            first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
             raise UserError(
-                f"{path} has {len(self.files)} pictures and no captions: none has a text of its name beside it; write the "
+                f"{path} has {len(self.pictures)} pictures and no captions: none has a text of its name beside it; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, or give a table of pictures and captions"
             )
         tables = sorted(text for text in self.texts if text.endswith(".json"))
@@ -122,7 +124,7 @@ class FolderReader(SampleReader):
         self._choose(f"the JSON files of {path}", objects, has_text=len(tables) < len(self.texts))
 
     def rows(self) -> Iterator[PairRow]:
-        for file in self.files:
+        for file in self.pictures:
             name, (stem, _) = str(file.relative_to(self.path)), os.path.splitext(file)
             row = PairRow(str(file), (), name)
             try:
@@ -229,8 +231,13 @@ def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read(path: str) -> bytes:
-    """The content of a text beside a picture. Failure as `read_file`."""
-    return read_file(path, largest_bytes=_LARGEST_TEXT_BYTES, kind="text")
+    """The content of a text beside a picture, in UTF-8 where it has a byte-order mark. Failure as `read_file`."""
+    content = read_file(path, most_bytes=_LARGEST_TEXT_BYTES, kind="text")
+    encoding = encoding_of(content)
+    try:
+        return content if encoding == "utf-8" else content.decode(encoding).encode()
+    except UnicodeError as error:
+        raise Failure("caption not UTF-8") from error
 
 
 def _object(content: bytes) -> dict[str, Any] | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 
 MOST_SOURCES = 1_000
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-#: What lies beside the sources' folders in an output, and what `train` and `test` would be taken for.
-_RESERVED = {"train", "test"}
+#: Files and folders that lie beside the sources' folders in an output, or are taken for splits.
+_RESERVED = {"train", "test", "pack.json", "report.json", "report.html", "refused.csv", "origins.csv.gz"}
+_RESERVED |= {"near.json", "near.html", "dataset_type.txt"}
+_LONGEST_BYTES = 200  # of a folder's name; file systems take 255
 
 
 class SourceNames:
@@ -51,7 +53,7 @@ class SourceNames:
 
 
 def source_name(text: str) -> str:
-    """A text as the name of a source and a folder: letters, digits and ._-"""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:80]
-    name = name if _NAME.fullmatch(name) else f"source-{name}".rstrip("-")
-    return f"{name}-source" if name in _RESERVED else name
+    """A text as the name of a source and a folder: letters of any script, digits and ._-"""
+    name = re.sub(r"[^\w.-]+", "-", unicodedata.normalize("NFC", text)).strip("-._")
+    name = name.encode("utf-8", "ignore")[:_LONGEST_BYTES].decode("utf-8", "ignore") or "source"
+    return f"{name}-source" if name.lower() in _RESERVED else name

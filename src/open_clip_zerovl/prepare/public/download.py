@@ -12,6 +12,7 @@ import errno
 import functools
 import http.client
 import io
+import ipaddress
 import math
 import socket
 import ssl
@@ -34,6 +35,7 @@ from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 
 _PIECE_BYTES = 1 << 16
+_PRIVATE = "redirect to a private address"
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -46,6 +48,8 @@ class Limits:
         total_seconds: longest time of one attempt, redirects included.
         max_bytes: longest answer.
         verify_tls: refuse hosts whose certificate is wrong.
+        private_redirects: follow redirects to addresses of this machine and its network. Without, a list of addresses from
+            elsewhere reaches none that it does not name itself.
         user_agent: the name that hosts see; some refuse Python's.
     """
 
@@ -53,6 +57,7 @@ class Limits:
     total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
     max_bytes: float = 50_000_000
     verify_tls: bool = flag(True, "accept hosts whose certificate is wrong", option="--no-tls-verify")
+    private_redirects: bool = flag(False, "follow redirects to loopback, link-local and private addresses")
     user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
 
 
@@ -75,7 +80,7 @@ class Downloader:
             _HttpHandler(),
             _HttpsHandler(context=context),
             urllib.request.HTTPDefaultErrorHandler(),
-            urllib.request.HTTPRedirectHandler(),
+            _Redirects(),
             urllib.request.HTTPErrorProcessor(),
             urllib.request.UnknownHandler(),
         ):
@@ -99,6 +104,7 @@ class Downloader:
         if not url.startswith(("http://", "https://")):
             raise Failure("not a web address")
         _transfer.deadline = time.monotonic() + self.limits.total_seconds
+        _transfer.guarded, _transfer.may_be_private = False, self.limits.private_redirects
         headers = {"User-Agent": self.limits.user_agent, "Accept": "image/*,*/*;q=0.8", **headers}
         try:
             request = urllib.request.Request(_quoted(url), headers=headers)
@@ -191,7 +197,8 @@ def _go_on(downloader: Downloader, url: str, part: Path, progress: bool) -> None
                 bar.update(len(piece))
 
 
-#: `deadline`: when the transfer of this thread must be over (time.monotonic).
+#: Of this thread's transfer. `deadline`: when it must be over (time.monotonic). `guarded`: it was redirected, and the next host
+#: must have a public address.
 _transfer = threading.local()
 
 
@@ -232,10 +239,36 @@ class _Http(http.client.HTTPConnection):
     def connect(self) -> None:
         self.timeout = _seconds_left(self.timeout)
         super().connect()
+        if _transfer.guarded and not _is_public(self.sock.getpeername()[0]):
+            self.close()
+            raise Failure(_PRIVATE)
 
 
 class _Https(http.client.HTTPSConnection, _Http):
     response_class = _Answer
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Redirects to public addresses. Through a proxy, where only the host's name is known, its literal address counts."""
+
+    def redirect_request(self, req: urllib.request.Request, *args: Any) -> urllib.request.Request | None:
+        following = super().redirect_request(req, *args)
+        if following is not None and not _transfer.may_be_private:
+            _transfer.guarded = not req.has_proxy()
+            host = urllib.parse.urlsplit(following.full_url).hostname or ""
+            if host == "localhost" or not _is_public(host):
+                raise Failure(_PRIVATE)
+        return following
+
+
+def _is_public(host: str) -> bool:
+    """Whether a host is a name, or an address in the public network."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return True
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_global and not address.is_multicast
 
 
 class _HttpHandler(urllib.request.HTTPHandler):
