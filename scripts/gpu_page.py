@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 
 GOAL = 3300  # samples a second: the paper's 14.23 M pairs x 20 epochs in 24 hours
 Parts = Mapping[str, Mapping[str, Any]]

@@ -27,7 +27,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import DrawnSample, load_drawn_split
 

@@ -24,7 +24,7 @@ from jinja2 import Template
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.evaluate.bias.pools import POOLS
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.ablation import figures
 from scripts.ablation.jobs import settings_of
 from scripts.ablation.protocol import (

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from open_clip_zerovl.core.memory import PeakBytes, available_bytes
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import Setup, seconds, write
 
 SEED = 1

@@ -18,7 +18,7 @@ import torch
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import build, register, simulated_peak_bytes, write
 
 

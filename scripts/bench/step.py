@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from open_clip_zerovl.core.memory import available_bytes
-from open_clip_zerovl.report.markdown import markdown_table
+from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import (
     COMPILED,
     SORTED,

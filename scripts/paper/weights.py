@@ -164,7 +164,7 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
     from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.data.retrieval import open_retrieval_set
-    from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
 
     for location in sets.values():
         open_retrieval_set(location)  # before a conversion that would be in vain

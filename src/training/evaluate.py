@@ -16,10 +16,11 @@ from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.data.retrieval import retrieval_batches
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.gallery import retrieval_examples
-from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, recalls, retrieval_ranks
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.report.run_examples import write_examples
+from open_clip_zerovl.report.record import write_examples
 from training.data import RetrievalData
 from training.run_log import RunLog
 from training.step_log import reporter_of
@@ -41,7 +42,7 @@ def evaluate(
     Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
 
     Args:
-        log: records the metrics.
+        log: gets the metrics.
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
@@ -52,7 +53,8 @@ def evaluate(
     if retrieval is None or not due or not is_master(args):
         return metrics
     by_set: dict[str, dict[str, float]] = {}
-    examples: list[dict[str, Any]] = []
+    bounds: dict[str, dict[str, float]] = {}
+    examples: list[RetrievalExample] = []
     kept = retrieval.captions_per_image
     how = {
         "retrieval_transform": config.retrieval_transform,
@@ -75,14 +77,16 @@ def evaluate(
         )
         ranks = retrieval_ranks(*features)
         by_set[name] = recalls(ranks)
+        captions = [text for sample in dataset.samples for text in sample.captions[:kept]]
+        bounds[name] = recall_bounds(captions, features[2])
         logging.info(
             f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
         if args.save_logs:
-            examples += retrieval_examples(name, dataset, *features, ranks["text_to_image"], kept)
+            examples += GallerySet(name, dataset, kept, *features, ranks, by_set[name]).examples()
     ours: dict[str, Any] = {"epoch": epoch}
     ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
-    log.retrieval(epoch, by_set)
+    log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
     _log(ours, how, epoch, args, data, tb_writer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import resource
 import time
@@ -22,7 +23,7 @@ from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
 from training.console import Console
 
 REDRAW_SECONDS = 0.5
@@ -76,7 +77,7 @@ class RunLog:
             self._give_up(error)
         self._add(
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
-            sources={source.name: source.num_samples for source, _ in facts.sources},
+            loss_at_chance=facts.loss_at_chance, sources={source.name: source.num_samples for source, _ in facts.sources},
             settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
         )  # fmt: skip
 
@@ -182,10 +183,7 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            best = best_evaluation(read_record(folder)["retrieval"])
-            if best is not None:
-                sums = ", ".join(f"{name} {metrics['rsum']:.1f}" for name, metrics in best["metrics"].items())
-                lines.append(f"Best RSUM: {sums} after epoch {best['at']:.0f}.")
+            lines += filter(None, [best_words(read_record(folder)["retrieval"])])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")
@@ -247,6 +245,14 @@ class Facts:
         parts = (self.args.batch_size, self.config.dga_steps, self.args.world_size)
         whole = parts[0] * parts[1] * parts[2]
         return f"{parts[0]} x {parts[1]} x {parts[2]} = {whole:,} pairs a step (micro-batch x DGA steps x ranks)"
+
+    @property
+    def loss_at_chance(self) -> float | None:
+        """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
+        args, config = self.args, self.config
+        if getattr(args, "siglip", False) or args.distill_model or config.teacher or "coca" in args.model.lower():
+            return None
+        return math.log(args.batch_size * config.dga_steps * args.world_size)
 
 
 def summary(facts: Facts) -> list[str]:

@@ -57,18 +57,9 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
     """The command of docs/evaluation.md."""
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
-    command = [
-        warm.python(),
-        program,
-        "eval",
-        "--model",
-        f"local-dir:{home / 'export'}",
-        "--pretrained",
-        "none",
-        "--dataset",
-        "wds/set",
-    ]
-    command += ["--dataset_root", str(home / "set"), "--task", task, "--no_amp", "--output", str(out), *more]
+    options = f"--pretrained none --dataset wds/set --task {task} --no_amp".split()
+    command = [warm.python(), program, "eval", "--model", f"local-dir:{home / 'export'}", *options]
+    command += ["--dataset_root", str(home / "set"), "--output", str(out), *more]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -148,8 +139,10 @@ def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path,
         "0",
         "--name",
         "run",
+        "--batch-size",
+        "8",
     ]
-    arguments += ["--train-data", str(tmp_path / "pairs.csv"), "--batch-size", "8", "--epochs", "1", "--warmup", "1"]
+    arguments += ["--train-data", str(tmp_path / "pairs.csv"), "--epochs", "1", "--warmup", "1"]
     assert main([*arguments, "--dga-steps", "1", "--imagenet-val", str(tmp_path / "val")]) == 0
     assert seen[-1] == (24, 12)
     rows = [json.loads(line) for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()]

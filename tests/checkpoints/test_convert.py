@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import open_clip
@@ -142,7 +141,7 @@ def test_a_timm_run_at_another_size_is_rescued(tmp_path, bert):
     name = register(tmp_path / "configs", "convert-forced", vision, {**bert_text(bert), "context_length": 25})
     model = random_model(name, force_image_size=128)
     checkpoint = write_run(tmp_path / "run", model, {"model": name, "force_image_size": 128})
-    with pytest.raises(UserError, match=r"another shape .*zerovl convert"):
+    with pytest.raises(UserError, match=r"another shape .*--force-image-size 128 with a timm tower.*zerovl convert"):
         convert_checkpoint(checkpoint, tmp_path / "out")
     folder = convert_checkpoint(
         checkpoint, tmp_path / "out", image_model=name, text_model=str(bert), image_size=128, verify=True
@@ -191,12 +190,7 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     refused(native.state_dict(), "have no place in an open_clip model with timm")
 
 
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch should-not-exist",)
-
-
-def test_the_command_converts_verifies_and_refuses_what_would_run_code(tmp_path, bert, capsys, monkeypatch):
+def test_the_command_converts_verifies_and_replaces(tmp_path, bert, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = saved(tmp_path / "released.pth", Reference(bert).state_dict())
     towers = ["--image-model", IMAGE_MODEL, "--text-model", str(bert)]
@@ -209,10 +203,6 @@ def test_the_command_converts_verifies_and_refuses_what_would_run_code(tmp_path,
     assert main(["convert", str(checkpoint), "out", *towers]) == 2
     assert "replace it with --force" in capsys.readouterr().err
     assert main(["convert", str(checkpoint), "out", *towers, "--force"]) == 0
-    evil = saved(tmp_path / "evil.pth", Reference(bert).state_dict(), config=Evil())
-    assert main(["convert", str(evil), "other", *towers]) == 2
-    assert "was refused, since loading it could run code" in capsys.readouterr().err
-    assert not (tmp_path / "should-not-exist").exists()
 
 
 def test_a_temperature_out_of_range_counts_as_the_released_code_clamps_it(tmp_path, bert):

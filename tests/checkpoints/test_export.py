@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +15,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from open_clip_zerovl.checkpoints.export import export_local_dir, load_model, read_model_spec, relocation_note
+from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.spec import read_model_spec
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
@@ -261,11 +262,6 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path, home):
     assert sorted(tmp_path.iterdir()) == before
 
 
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch should-not-exist",)
-
-
 def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
     model = random_model("native-clip")
     good = write_run(tmp_path / "run", model, {"model": "native-clip"})
@@ -297,10 +293,6 @@ def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
     refused(saved("list.pt", [1, 2]), "holds no 'state_dict'")
     refused(saved("empty.pt", {"epoch": 1}), "holds no 'state_dict'")
 
-    refused(saved("evil.pt", {"state_dict": weights, "x": Evil()}), "refused, since loading it could run code")
-    (good.parent / "pickle.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
-    refused(good.parent / "pickle.pt", "refused, since loading it could run code|cannot be loaded")
-    assert not Path("should-not-exist").exists()
     (good.parent / "cut.pt").write_bytes(good.read_bytes()[:1000])
     refused(good.parent / "cut.pt", "cannot be loaded|refused")
     (good.parent / "zero.pt").write_bytes(b"")
@@ -309,13 +301,6 @@ def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
     (tmp_path / "run" / "params.txt").unlink()
     refused(good, r"no params\.txt beside .*epoch_1\.pt names its model")
     export_local_dir(good, tmp_path / "export", model="native-clip")
-
-
-def test_a_forced_size_of_a_timm_vit_is_explained(tmp_path, home):
-    model = random_model("timm-bert", force_image_size=128)
-    checkpoint = write_run(tmp_path / "run", model, {"model": "timm-bert", "force_image_size": 128})
-    with pytest.raises(UserError, match=r"another shape .*--force-image-size 128 with a timm tower"):
-        export_local_dir(checkpoint, tmp_path / "export")
 
 
 def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
@@ -328,17 +313,10 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
     refused("ViT-B-32/openai", "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai")
     refused("ViT-B-99/openai", "neither a folder with open_clip_config.json, nor a checkpoint file")
     refused("no-such-thing", "neither a folder")
-    refused(f"local-dir:{tmp_path / 'none'}", "does not exist")
-    refused(tmp_path, "open_clip_config.json is missing")
     refused(tmp_path, "goes with a training checkpoint", model_name="ViT-B-32")
     folder = export_local_dir(
         write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "export"
     )
-    (folder / "open_clip_config.json").write_text("{")
-    refused(folder, "is not valid JSON")
-    (folder / "open_clip_config.json").write_text("{}")
-    refused(folder, "has no 'model_cfg'")
-    folder = export_local_dir(tmp_path / "run" / "checkpoints" / "epoch_1.pt", tmp_path / "bare")
     (folder / "open_clip_model.safetensors").unlink()
     refused(folder, "holds no weights")  # open_clip would go on with random ones
 
@@ -370,7 +348,7 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     assert "- imagenet-zeroshot-val-top1: 0.2500" in card
     assert "0.75" not in card
     assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
-    assert "started from checkpoint: old.pt" in card
+    assert "started from checkpoint: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
     results.write_text("{")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
         export_local_dir(checkpoint, tmp_path / "other")

@@ -96,7 +96,7 @@ def test_what_hinders_a_push_is_said_before_the_work(hub, checkpoint, tmp_path, 
 
     assert "'a b' is no name of a repository" in said("a b")
     assert main(["export", str(checkpoint), str(tmp_path / "out"), "--private"]) == 2
-    assert "give both, or neither" in capsys.readouterr().err
+    assert "--private needs --push-to-hub" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "reader")
     assert "the hub's token of me may only read" in said()
     monkeypatch.setenv("HF_TOKEN", "stolen")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pickle
 import sys
 
 import open_clip
@@ -199,12 +200,17 @@ def test_weights_alone_name_the_folder_to_give(exported):
         load_model(exported / "open_clip_model.safetensors", model_name="trust-bert")
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
+def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
     class Evil:
         def __reduce__(self):
             return open, (str(tmp_path / "ran"), "w")
 
     torch.save({"state_dict": {"a": Evil()}}, tmp_path / "evil.pt")
-    with pytest.raises(UserError, match="could run code"):
-        load_model(tmp_path / "evil.pt", model_name="trust-bert")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
+    for name in ("evil.pt", "plain.pt"):
+        with pytest.raises(UserError, match="could run code|cannot be loaded"):
+            load_model(tmp_path / name, model_name="trust-bert")
+    for command in (["convert", "--image-model", "test_vit", "--text-model", "x"], ["export", "--model", "trust-bert"]):
+        assert main([command[0], str(tmp_path / "evil.pt"), str(tmp_path / "out"), *command[1:]]) == 2
+        assert "was refused, since loading it could run code" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

@@ -13,7 +13,14 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from support import ROOT
 from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_clip, error, gradients, one_graph
-from support.two_towers import Metric, adapter_in_a_hook, lora_on, noisy
+from support.two_towers import (
+    Metric,
+    adapter_in_a_hook,
+    adapter_in_encode_image,
+    lora_on,
+    noisy,
+    shared_projection,
+)
 
 EXACT = TOLERANCE[torch.float64]
 SEED = 5
@@ -30,9 +37,19 @@ def frozen_text():
     return model
 
 
-@pytest.mark.parametrize("make", [bert_clip, frozen_text, adapter_in_a_hook, partial(lora_on, "text")])
-@pytest.mark.parametrize("retain", [0, 1, 3])
+MAKES = (
+    bert_clip, frozen_text, adapter_in_a_hook, adapter_in_encode_image, shared_projection, partial(lora_on, ["text"]),
+    partial(lora_on, ["text", "image"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "retain"),
+    [(make, (0, 1, 3)[i % 3]) for i, make in enumerate(MAKES)]
+    + [pytest.param(make, retain, marks=pytest.mark.slow) for make in MAKES for retain in (0, 1, 3)],
+)
 def test_the_backward_pass_of_the_loss_is_that_of_one_graph(make, retain):
+    """Also of towers that only look frozen; a covering array, and in the slow tier the grid."""
     model, micro_batches = make(), batches([3, 2, 2])
     value, wanted = whole(model, ClipLoss(), micro_batches)
     drawn = torch.get_rng_state()
@@ -48,6 +65,9 @@ def test_the_backward_pass_of_the_loss_is_that_of_one_graph(make, retain):
         loss.backward()
         assert torch.equal(torch.get_rng_state(), after)
         assert error(gradients(model), wanted) <= EXACT
+    torch.manual_seed(SEED)
+    step.backward(micro_batches)  # both at once
+    assert error(gradients(model), wanted) <= EXACT
 
 
 def test_without_the_replayed_masks_it_is_wrong():
@@ -145,6 +165,7 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(retain):
     assert all(torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True))
 
 
+@pytest.mark.slow  # a training by two programs; the gradient of `loss` is tested above
 def test_the_documented_trainer_of_hugging_face(tmp_path):
     """Its weights after three steps, one of a smaller batch, are those of its loss on the whole batch."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which the trainer needs")

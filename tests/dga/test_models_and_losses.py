@@ -33,12 +33,8 @@ from support.dga_reference import CONTEXT, TOLERANCE, VOCABULARY, batches, bert_
 from support.two_towers import (
     Metric,
     TextText,
-    adapter_in_a_hook,
-    adapter_in_encode_image,
-    lora_on,
     noisy,
     seeded,
-    shared_projection,
     token_batches,
 )
 
@@ -56,21 +52,6 @@ def accumulated(model, loss, micro_batches, *, loss_inputs=None, prepare=None, *
 def reference(model, loss, micro_batches, **options):
     torch.manual_seed(SEED)
     return one_graph(model, loss, micro_batches, **options)
-
-
-# --------------------------------------------------------------------------------------- towers that only look frozen
-
-
-@pytest.mark.parametrize("make", [adapter_in_encode_image, adapter_in_a_hook, shared_projection])
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_a_tower_that_only_looks_frozen_learns(make, retain):
-    model, micro_batches = make(), batches([3, 2, 2])
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    step = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=retain, check="always")
-    for _ in range(2):  # the second step knows
-        torch.manual_seed(SEED)
-        step.backward(micro_batches)
-        assert error(gradients(model), wanted) <= EXACT
 
 
 # --------------------------------------------------------------------------------------------------------------- losses
@@ -513,15 +494,6 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         assert error(found, wanted) <= EXACT
     with pytest.raises(UserError, match="adapter .docs/dga.md"):
         accumulated(seeded(make), ContrastiveLoss(), [(texts["input_ids"], images) for images, texts in micro_batches])
-
-
-@pytest.mark.parametrize("towers", [["text"], ["text", "image"]])
-def test_lora_on_frozen_towers(towers):
-    model, micro_batches = lora_on(towers), batches([3, 2, 2])
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    for retain in (0, 1):
-        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
-        assert len(found) > 2 and error(found, wanted) <= EXACT
 
 
 @pytest.mark.parametrize("image", [False, True], ids=["text", "both towers"])

@@ -108,7 +108,7 @@ def worst_error(case):
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 
 
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=15, **QUIET)
 @given(cases())
 def test_random_steps_are_exact(case):
     assert worst_error(case) <= TOLERANCE[torch.float64]

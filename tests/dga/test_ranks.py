@@ -607,24 +607,6 @@ def test_compiled_ddp(tmp_path):
                 assert error(found[rank][name][step], wanted[step]) <= EXACT
 
 
-@pytest.mark.slow  # four processes on a core or two, each with its own imports
-@pytest.mark.timeout(900)
-def test_several_texts_and_teachers_on_four_ranks_of_torchrun(tmp_path):
-    """K = 1 and 4, ragged, dropout, two teachers, shared captions and pictures, negatives of other sources a tenth."""
-    names = [name for name, case in CASES.items() if case.texts > 1]
-    controls = [name for name in CONTROLS if name.startswith("two texts")]
-    assert len(names) >= 8 and len(controls) == 3
-    found = start(4, [*names, *controls], tmp_path)
-    for name in names:
-        for step, wanted in enumerate(reference(CASES[name], 4)):
-            for of_rank in found:
-                assert error(of_rank[name][step], wanted) <= EXACT, f"{name}, step {step}"
-                assert all(torch.equal(grad, found[0][name][step][key]) for key, grad in of_rank[name][step].items())
-    for name in controls:
-        case, at_least = CONTROLS[name]
-        assert error(found[0][name][0], reference(case, 4)[0]) >= at_least, name
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

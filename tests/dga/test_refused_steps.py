@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.objective import Objective
 from open_clip_zerovl.dga.replay import CHECK_EVERY, ReplayCheck
 from open_clip_zerovl.dga.retain import Retention
@@ -254,6 +255,8 @@ def test_linear_hooks_act_as_on_one_graph():
     _, wanted = one_graph(model, ClipLoss(), micro_batches)
     step_of(model).backward(micro_batches)
     assert error(gradients(model), wanted) <= EXACT and seen
+    for dtype in (torch.float16, torch.bfloat16):
+        GradientHooks(model.to(dtype)).check()
 
 
 def test_a_loss_with_its_own_total_beside_the_parts_is_refused():

@@ -91,8 +91,8 @@ def test_a_config_builds_with_a_folder_and_reads_77_tokens(tower, folder):
     assert (unmasked[:, 0] - hidden[:, 0]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("frozen", [(), ("text",)])
-def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen):
+@pytest.mark.parametrize(("frozen", "checkpointing"), [((), False), (("text",), False), ((), True)])
+def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen, checkpointing):
     model = random_model(small).double().train()
     model.output_dict = True
     freeze(model, frozen)
@@ -100,10 +100,13 @@ def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen)
     parts = micro_batches_of(small, tower.texts)
     torch.manual_seed(7)
     _, reference = one_graph(model, ContrastiveLoss(), parts)
+    if checkpointing:
+        model.text.set_grad_checkpointing()
+        assert model.text.transformer.is_gradient_checkpointing
     torch.manual_seed(7)
     DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
     assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
-    if not frozen:  # the control: other masks in the second pass
+    if not frozen and not checkpointing:  # the control: other masks in the second pass
         dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, replay_rng=False, check="never")
         torch.manual_seed(7)
         dga.backward(parts)

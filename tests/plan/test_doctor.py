@@ -117,7 +117,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 
     def slightly_wrong(self, *arguments, **options):
         losses = backward(self, *arguments, **options)
-        next(self._model.parameters()).grad.mul_(1.001)
+        next(self._inner.parameters()).grad.mul_(1.001)
         return losses
 
     monkeypatch.setattr(DecoupledGradientAccumulation, "backward", slightly_wrong)

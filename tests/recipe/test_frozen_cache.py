@@ -14,6 +14,7 @@ from open_clip.transform import image_transform
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.embeddings.store import Manifest, Store
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
@@ -91,6 +92,15 @@ def test_a_change_throws_the_cache_away_and_says_so(tmp_path, change, caplog):
     assert "made anew" in caplog.text
     (tmp_path / "embeddings.json").write_text("{")  # not finished
     assert len(cache(tmp_path)) == 0
+
+
+def test_embeddings_of_another_use_are_never_thrown_away(tmp_path):
+    made = Manifest({"use": "teachers"}, [], {"0.images": ("float16", (2, 4))})
+    Store.create(tmp_path, made).rows["0.images"][:] = torch.ones(2, 4)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="holds embeddings for the use of teachers, .* give another folder"):
+        cache(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_stored_features_that_are_no_numbers_are_not_shown(tmp_path):

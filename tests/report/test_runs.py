@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, RetrievedPicture
 from open_clip_zerovl.report import plot
 from open_clip_zerovl.report import run_charts as charts
-from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_examples import write_examples
+from open_clip_zerovl.report.record import EXAMPLES, Record, read_record, write_examples
 from open_clip_zerovl.report.run_page import write_run_page
 
 PICTURE = "data:image/jpeg;base64,AAAA"
@@ -21,11 +22,11 @@ PICTURE = "data:image/jpeg;base64,AAAA"
 
 def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
     """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
-    monkeypatch.setattr(charts, "png_bytes", lambda figure: figure)
+    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
     lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
-    (axes,) = charts.retrieval_picture(lines).axes
+    (axes,) = charts.retrieval_picture(lines, {"coco": "red"}).axes
     assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
-    (axes,) = charts.retrieval_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}]).axes
+    (axes,) = charts.retrieval_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}).axes
     assert axes.get_ylim()[0] > 100
 
 
@@ -75,14 +76,8 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path):
 
 def test_the_page(tmp_path):
     write_record(tmp_path / "run", name="a & <b>")
-    example = {
-        "set": "coco",
-        "caption": "a <i>cat</i>",
-        "rank": 3,
-        "own": PICTURE,
-        "top": [{"picture": PICTURE, "own": True}],
-    }
-    write_examples(tmp_path / "run", 2, [example])
+    shown = RetrievedPicture(Image.new("RGB", (9, 9)), "coco", True)
+    write_examples(tmp_path / "run", 2, [RetrievalExample("a <i>cat</i>", "coco", PICTURE, {"": [shown]}, {"": 3})])
     assert zerovl(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "run.html").read_text()
     assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course
@@ -120,8 +115,8 @@ def test_a_run_without_steps_has_a_page(tmp_path):
 @pytest.mark.parametrize("picture", ["https://example.org/a.png", 'data:image/png;base64,A" onerror="x', 3])
 def test_a_picture_from_elsewhere_is_refused(tmp_path, picture):
     write_record(tmp_path)
-    example = {"set": "s", "caption": "c", "rank": 1, "own": picture, "top": []}
-    (tmp_path / "examples.json").write_text(json.dumps({"epoch": 1, "examples": [example]}))
+    example = {"query": "c", "source": "s", "target": picture, "top": {}, "rank": {}}
+    (tmp_path / EXAMPLES).write_text(json.dumps({"epoch": 1, "examples": [example]}))
     with pytest.raises(UserError, match="is not what training wrote"):
         write_run_page(tmp_path)
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import ROOT
 from support.tars import write_source
@@ -206,21 +205,22 @@ def free_ports(count: int) -> list[int]:
 
 
 def slurm_conf(folder: Path) -> str:
-    """Two nodes of one core on this machine. Short intervals: by default a requeued job waits two minutes."""
+    """Two nodes of two cores on this machine. Short intervals: by default a requeued job waits two minutes."""
     controller, *nodes = free_ports(3)
     user = getpass.getuser()
     lines = [
         "ClusterName=test", "SlurmctldHost=localhost(127.0.0.1)", f"SlurmctldPort={controller}",
         f"SlurmUser={user}", f"SlurmdUser={user}",
         "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
-        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "MpiDefault=none", "ReturnToService=2",
+        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/affinity", "TaskPluginParam=Cores",
+        "MpiDefault=none", "ReturnToService=2",
         "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "JobRequeue=1",
         "AccountingStorageType=accounting_storage/none", "JobAcctGatherType=jobacct_gather/none",
         "SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2",
         f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
         f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
-        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
+        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
         "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -305,7 +305,7 @@ def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[
     """Submit train-14m on two nodes; its job id and log."""
     out = cluster(
         sys.executable, *RECIPES, "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
-        "--sbatch=--cpus-per-task=1", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
+        "--sbatch=--cpus-per-task=2", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
     )  # fmt: skip
     job = out.split()[-1]
     return job, folder / f"{job}.log"
@@ -328,7 +328,7 @@ needs_slurm = pytest.mark.skipif(
 def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slurm, settings):
     """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
     folder, values = settings
-    assert slurm("sbatch", "--test-only", "--cpus-per-task=1", "--nodes=2", str(SBATCH), "--name", "a") == ""
+    assert slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a") == ""
     job, log = submit(slurm, folder, values, "broken")
     wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
     slurm("scancel", "--signal=USR1", "--batch", job)
@@ -352,6 +352,8 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
         [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    import torch
+
     ours, theirs = (
         torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
         for name in ("broken", "whole")
@@ -359,6 +361,19 @@ def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slur
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
     assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
+
+
+@needs_slurm
+@pytest.mark.slow(reason="a job of a real SLURM")
+def test_each_task_gets_the_cores_that_the_job_asked_for(slurm, tmp_path):
+    """Two tasks of two cores; srun since 22.05 binds a task to one core where nobody asks it for more."""
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\ngrep Cpus_allowed_list /proc/self/status\n")
+    (tmp_path / "python").chmod(0o755)
+    slurm(
+        "sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", f"--output={tmp_path}/log",
+        f"--export=ALL,PYTHON={tmp_path}/python", str(SBATCH), "--name", "a",
+    )  # fmt: skip
+    assert (tmp_path / "log").read_text().count("Cpus_allowed_list:\t0-1\n") == 2
 
 
 @needs_slurm

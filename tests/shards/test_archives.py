@@ -8,20 +8,38 @@ import json
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.archives import json_array
+from open_clip_zerovl.shards.archives import json_array, open_member
 
 VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
 
 
+class Dribble(io.BytesIO):
+    """Gives few bytes at a time, so that every token is cut somewhere."""
+
+    def __init__(self, content: bytes, step: int) -> None:
+        super().__init__(content)
+        self.step = step
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(self.step)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("ascii", [False, True])
-def test_json_is_streamed(indent, ascii):
-    text = json.dumps(VALUE, ensure_ascii=ascii, indent=indent).encode()
-    for content in (text, b"\xef\xbb\xbf " + text + b"\n"):
-        assert list(json_array(io.BytesIO(content), "x.json")) == VALUE
+def test_json_is_streamed_whatever_the_pieces(step, indent):
+    text = json.dumps(VALUE, ensure_ascii=step % 2 == 0, indent=indent).encode()
+    assert list(json_array(Dribble(text, step), "x.json")) == VALUE
+    assert list(json_array(Dribble(b"\xef\xbb\xbf " + text + b"\n", step), "x.json")) == VALUE
     document = json.dumps({"first": VALUE, "n": 3, "images": VALUE, "last": [1]}, indent=indent).encode()
-    assert list(json_array(io.BytesIO(document), "x.json", key="images")) == VALUE
-    assert next(json_array(io.BytesIO(b"[1, " + b" " * (1 << 17) + b"broken"), "x.json")) == 1  # before the end is read
+    assert list(json_array(Dribble(document, step), "x.json", key="images")) == VALUE
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"images":' * 200_000])
+def test_brackets_within_brackets_end_in_a_sentence(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(b'{"images": ' + content)
+    with pytest.raises(UserError, match="x.json"), open_member(tmp_path / "x.json", "x.json") as stream:
+        list(json_array(stream, "x.json", key="images"))
 
 
 @pytest.mark.parametrize(

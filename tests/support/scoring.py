@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.evaluate.retrieval.run import RetrievalFiles, RetrievalSettings, run_retrieval
+from open_clip_zerovl.evaluate.retrieval.score import RetrievalFiles, RetrievalSettings, run_retrieval
 
 
 def score_checkpoint(model: str, data: str, *, output: Path | None = None, gallery: Path | None = None, **settings):

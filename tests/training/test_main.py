@@ -13,7 +13,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
+from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_retrieval_set

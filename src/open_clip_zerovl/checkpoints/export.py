@@ -32,25 +32,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
-from open_clip_zerovl.checkpoints.loading import assemble, load_model
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
+from open_clip_zerovl.checkpoints.loading import assemble
+from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
 from open_clip_zerovl.models.text_towers import import_note, is_registered_here
-
-__all__ = [
-    "ModelSpec",
-    "check_destination",
-    "export_local_dir",
-    "load_model",
-    "loading_notes",
-    "read_model_spec",
-    "read_params",
-    "read_state_dict",
-    "write_local_dir",
-]
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, RetrievalSettings, RetrievalFiles)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.retrieval.run import run_retrieval
+        from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 
         settings, files = settings_from(RetrievalSettings, arguments), settings_from(RetrievalFiles, arguments)
         run_retrieval(encoder_of(arguments, arguments.model), arguments.data, settings, files)
@@ -115,7 +115,7 @@ def bias(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, BiasSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.run import run_bias
+        from open_clip_zerovl.evaluate.bias.bias import run_bias
 
         run_bias(encoders_of(arguments), arguments.data, settings_from(BiasSettings, arguments), out=arguments.out)
 
@@ -147,7 +147,8 @@ def compare(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, CompareSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.compare_run import name_sides, run_compare
+        from open_clip_zerovl.evaluate.bias.compare import run_compare
+        from open_clip_zerovl.evaluate.bias.encode import name_sides
 
         sides = {
             name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -96,7 +96,7 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.checkpoints.export import loading_notes
-        from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, run_interpolation
+        from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, run_interpolation
 
         if arguments.data is None and arguments.kept is not None:
             raise UserError("--kept is weighed against the new ability; give its sets too: --data NAME=SET")

@@ -42,7 +42,7 @@ def encoder_of(arguments: argparse.Namespace, model: str, *, one_of_several: boo
 
 def encoders_of(arguments: argparse.Namespace) -> dict[str, Encoder]:
     """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
-    from open_clip_zerovl.evaluate.bias.run import name_models
+    from open_clip_zerovl.evaluate.bias.encode import name_models
 
     return {
         name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 
-_SIZES = (1e-4, 1e4)  # of the gradients that a hook is tried on: a clamp acts on one of them
+_SIZES = (1e-4, 1e3)  # of the gradients that a hook is tried on, within fp16: a clamp acts on one of them
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 

@@ -360,7 +360,6 @@ class DecoupledGradientAccumulation:
         The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
         parameters as unused, and the ranks would drift apart.
         """
-        self._check_weights(step)
         ended = RngState.capture(self._device)
         self._check.start()
         for name, values in step.scalars.items():

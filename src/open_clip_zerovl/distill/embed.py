@@ -87,6 +87,7 @@ def embed_sources(
         arrays[f"{number}.images"] = (settings.dtype, (len(starts) - 1, settings.views, width))
         arrays[f"{number}.texts"] = (settings.dtype, (int(starts[-1]), width))
     facts = {
+        "use": "teachers",
         "views": settings.views,
         "seed": settings.seed,
         "dtype": settings.dtype,

@@ -52,7 +52,8 @@ class Manifest:
     """The content of embeddings.json.
 
     Attributes:
-        facts: model and settings by the words of messages; "fingerprints" are digests of models.
+        facts: model and settings by the words of messages. "use" is the program that reads the rows, "fingerprints" are digests
+            of models.
         sources: `fingerprint.describe_source` of each source of the collection.
         arrays: dtype (of DTYPES) and shape by name.
     """
@@ -195,7 +196,8 @@ class Store:
 
         Args:
             given: arrays whose content is known already.
-            cache: a folder of other embeddings is made anew. Where only the data is another, rows of unchanged files are kept.
+            cache: a folder of other embeddings for the same use is made anew. Where only the data is another, rows of unchanged
+                files are kept.
 
         Raises:
             UserError: it holds other embeddings (without `cache`), or cannot be written.
@@ -206,6 +208,11 @@ class Store:
                     old = cls._opened_or_none(folder)
                     if old is not None and old.manifest == manifest:
                         return old
+                    if old is not None and old.manifest.facts.get("use") != manifest.facts.get("use"):
+                        raise UserError(
+                            f"{folder} holds embeddings for the use of {old.manifest.facts.get('use')}, which may have taken "
+                            "days; give another folder, or remove it"
+                        )
                     return cls._made(folder, manifest, given or {}, old)
                 stored = read_manifest(folder)
                 if stored is None:

@@ -11,14 +11,12 @@ from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.evaluate.interpolation.compare import in_percent, recall_table
-from open_clip_zerovl.evaluate.interpolation.curve import Curve
-from open_clip_zerovl.evaluate.interpolation.page import curve_picture, labelled
-from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, score_curve, write_between
+from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
+from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, score_curve, write_between
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.run import score_set
+from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.page import report_page, training_picture
+from open_clip_zerovl.finetune.page import write_report
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.settings import Setting
 from open_clip_zerovl.finetune.training import Training
@@ -57,12 +55,9 @@ def write_outcome(
             shown.append(scored)
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
     notes = [*prepared.notes, *_reading_notes(curve)]
-    picture = training_picture(curve.points[0].mean_rsum(training.sets), training.scores(), epoch)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
-    write_atomically(
-        out / "report.html",
-        report_page("A fine-tuning", facts, settings, picture, curve, curve_picture(curve)),
-    )
+    scores = {0: curve.points[0].mean_rsum(training.sets), **training.scores()}
+    write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
@@ -95,12 +90,12 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     parts = []
     for name in (*curve.new, *curve.kept):
         row = curve.points[0].metrics[name]
-        columns = {label: in_percent(point.metrics[name]) for label, point in labelled(curve)}
+        columns = {label: in_percent(point.metrics[name]) for label, point in curve.labelled.items()}
         kind = "kept" if name in curve.kept else "new"
         parts.append(
             f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
         )
-    parts.append(f"\n{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
+    parts.append(f"\n{curve.table()}\n{curve.sentence}")
     return "\n".join([*parts, *notes])
 
 

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.evaluate.interpolation.curve import Curve
-from open_clip_zerovl.evaluate.interpolation.page import curve_sections
 from open_clip_zerovl.finetune.settings import Setting
-from open_clip_zerovl.report.html import chart, heading, html_page, paragraph, table
-from open_clip_zerovl.report.plot import FAINT, INK, MODEL_COLOURS, RIGHT_COLOUR, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.report.html import write_page
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, RIGHT_COLOUR, Line, draw_levels, line_chart
 
 
-def training_picture(before: float, scores: Mapping[int, float], best: int) -> bytes:
-    """RSUM on the held-out pairs by epoch as PNG; epoch 0 is the model before."""
-    figure = new_figure(6.4, 3.2)
-    axes = figure.subplots()
-    plain_axes(axes)
-    epochs = [0, *sorted(scores)]
-    values = [before, *(scores[epoch] for epoch in epochs[1:])]
-    axes.plot(epochs, values, color=MODEL_COLOURS[1], linewidth=1.8, marker="o", markersize=3.5)
-    axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
-    axes.axhline(before, color=FAINT, linewidth=1, linestyle=":")
-    axes.set_xlabel(f"epoch (0: before); the best is {best}", fontsize=9, color=INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("RSUM, held out", fontsize=9, color=INK)
-    return png_bytes(figure)
-
-
-def report_page(
-    title: str,
+def write_report(
+    path: str | os.PathLike[str],
     facts: Sequence[str],
     settings: Sequence[Setting],
-    training: bytes,
+    scores: Mapping[int, float],
+    best: int,
     curve: Curve,
-    picture: bytes,
-) -> str:
-    """The whole page.
+    held_out: Sequence[str],
+) -> Path:
+    """Write the page.
 
     Args:
         facts: sentences about model and data.
-        training: of `training_picture`.
-        picture: of `curve_picture`.
+        scores: epoch -> RSUM on the held-out pairs; epoch 0 is the model before.
+        best: the best of the epochs.
+        held_out: the sets of the pairs.
     """
-    shown = [(f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings]
-    return html_page(
-        title,
-        [
-            *(paragraph(fact) for fact in facts),
-            heading("Training"),
-            chart(training, "RSUM on the held-out pairs by epoch"),
-            *curve_sections(curve, picture),
-            heading("Settings"),
-            table(("flag", "value", "why"), shown, "words"),
-        ],
+
+    def finish(axes: Any) -> None:
+        axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
+        axes.axhline(scores[0], color=FAINT, linewidth=1, linestyle=":")
+        draw_levels(axes, {"chance": (curve.points[0].mean_chance(held_out), FAINT)})
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    epochs = sorted(scores)
+    line = Line("RSUM", epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"})
+    return write_page(
+        path,
+        "finetune.html",
+        title="A fine-tuning",
+        facts=facts,
+        settings=[(f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings],
+        training=line_chart([line], x=f"epoch (0: before); the best is {best}", y="RSUM, held out", finish=finish),
+        curve=curve,
+        picture=curve.picture(),
     )

@@ -152,17 +152,7 @@ class ContrastiveLoss(nn.Module):
                 option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
         b = len(image_features)
-        wanted = (texts_per_image * b, *image_features.shape[1:])
-        if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
-            shape = (
-                "of one shape (pairs, width)" if texts_per_image == 1 else f"with {texts_per_image} texts of each image"
-            )
-            raise UserError(
-                f"image_features and text_features must be two non-empty matrices {shape}, but are "
-                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
-            )
-        if logit_scale.numel() != 1:
-            raise UserError(f"logit_scale must hold one number, but has shape {tuple(logit_scale.shape)}.")
+        _check_shapes(image_features, text_features, logit_scale, texts_per_image)
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
                 "mixup_lambda and partner belong together, but only "
@@ -278,20 +268,14 @@ class ContrastiveLoss(nn.Module):
         return needed
 
     def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
-        if self._sigmoid:
-            raise UserError(
-                "mixup is not defined with the sigmoid loss: a pair is a positive or a negative, nothing between; leave one of "
-                "them out."
-            )
-        if self.positives != "pair":
-            raise UserError(
-                f"mixup is not defined with positives={self.positives!r}: a mixed sample has two captions and pictures; leave "
-                "one of them out."
-            )
-        if self.distill_weight:
-            raise UserError(
-                "mixup is not defined with distill_weight: no teacher has seen the mixed samples; leave one of them out."
-            )
+        undefined = {
+            "the sigmoid loss: a pair is a positive or a negative, nothing between": self._sigmoid,
+            f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives != "pair",
+            "distill_weight: no teacher has seen the mixed samples": self.distill_weight > 0,
+        }
+        for option, given in undefined.items():
+            if given:
+                raise UserError(f"mixup is not defined with {option}; leave one of them out.")
         sources = ids.get("source")
         if self.cross_source_weight != 1 and sources is not None:
             own = sources.to(partner.device)
@@ -342,6 +326,19 @@ def reversed_partner(sizes: Sequence[int]) -> Tensor:
         partners.append(torch.arange(start + size - 1, start - 1, -1))
         start += size
     return torch.cat(partners)
+
+
+def _check_shapes(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, texts_per_image: int) -> None:
+    b = len(image_features)
+    wanted = (texts_per_image * b, *image_features.shape[1:])
+    if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
+        shape = "of one shape (pairs, width)" if texts_per_image == 1 else f"with {texts_per_image} texts of each image"
+        raise UserError(
+            f"image_features and text_features must be two non-empty matrices {shape}, but are "
+            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
+        )
+    if logit_scale.numel() != 1:
+        raise UserError(f"logit_scale must hold one number, but has shape {tuple(logit_scale.shape)}.")
 
 
 def _pairs(b: int, mixup_lambda: float | None, partner: Tensor | None) -> list[tuple[float, Tensor | None]]:

@@ -80,7 +80,7 @@ class FrozenCache:
         self._origin: Tensor | None = None
         self._forward: Callable[..., Any] | None = None
         manifest = Manifest(
-            {"tower": tower, "dtype": dtype, "fingerprints": [fingerprint]},
+            {"use": "a frozen tower", "tower": tower, "dtype": dtype, "fingerprints": [fingerprint]},
             [describe_source(source) for source in sources],
             {"features": (dtype, (sum(self._sizes), width))},
         )

@@ -1,4 +1,4 @@
-"""What all charts share: a figure, its PNG bytes, axes, colours, a moving average.
+"""Charts: figures and their PNG bytes, axes, lines, legends, colours, a moving average.
 
 Figures are drawn on matplotlib's Agg canvas, without a display and without pyplot's global state.
 """
@@ -6,8 +6,8 @@ Figures are drawn on matplotlib's Agg canvas, without a display and without pypl
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,87 @@ def plain_axes(axes: Any) -> None:
 
 def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
     """Name -> colour; colours repeat where there are more names than colours."""
-    return {name: palette[i % len(palette)] for i, name in enumerate(names)}
+    return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(names))}
+
+
+class Line(NamedTuple):
+    """A line of a chart; points that are not finite are left out.
+
+    Attributes:
+        x, y: (n,) numbers; None and NaN in y are gaps.
+        look: more arguments of matplotlib's `plot`.
+    """
+
+    label: str
+    x: Any
+    y: Any
+    colour: str = INK
+    look: Mapping[str, Any] = {}
+
+
+def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
+    """Draw lines; a line of a single point gets a mark, since matplotlib would show nothing."""
+    for line in lines:
+        x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
+        seen = np.isfinite(y)
+        mark = {"marker": "o"} if seen.sum() == 1 else {}
+        look = {"linewidth": 1.8, "markersize": 4, **mark, **line.look}
+        axes.plot(x[seen], y[seen], color=line.colour, label=plain(line.label), **look)
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    size: tuple[float, float] = (8.6, 3.4),
+    finish: Callable[[Any], object] = lambda axes: None,
+) -> bytes:
+    """A chart of lines with their legend, as PNG.
+
+    Args:
+        x, y: labels of the axes.
+        size: width and height in inches.
+        finish: is called with the axes after the lines are drawn.
+    """
+    figure = new_figure(*size)
+    axes = figure.add_subplot()
+    plain_axes(axes)
+    draw_lines(axes, lines)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    finish(axes)
+    mark_base(axes)
+    if len(lines) > 1:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return png_bytes(figure)
+
+
+def mark_base(axes: Any) -> None:
+    """Mark a vertical axis of positive numbers that does not begin at 0."""
+    low, _ = axes.get_ylim()
+    if low > 0:
+        axes.plot([-0.008, 0.008], [0.03, 0.055], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
+        axes.plot([-0.008, 0.008], [0.05, 0.075], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
+        axes.set_ylabel(", ".join(filter(None, (axes.get_ylabel(), "not from 0"))))
+
+
+def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = "{:.1f}") -> None:
+    """Dotted horizontal lines with a word: label -> (height, colour). Heights that are not finite are left out."""
+    for label, (height, colour) in levels.items():
+        if np.isfinite(height):
+            axes.axhline(height, color=colour, linewidth=1, linestyle=":")
+            axes.annotate(plain(f"{label} {form.format(height)}"), (1, height), (-2, 2), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
+
+
+def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """A legend above the figure: label -> arguments of matplotlib's Line2D."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], label=plain(label), **look) for label, look in looks.items()]
+    columns = max(1, min(len(handles), int(figure.get_figwidth() / 1.9)))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
 
 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`record.jsonl` in a run's folder: the course of a training, one JSON object a line.
+"""`record.jsonl` in a run's folder: the course of a training, one JSON object a line; `examples.json`: its last retrievals.
 
     kind        when                                   besides `kind`, `at` and `time`
     start       a process begins or goes on            settings, sources, model, batch
@@ -16,15 +16,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, place_sentence
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import UNREADABLE, write_atomically
+from open_clip_zerovl.report.html import thumbnail
 
-RECORD = "record.jsonl"
+RECORD, EXAMPLES = "record.jsonl", "examples.json"
 _SAME = 1e-9  # positions closer than this are the same one, computed in two ways
 _KINDS = ("start", "step", "retrieval", "lost", "end")
 
@@ -75,6 +78,38 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
         once = line["kind"] in ("step", "retrieval")
         found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
     return {kind: sorted(entries.values(), key=lambda line: line["at"]) for kind, entries in found.items()}
+
+
+def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequence[Any]) -> None:
+    """Write the retrieval examples of an evaluation in place of earlier ones.
+
+    Args:
+        examples: of `evaluate.retrieval.examples.retrieval_examples`.
+    """
+    content = {"epoch": epoch, "examples": [asdict(one) for one in examples]}
+    write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))
+
+
+def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
+    """The epoch of a run's examples, and the examples; (0, []) where it has none.
+
+    Raises:
+        UserError: the file cannot be read, or holds a picture that a page would load from elsewhere.
+    """
+    path = Path(folder) / EXAMPLES
+    if not path.exists():
+        return 0, []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for one in content["examples"]:
+            pictures = [one["target"], *(shown["pixels"] for found in one["top"].values() for shown in found)]
+            if not all(re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture) for picture in pictures):
+                raise ValueError("a picture is no data URI")
+        return int(content["epoch"]), content["examples"]
+    except UNREADABLE as error:
+        raise UserError(
+            f"{path} is not what training wrote ({error}); delete it, and the page comes without"
+        ) from error
 
 
 def _as_line(line: Mapping[str, Any]) -> str:

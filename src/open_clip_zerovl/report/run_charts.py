@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from open_clip_zerovl.report.plot import (
     FAINT,
     INK,
     MODEL_COLOURS,
-    SOURCE_COLOURS,
-    colours_of,
+    Line,
+    draw_levels,
+    draw_lines,
+    line_chart,
     moving_average,
     new_figure,
     plain_axes,
@@ -22,7 +24,11 @@ from open_clip_zerovl.report.plot import (
 
 Lines = Sequence[Mapping[str, Any]]
 _SMOOTHED_SHARE = 40  # a loss is averaged over 1/20 of the curve: 1/40 on either side
-_WIDTH = 8.6
+_COURSE = (
+    ("learning rate", "lr", 1),
+    ("samples a second", "samples_per_second", 1),
+    ("waiting for data, %", "waited", 100),
+)
 
 
 def number(value: Any) -> float:
@@ -30,64 +36,63 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def loss_picture(steps: Lines, sources: Sequence[str]) -> bytes:
-    """The loss of each logged step, its moving average, and that of each source's pairs."""
-    figure = new_figure(_WIDTH, 3.6)
-    axes = figure.add_subplot()
-    plain_axes(axes)
+def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.nan) -> bytes:
+    """The loss of each logged step, its moving average, and that of each source's pairs.
+
+    Args:
+        sources: name -> colour.
+        chance: the loss of a model that tells no pair from another; NaN where it is not known.
+    """
     at = np.array([step["at"] for step in steps])
     losses = np.array([number(step.get("loss")) for step in steps])
-    reach = max(1, len(steps) // _SMOOTHED_SHARE)
+
+    def smooth(label: str, values: np.ndarray, colour: str, width: float) -> Line:
+        seen = np.isfinite(values)
+        reach = max(1, int(seen.sum()) // _SMOOTHED_SHARE)
+        return Line(label, at[seen], moving_average(values[seen], reach), colour, {"linewidth": width})
+
     if len(sources) < 2:
-        axes.plot(at, losses, color=FAINT, linewidth=0.6, alpha=0.5)
-    for name, colour in (colours_of(sources, SOURCE_COLOURS) if len(sources) > 1 else {}).items():
-        own = np.array([number((step.get("by_source") or {}).get(name)) for step in steps])
-        seen = np.isfinite(own)
-        if seen.any():
-            axes.plot(at[seen], moving_average(own[seen], max(1, seen.sum() // _SMOOTHED_SHARE)),
-                      color=colour, linewidth=1.3, label=name)  # fmt: skip
-    axes.plot(at, moving_average(losses, reach), color=INK, linewidth=2, label="all" if len(sources) > 1 else "loss")
-    axes.set_xlabel("epochs")
-    axes.set_ylabel("loss")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    return png_bytes(figure)
+        lines = [Line("a step", at, losses, FAINT, {"linewidth": 0.6, "alpha": 0.5})]
+    else:
+        own = {name: [number((step.get("by_source") or {}).get(name)) for step in steps] for name in sources}
+        lines = [smooth(name, np.array(own[name]), colour, 1.3) for name, colour in sources.items()]
+    lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
+    return line_chart(
+        lines, x="epochs", y="loss", finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}, "{:.2f}")
+    )
 
 
-def retrieval_picture(evaluations: Lines) -> bytes:
-    """RSUM of each retrieval set over the epochs."""
-    figure = new_figure(_WIDTH, 3.2)
-    axes = figure.add_subplot()
-    plain_axes(axes)
-    names = list(dict.fromkeys(name for line in evaluations for name in line["metrics"]))
-    for name, colour in colours_of(names, MODEL_COLOURS).items():
-        own = [
-            (line["at"], number(line["metrics"][name].get("rsum"))) for line in evaluations if name in line["metrics"]
-        ]
-        axes.plot(*zip(*own, strict=True), color=colour, linewidth=2, marker="o", markersize=4, label=name)
-    axes.set_xlabel("epochs")
-    axes.set_ylabel("RSUM")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    places = {line["at"] for line in evaluations}
-    if len(places) == 1:  # matplotlib would show fractions of one epoch and of one RSUM around it
-        (only,) = places
-        axes.set_xticks([only])
-        axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    return png_bytes(figure)
+def retrieval_picture(evaluations: Lines, colours: Mapping[str, str]) -> bytes:
+    """RSUM of each retrieval set over the epochs.
+
+    Args:
+        colours: name of a set -> colour.
+    """
+    lines, levels = [], {}
+    for name in dict.fromkeys(name for line in evaluations for name in line["metrics"]):
+        own = [line for line in evaluations if name in line["metrics"]]
+        sums = [number(line["metrics"][name].get("rsum")) for line in own]
+        lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
+        levels[f"{name}: chance"] = number(own[-1]["metrics"][name].get("rsum_chance")), colours[name]
+
+    def finish(axes: Any) -> None:
+        draw_levels(axes, levels)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if len(places := {line["at"] for line in evaluations}) == 1:  # else matplotlib shows fractions of one epoch
+            axes.set_xticks(list(places))
+            axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
+
+    return line_chart(lines, x="epochs", y="RSUM", size=(8.6, 3.2), finish=finish)
 
 
 def course_picture(steps: Lines) -> bytes:
     """Learning rate, samples a second, and the share of the time in which the first rank waited for data."""
-    panels: list[tuple[str, str, Callable[[float], float]]] = [
-        ("learning rate", "lr", float),
-        ("samples a second", "samples_per_second", float),
-        ("waiting for data, %", "waited", lambda share: 100 * share),
-    ]
-    figure = new_figure(_WIDTH, 2.6)
+    figure = new_figure(8.6, 2.6)
     at = [step["at"] for step in steps]
-    for axes, (title, key, scale) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axes, (title, key, scale) in zip(figure.subplots(1, len(_COURSE)), _COURSE, strict=True):
         plain_axes(axes)
-        axes.plot(at, [scale(number(step.get(key))) for step in steps], color=MODEL_COLOURS[1], linewidth=1.2)
+        values = [scale * number(step.get(key)) for step in steps]
+        draw_lines(axes, [Line(title, at, values, MODEL_COLOURS[1], {"linewidth": 1.2})])
         axes.set_title(title, fontsize=10)
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))

@@ -1,10 +1,15 @@
-"""Official files as they are published: plain, gzipped, or in a zip or tar; read as streams, so that nothing is unpacked."""
+"""Official files as they are published: plain, gzipped, or in a zip or tar; read as streams, so that nothing is unpacked.
+
+`json_array` reads the elements of a long JSON array one at a time. (ijson, the library for this, keeps the path to each element
+as a text: a file of 100,000 brackets took all memory. Python's own decoder is faster, too.)
+"""
 
 from __future__ import annotations
 
 import codecs
 import errno
 import gzip
+import json
 import lzma
 import tarfile
 import zipfile
@@ -13,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
-
-import ijson
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -29,6 +32,10 @@ BROKEN_ARCHIVE = (
     zlib.error,
     lzma.LZMAError,
 )
+
+_PIECE_BYTES = 1 << 20  # of JSON that are read at a time
+#: Characters that no element of an annotation file has. So a file that is broken near its start is not read to its end.
+_LONGEST_ELEMENT = 64 << 20
 
 
 def members(path: Path) -> list[str]:
@@ -91,27 +98,110 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:
-    """The elements of a long JSON array, one at a time.
+    """The elements of a JSON document that is an array, or of the array under a key of its outermost object.
+
+    Memory is bounded by the longest element, of this array or of another one, and by the values of other keys.
 
     Args:
-        stream: the document, UTF-8; one that can seek.
+        stream: the document, UTF-8.
         name: its name in messages.
-        key: of the outermost object, under which the array stands; None where the document itself is the array.
+        key: of the outermost object; None where the document itself is the array.
 
     Raises:
-        UserError: the document is not JSON, ends early, or has no elements at this place.
+        UserError: the document is not JSON, ends early, is of another form, or lacks the key.
     """
-    if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-        stream.seek(0)
-    found = False
-    try:
-        for element in ijson.items(stream, "item" if key is None else f"{key}.item", use_float=True):
-            found = True
-            yield element
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{name} cannot be read as JSON ({' '.join(str(error).split())}): give the whole file."
-        ) from error
-    if not found:
-        place = "a list" if key is None else f"a list under {key!r}"
-        raise UserError(f"{name} has no elements in {place}: give the official file.")
+    reader = _Reader(stream, name)
+    if key is None:
+        reader.expect("[", "a list")
+        yield from reader.elements()
+        return
+    reader.expect("{", "an object")
+    while reader.peek() != "}":
+        found = reader.value()
+        reader.expect(":", "an object")
+        if found == key:
+            reader.expect("[", f"a list under {key!r}")
+            yield from reader.elements()
+            return
+        if reader.peek() == "[":
+            reader.expect("[", "a list")
+            for _ in reader.elements():
+                pass
+        else:
+            reader.value()
+        if reader.peek() == ",":
+            reader.expect(",", "an object")
+    raise UserError(f"{name} has no list under {key!r}: give the official file.")
+
+
+class _Reader:
+    """Reads a JSON document piece by piece."""
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        self._stream, self._name = stream, name
+        self._decoder = json.JSONDecoder()
+        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at, self._ended, self._before = "", 0, False, 0
+
+    def peek(self) -> str:
+        """The next character that is not white space; it is not consumed."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                raise self._broken("it ends early")
+
+    def expect(self, character: str, what: str) -> None:
+        """Consume a character. UserError where another one comes."""
+        seen = self.peek()
+        if seen != character:
+            raise self._broken(f"expected {what}, found {self._text[self._at : self._at + 20]!r}")
+        self._at += 1
+
+    def elements(self) -> Iterator[Any]:
+        """The elements of an array whose opening bracket has been read; consumes the closing one, too."""
+        while self.peek() != "]":
+            yield self.value()
+            if self.peek() == ",":
+                self._at += 1
+            elif self.peek() != "]":
+                self.expect("]", "a comma or the list's end")
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next whole value."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # The value is incomplete, or broken: read on. The text is doubled, so that a long value is parsed few times.
+                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._more(len(self._text) - self._at):
+                    raise self._broken(error.msg) from error
+                continue
+            # A number at the end of the text read so far may have more digits.
+            if end == len(self._text) and self._more():
+                continue
+            self._at = end
+            return value
+
+    def _more(self, at_least: int = 0) -> bool:
+        """Read more text; False at the end of the document."""
+        if self._ended:
+            return False
+        content = self._stream.read(max(_PIECE_BYTES, at_least))
+        self._ended = not content
+        try:
+            text = self._utf8.decode(content, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise self._broken(str(error)) from error
+        self._before += self._at
+        self._text, self._at = self._text[self._at :] + text, 0
+        return not self._ended or bool(text)
+
+    def _broken(self, why: str) -> UserError:
+        return UserError(
+            f"{self._name} cannot be read near character {self._before + self._at} ({why}): give the official file, whole."
+        )

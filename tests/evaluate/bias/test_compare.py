@@ -16,9 +16,8 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.bias.compare import compare_runs, measure_run
-from open_clip_zerovl.evaluate.bias.compare_report import comparison_table, verdicts, warnings_of
-from open_clip_zerovl.evaluate.bias.compare_run import name_sides
+from open_clip_zerovl.evaluate.bias.comparison import compare_runs, measure_run
+from open_clip_zerovl.evaluate.bias.encode import name_sides
 from open_clip_zerovl.evaluate.bias.measures import (
     check_source_probe,
     mean_log_p_negatives,
@@ -94,13 +93,13 @@ def test_concepts_that_repeat_or_are_missing_match_as_they_should():
     a = SourceFeatures(content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4)
     b = SourceFeatures(content[[1, 0, 5]], content[[1, 0, 5]], ["cat", "dog", None], [True] * 3)
     pools = source_pools({"a": a, "b": b})
-    across = pools.across["a", "b"]
+    across = pools.kinds["across"]["a->b"]
     assert (
         across.rsum == 600 and across.size == 3 and len(across.texts) == 2
     )  # two dogs and a cat; a pair without concept stays out
     assert pools.units == 4 and pools.unit_of.tolist() == [0, 0, 1, 2, 1, 0, 3]  # dog, cat, and two of their own
     # In one pool only the own pair is right: the two dogs of a are each other's ties, and b's dog too.
-    assert pools.mixed.images[0] == pytest.approx(1 / 3 + 1 + 1)
+    assert pools.kinds["mixed"]["mixed"].images[0] == pytest.approx(1 / 3 + 1 + 1)
     assert pool_metrics({"a": a})["across"] is None
 
 
@@ -132,7 +131,7 @@ def test_the_interval_of_a_mean_is_that_of_statistics_and_covers_as_often_as_it_
     rng, held = np.random.default_rng(0), 0
     for trial in range(100):
         values = torch.from_numpy(rng.exponential(size=200))
-        measure = mean_over([(values, torch.arange(200))], 200, [1.0])
+        measure = mean_over([(torch.arange(200), values)], 200)
         drawn = resampled({"m": measure}, 400, seed=trial)["m"]
         low, high = np.quantile(drawn, (0.025, 0.975))
         held += low < 1 < high
@@ -143,8 +142,8 @@ def test_the_interval_of_a_mean_is_that_of_statistics_and_covers_as_often_as_it_
 def test_queries_of_one_concept_are_drawn_together():
     """Twenty copies of each of 10 values are no more evidence than the 10; drawn one by one they would seem so."""
     values = torch.from_numpy(np.random.default_rng(1).normal(size=10)).repeat_interleave(20)
-    together = mean_over([(values, torch.arange(10).repeat_interleave(20))], 10, [1.0])
-    alone = mean_over([(values, torch.arange(200))], 200, [1.0])
+    together = mean_over([(torch.arange(10).repeat_interleave(20), values)], 10)
+    alone = mean_over([(torch.arange(200), values)], 200)
     wide, narrow = (np.ptp(np.quantile(resampled({"m": m}, 1000, 0)["m"], (0.025, 0.975))) for m in (together, alone))
     assert wide > 3 * narrow
 
@@ -171,8 +170,8 @@ def test_what_the_probe_cannot_split_is_told_before_anything_is_encoded():
 
 def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
     values = torch.from_numpy(np.random.default_rng(2).normal(size=50))
-    one = mean_over([(values, torch.arange(50))], 50, [1.0])
-    shifted = mean_over([(values + 1, torch.arange(50))], 50, [1.0])
+    one = mean_over([(torch.arange(50), values)], 50)
+    shifted = mean_over([(torch.arange(50), values + 1)], 50)
     drawn = resampled({"one": one, "shifted": shifted}, 300, 5)
     assert np.allclose(drawn["shifted"] - drawn["one"], 1)  # a paired difference has no spread here
     assert np.array_equal(drawn["one"], resampled({"one": one}, 300, 5)["one"])
@@ -205,18 +204,18 @@ def test_a_debiased_side_is_told_from_a_biased_one_and_not_from_its_like():
         low, high = difference.over_queries
         assert low < difference.value < high
     assert not found.differences["within"]["like"].told_apart and not found.differences["across"]["like"].told_apart
-    said = verdicts(found)
+    said = found.verdicts()
     assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
     assert any(
         line.startswith("RSUM mixed: debiased is lower than biased") for line in said
     )  # neither better nor worse
     assert any(line.startswith("RSUM within: like and biased are not told apart by this data") for line in said)
-    table = comparison_table(found).splitlines()
+    table = found.table().splitlines()
     assert "debiased - biased, over seeds" in table[0] and table[1].startswith("RSUM within")
     numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert len(numbers["measures"]["across"]["sides"]["biased"]["runs"]) == 3
     assert numbers["rsum_of_single_pools"].keys() == {"a", "b", "a->b", "b->a"}
-    assert warnings_of(found, concepts=True) == []
+    assert found.warnings(concepts=True) == []
 
 
 def test_sides_are_named_and_have_as_many_runs():

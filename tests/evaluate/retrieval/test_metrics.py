@@ -24,8 +24,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
-from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
-from open_clip_zerovl.evaluate.retrieval.run import format_retrieval
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, retrieval_metrics, retrieval_metrics_from_scores
+from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
+from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
@@ -78,13 +79,8 @@ def test_hand_computed_matrix_with_several_captions_per_image():
 def test_rsum_is_the_sum_of_the_six_recalls_in_percent():
     metrics = retrieval_metrics(*random_features(30, [2] * 30))
     recalls = [metrics[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    assert metrics["rsum"] == pytest.approx(100 * sum(recalls), abs=1e-9)
-    assert 0 < metrics["rsum"] < 600
-
-
-def test_a_perfect_model_scores_600_and_a_hopeless_one_0():
-    image = torch.eye(20)
-    links = torch.arange(20).repeat_interleave(3)
+    assert 0 < metrics["rsum"] < 600 and metrics["rsum"] == pytest.approx(100 * sum(recalls), abs=1e-9)
+    image, links = torch.eye(20), torch.arange(20).repeat_interleave(3)  # a perfect model, and a hopeless one
     assert retrieval_metrics(image, image[links], links)["rsum"] == pytest.approx(600, abs=1e-9)
     assert retrieval_metrics(image, -image[links], links)["rsum"] == 0
 
@@ -240,15 +236,18 @@ def test_bad_features_are_refused_by_a_sentence(image, text, links, sentence):
         retrieval_metrics(image, text, links)
 
 
-def test_bad_scores_and_settings_are_refused():
-    with pytest.raises(UserError, match="NaN"):
-        retrieval_metrics_from_scores(torch.tensor([[float("nan")]]), [0])
-    with pytest.raises(UserError, match="scores must be"):
-        retrieval_metrics_from_scores(torch.zeros(3), [0, 0, 0])
-    with pytest.raises(UserError, match="ks must be positive"):
-        retrieval_metrics_from_scores(torch.zeros(1, 1), [0], ks=(0, 1))
-    with pytest.raises(UserError, match="chunk_size must be"):
-        retrieval_metrics_from_scores(torch.zeros(1, 1), [0], chunk_size=0)
+@pytest.mark.parametrize(
+    ("scores", "links", "options", "sentence"),
+    [
+        (torch.tensor([[float("nan")]]), [0], {}, "NaN"),
+        (torch.zeros(3), [0, 0, 0], {}, "scores must be"),
+        (torch.zeros(1, 1), [0], {"ks": (0, 1)}, "ks must be positive"),
+        (torch.zeros(1, 1), [0], {"chunk_size": 0}, "chunk_size must be"),
+    ],
+)
+def test_bad_scores_and_settings_are_refused(scores, links, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        retrieval_metrics_from_scores(scores, links, **options)
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------
@@ -326,12 +325,7 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
             add_file(tar, f"{key}.txt", caption)
         ends = [member.offset_data + 512 for member in tar.getmembers() if member.name.endswith("txt")]
     samples = open_retrieval_set(tmp_path / "set").samples
-    assert [(s.key, s.captions[0]) for s in samples] == [
-        ("a", "a cat"),
-        ("a", "a dog"),
-        ("b", "a bird"),
-        ("a", "a fish"),
-    ]
+    assert [f"{s.key}: {s.captions[0]}" for s in samples] == ["a: a cat", "a: a dog", "b: a bird", "a: a fish"]
     shard.write_bytes(shard.read_bytes()[: ends[1]])  # after two whole samples
     with pytest.raises(UserError, match=r"0\.tar is not a readable, uncompressed tar \(it is cut off after \d+ bytes"):
         open_retrieval_set(tmp_path / "set")
@@ -341,36 +335,33 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
             open_retrieval_set(tmp_path / "set")
 
 
-def test_bad_folders_are_refused_by_a_sentence(tmp_path):
-    def broken(name: str):
-        write_retrieval_set(tmp_path / name, [1, 1])
-        return tmp_path / name
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("", None, "does not exist"),
+        (".", b"x", r"no retrieval set in a known format; known: .*; a folder in CLIP_benchmark"),
+        ("dataset_type.txt", None, r"dataset_type\.txt is missing"),
+        ("dataset_type.txt", b"classification", "says 'classification'"),
+        ("test/nshards.txt", None, r"nshards\.txt is missing"),
+        ("test/nshards.txt", b"two", "number of shards, got 'two'"),
+        ("test/1.tar", None, r"1\.tar is missing"),
+        ("test/0.tar", b"not a tar" * 100, "not a readable, uncompressed tar"),
+    ],
+)
+def test_bad_folders_are_refused_by_a_sentence(tmp_path, file, content, sentence):
+    if file not in ("", "."):
+        write_retrieval_set(tmp_path / "set", [1, 1])
+        (tmp_path / "set" / file).unlink()
+    if content is not None:
+        (tmp_path / "set" / file).write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        open_retrieval_set(tmp_path / "set")
 
-    with pytest.raises(UserError, match="does not exist"):
-        open_retrieval_set(tmp_path / "nowhere")
-    (tmp_path / "file.bin").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"no retrieval set in a known format; known: .*; a folder in CLIP_benchmark"):
-        open_retrieval_set(tmp_path / "file.bin")
+
+def test_a_split_that_is_not_there_is_refused(tmp_path):
+    write_retrieval_set(tmp_path / "set", [1, 1])
     with pytest.raises(UserError, match=r"has no split 'val'; it has test"):
-        open_retrieval_set(broken("split"), split="val")
-    (broken("type") / "dataset_type.txt").unlink()
-    with pytest.raises(UserError, match=r"dataset_type\.txt is missing"):
-        open_retrieval_set(tmp_path / "type")
-    (broken("kind") / "dataset_type.txt").write_text("classification")
-    with pytest.raises(UserError, match="says 'classification'"):
-        open_retrieval_set(tmp_path / "kind")
-    (broken("count") / "test" / "nshards.txt").unlink()
-    with pytest.raises(UserError, match=r"nshards\.txt is missing"):
-        open_retrieval_set(tmp_path / "count")
-    (broken("number") / "test" / "nshards.txt").write_text("two")
-    with pytest.raises(UserError, match="number of shards, got 'two'"):
-        open_retrieval_set(tmp_path / "number")
-    (broken("shard") / "test" / "1.tar").unlink()
-    with pytest.raises(UserError, match=r"1\.tar is missing"):
-        open_retrieval_set(tmp_path / "shard")
-    (broken("notar") / "test" / "0.tar").write_bytes(b"not a tar" * 100)
-    with pytest.raises(UserError, match="not a readable, uncompressed tar"):
-        open_retrieval_set(tmp_path / "notar")
+        open_retrieval_set(tmp_path / "set", split="val")
 
 
 # -- a model on a set ------------------------------------------------------------------------------------------------
@@ -392,25 +383,28 @@ def stock(export):
     return model, preprocess, open_clip.get_tokenizer(f"local-dir:{export}")
 
 
+@pytest.mark.slow  # another program, on its own import of torch; its recalls on features are compared above
 def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     """The real CLI on the exported folder, offline, in full precision."""
     counts = np.random.default_rng(5).integers(1, 8, 48).tolist()
     write_retrieval_set(tmp_path / "set", counts)
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
-    command = [
-        warm.python(),
-        program,
-        "eval",
-        "--model",
-        f"local-dir:{export}",
-        "--pretrained",
-        "none",
-        "--dataset",
-        "wds/set",
+    command = [warm.python(), program, *f"eval --model local-dir:{export} --pretrained none --dataset wds/set".split()]
+    command += [
+        "--task",
+        "zeroshot_retrieval",
+        "--recall_k",
+        "1",
+        "5",
+        "10",
+        "--no_amp",
+        "--num_workers",
+        "0",
+        "--batch_size",
+        "20",
     ]
-    command += ["--dataset_root", str(tmp_path / "set"), "--task", "zeroshot_retrieval", "--recall_k", "1", "5", "10"]
-    command += ["--no_amp", "--num_workers", "0", "--batch_size", "20", "--output", str(tmp_path / "theirs.json")]
+    command += ["--dataset_root", str(tmp_path / "set"), "--output", str(tmp_path / "theirs.json")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -493,6 +487,48 @@ def test_refusals_come_before_the_model_is_loaded(tmp_path):
 
 def test_the_papers_row():
     row = {f"{way}_R@{k}": 0.01 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    lines = format_retrieval({"coco": {**row, "images": 5000, "captions": 25000, "rsum": 32.0}}).splitlines()
-    assert lines[-1].split() == ["coco", "5000", "25000", "1.0", "5.0", "10.0", "1.0", "5.0", "10.0", "32.0"]
+    lines = format_retrieval(
+        {"coco": {**row, "images": 5000, "captions": 25000, "rsum": 32.0, "rsum_chance": 0.6}}
+    ).splitlines()
+    assert lines[-1].split() == ["coco", "5000", "25000", "1.0", "5.0", "10.0", "1.0", "5.0", "10.0", "32.0", "0.6"]
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+# -- chance and the best possible score ----------------------------------------------------------------------------------
+
+
+def test_chance_is_the_mean_of_random_orders_and_its_bound_holds_nearly_all():
+    captions = [f"caption {i}" for i in range(60)]
+    links = torch.arange(30).repeat_interleave(2)
+    bounds = recall_bounds(captions, links)
+    drawn = []
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        drawn.append(retrieval_metrics_from_scores(torch.rand(30, 60, generator=generator), links)["rsum"])
+    assert np.mean(drawn) == pytest.approx(bounds["rsum_chance"], abs=3 * np.std(drawn) / 300**0.5)
+    assert np.mean(np.array(drawn) <= bounds["rsum_chance_upper"]) > 0.95 and bounds["rsum_best"] == 600
+    one = torch.ones(60, 4)  # a collapsed model has it exactly
+    assert retrieval_metrics(F.normalize(one[:30], dim=1), F.normalize(one, dim=1), links)["rsum"] == pytest.approx(
+        bounds["rsum_chance"], abs=1e-9
+    )
+
+
+def test_the_best_possible_score_is_that_of_a_model_that_knows_the_captions():
+    """Pictures of one caption get its embedding, so that all of them tie."""
+    captions = ["a person"] * 20 + ["a dog"] * 8 + ["a red car", "a blue car"]
+    best = recall_bounds(captions, range(30))["rsum_best"]
+    texts = F.one_hot(torch.tensor([0] * 20 + [1] * 8 + [2, 3]), 4).float()
+    assert best == pytest.approx(retrieval_metrics(texts, texts, range(30))["rsum"], abs=1e-9) and best < 300
+    # A second caption that no other picture has makes each picture known.
+    assert recall_bounds([*captions, *map(str, range(30))], [*range(30), *range(30)])["rsum_best"] == pytest.approx(
+        450 + best / 4
+    )
+
+
+def test_a_score_at_chance_and_a_low_best_score_are_sentences():
+    bounds = recall_bounds(["a person"] * 40, range(40))
+    low, high = ({**bounds, "rsum": bounds["rsum_chance"] + more} for more in (10.0, 80.0))
+    chance, best = bounds_remarks({"shop": low})
+    assert chance.startswith("shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 1")
+    assert best.startswith("shop: few captions serve many pictures, so that RSUM can reach 80 of 600 at best")
+    assert bounds_remarks({"shop": high}) == [best] and bounds_remarks({"a": {"rsum": 5.0}}) == []

@@ -20,12 +20,13 @@ import pytest
 import torch
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.export import export_local_dir, load_model
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.evaluate.retrieval.gallery import pick
+from open_clip_zerovl.evaluate.retrieval.examples import spread
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
 from support import warm
 from support.scoring import score_checkpoint
@@ -208,9 +209,10 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
     refused(f"{sets / 'dataset_coco.json'}@{tmp_path}", r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)")
     (tmp_path / "other.json").write_text('{"images": [{"id": 1}]}')
     refused(tmp_path / "other.json", r"entry 0 of .*other\.json is no image of Karpathy's form")
+    # Python's reader takes Infinity for a number, and it is none that an id could be.
     infinite = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
     (tmp_path / "infinite.json").write_text(json.dumps({"images": [infinite]}))
-    refused(tmp_path / "infinite.json", r"infinite\.json cannot be read as JSON \(")
+    refused(tmp_path / "infinite.json", r"entry 0 of .*infinite\.json is no image of Karpathy's form \(OverflowError")
     refused(
         a_table([(name, "a cat")], header=("file", "title")),
         "no columns 'filepath' and 'title' or 'image' and 'caption' but 'file', 'title'",
@@ -274,7 +276,7 @@ def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, cap
     coco = results["results"]["coco"]
     assert coco == results["results"]["f30k"] == results["results"]["wds"]
     assert (coco["images"], coco["captions"]) == (13, sum(min(count, 5) for count in COUNTS))
-    assert printed[2].split()[-1] == f"{coco['rsum']:.1f}"
+    assert printed[1].split()[-2:] == [f"{coco['rsum']:.1f}", f"{coco['rsum_chance']:.1f}"]
     with files["csv"].open(newline="") as text:
         rows = list(csv.DictReader(text))
     assert [row["set"] for row in rows] == ["coco", "f30k", "wds"]
@@ -324,8 +326,8 @@ def check_gallery(html: str, results: dict) -> None:
             ]
         )
         assert shown == round(row[f"{way}_R@1"] * total)
-    assert {"hit", "miss"} >= set(page.articles)
-    assert page.articles.count("miss") > 0
+    assert {"example large hit", "example large miss"} >= set(page.articles)
+    assert page.articles.count("example large miss") > 0
 
 
 def test_captions_are_escaped_in_the_gallery(tmp_path, export):
@@ -337,14 +339,13 @@ def test_captions_are_escaped_in_the_gallery(tmp_path, export):
     score_checkpoint(str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html")
     html = (tmp_path / "g.html").read_text()
     assert "<script" not in html
-    assert "&lt;script&gt;alert(&quot;0&quot;)&lt;/script&gt; &amp; more" in html
+    assert re.search(r"&lt;script&gt;alert\(&#34;\d&#34;\)&lt;/script&gt; &amp; more", html)
 
 
 def test_picked_queries_are_spread_over_the_set():
-    mask = torch.arange(100) % 2 == 0
-    assert pick(mask, 5) == [10, 30, 50, 70, 90]
-    assert pick(mask[:6], 5) == [0, 2, 4]
-    assert pick(torch.zeros(4, dtype=torch.bool), 5) == []
+    assert spread(range(0, 100, 2), 5) == [10, 30, 50, 70, 90]
+    assert spread(range(0, 6, 2), 5) == [0, 2, 4]
+    assert spread([], 5) == []
 
 
 def test_the_papers_transform_squashes_and_crops(export, sets):

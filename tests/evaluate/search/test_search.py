@@ -222,7 +222,7 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, c
     assert "is a file: give a folder" in said(photos / "notes.txt")
     assert "there is nothing to search for" in said(photos, " ")
     assert "has an image that cannot be decoded" in said(photos, "", "--image", photos / "broken.jpg")
-    assert "cannot be read" in said(photos, "", "--image", photos / "absent.jpg")
+    assert "absent.jpg does not exist; correct --image" in said(photos, "", "--image", photos / "absent.jpg")
     os.mkfifo(tmp_path / "pipe")
     assert "no regular file but a pipe" in said(photos, "", "--image", tmp_path / "pipe")
     assert "cannot be written" in said(photos, "a cat", "--page", photos)

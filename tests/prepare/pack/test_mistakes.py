@@ -284,7 +284,7 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(tmp_path):
     assert len(said.splitlines()) <= 15
     page = (tmp_path / "out/report.html").read_text()
     assert (
-        "data:image/png;base64," in page
+        "data:image/jpeg;base64," in page
         and "a dog / the dog again" in page
         and "http" not in page.replace("http-equiv", "")
     )

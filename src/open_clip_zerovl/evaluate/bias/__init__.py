@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "open_clip_zerovl.evaluate.bias.measures": ["mean_log_p_negatives", "source_probe_accuracy"],
         "open_clip_zerovl.evaluate.bias.pools": ["SourceFeatures", "pool_metrics"],
-        "open_clip_zerovl.evaluate.bias.run": ["BiasSettings", "measure_bias", "run_bias"],
+        "open_clip_zerovl.evaluate.bias.report": ["measure_bias"],
+        "open_clip_zerovl.evaluate.bias.bias": ["BiasSettings", "run_bias"],
     },
 )

@@ -1,4 +1,4 @@
-"""Charts of the bias report (figures 3 and 4, A.5), as PNG bytes."""
+"""Charts of `zerovl bias` (figures 3 and 4, A.5) and of `zerovl compare`, as PNG bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from open_clip_zerovl.evaluate.bias.comparison import Comparison
 from open_clip_zerovl.evaluate.bias.report import BiasReport
 from open_clip_zerovl.report.plot import (
     FAINT,
@@ -14,53 +15,62 @@ from open_clip_zerovl.report.plot import (
     INK,
     MODEL_COLOURS,
     SOURCE_COLOURS,
+    Line,
     colours_of,
+    draw_lines,
+    line_chart,
+    mark_base,
     new_figure,
     plain,
     plain_axes,
     png_bytes,
+    top_legend,
 )
+
+_COMPARED = {
+    "RSUM, 600 at most": {"within": "within", "across": "across", "mixed": "mixed", "unseen": "unseen"},
+    "source probe, %": {"probe_images": "images", "probe_texts": "texts"},
+    "log p of negatives": {"log_p_same": "same\nsource", "log_p_other": "other\nsource"},
+}
+
+
+def bias_values(report: BiasReport) -> dict[str, Any]:
+    """Values that the template `bias_parts.html` shows."""
+    pictures = {"probe": probe_picture, "log_p": log_p_picture, "maps": map_picture, "captions": caption_picture}
+    return {"bias": report, "charts": {name: picture(report) for name, picture in pictures.items()}}
 
 
 def log_p_picture(report: BiasReport) -> bytes:
     """Figure 4: mean log p of negatives by batch size, a panel for each source of the query."""
-    sources = report.sources
+    sources, models = report.sources, report.models
+    colours = colours_of(list(models), MODEL_COLOURS)
     columns = min(4, len(sources))
     rows = math.ceil(len(sources) / columns)
     figure = new_figure(2.6 * columns + 0.6, 2.6 * rows + 0.5)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(sources) :]:
         axes.set_visible(False)
-    sizes = sorted(next(iter(report.models.values())).log_p)
+    sizes = sorted(next(iter(models.values())).log_p)
+    uniform = Line("", sizes, [-math.log(size) for size in sizes], FAINT, {"linewidth": 1, "linestyle": ":"})
     for source, axes in zip(sources, grid.flat, strict=False):
         plain_axes(axes)
-        axes.plot(sizes, [-math.log(size) for size in sizes], color=FAINT, linewidth=1, linestyle=":")
-        for name, colour in colours_of(list(report.models), MODEL_COLOURS).items():
-            for group, line in (("same_source", "-"), ("other_source", "--")):
-                values = [report.models[name].log_p[size]["by_source"][source][group] for size in sizes]
-                axes.plot(sizes, [math.nan if value is None else value for value in values], line, color=colour,
-                          linewidth=1.8, marker="o", markersize=3.5)  # fmt: skip
+        lines = [
+            Line("", sizes, [one.log_p[size]["by_source"][source][group] for size in sizes], colours[name],
+                 {"linestyle": style, "marker": "o"})
+            for name, one in models.items()
+            for group, style in (("same_source", "-"), ("other_source", "--"))
+        ]  # fmt: skip
+        draw_lines(axes, [uniform, *lines])
         axes.set_xscale("log")
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_title(source, fontsize=10)
+        axes.set_title(plain(source), fontsize=10)
     figure.supxlabel("batch size", fontsize=10)
     figure.supylabel("mean log p of negatives", fontsize=10)
-    _line_legend(figure, report)
+    looks = {name: {"color": colour, "linewidth": 3} for name, colour in colours.items()}
+    styles = {"same source": (INK, "-"), "other source": (INK, "--"), "uniform softmax: -ln(batch)": (FAINT, ":")}
+    top_legend(figure, looks | {label: {"color": c, "linestyle": style} for label, (c, style) in styles.items()})
     return png_bytes(figure)
-
-
-def _line_legend(figure: Any, report: BiasReport) -> None:
-    from matplotlib.lines import Line2D
-
-    colours = colours_of(list(report.models), MODEL_COLOURS)
-    handles = [Line2D([], [], color=colour, linewidth=3, label=plain(name)) for name, colour in colours.items()]
-    handles += [
-        Line2D([], [], color=INK, linestyle="-", label="same source"),
-        Line2D([], [], color=INK, linestyle="--", label="other source"),
-        Line2D([], [], color=FAINT, linestyle=":", label="uniform softmax: -ln(batch)"),
-    ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(5, len(handles)), frameon=False, fontsize=9)
 
 
 def probe_picture(report: BiasReport) -> bytes:
@@ -102,29 +112,49 @@ def map_picture(report: BiasReport) -> bytes:
             for spine in axes.spines.values():
                 spine.set_color(GRID)
             axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=colour, label=source) for source, colour in colours.items()
-    ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False)
+    looks = {source: {"marker": "o", "linestyle": "", "color": colour} for source, colour in colours.items()}
+    top_legend(figure, looks)
     return png_bytes(figure)
 
 
 def caption_picture(report: BiasReport) -> bytes:
     """Words of the captions by source: the share of captions of each length."""
-    figure = new_figure(7, 2.8)
-    axes = figure.add_subplot()
-    counts = {name: np.asarray(words) for name, words in report.caption_words.items()}
-    most = int(np.percentile(np.concatenate(list(counts.values())), 99.5))
+    most = int(np.percentile(np.concatenate(list(report.caption_words.values())), 99.5))
+    lines = []
     for name, colour in colours_of(report.sources, SOURCE_COLOURS).items():
-        shares = np.bincount(np.minimum(counts[name], most + 1), minlength=most + 2)[: most + 1] / len(counts[name])
-        axes.plot(range(most + 1), 100 * shares, color=colour, linewidth=2, marker="o", markersize=3,
-                  label=f"{name}, mean {counts[name].mean():.1f}")  # fmt: skip
-    plain_axes(axes)
-    axes.set_xlim(0, most + 0.5)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("words in a caption")
-    axes.set_ylabel("% of captions")
-    axes.legend(frameon=False, fontsize=9)
+        words = np.asarray(report.caption_words[name])
+        percent = 100 * np.bincount(np.minimum(words, most + 1), minlength=most + 2)[: most + 1] / len(words)
+        lines.append(Line(f"{name}, mean {words.mean():.1f}", range(most + 1), percent, colour, {"marker": "o"}))
+
+    return line_chart(
+        lines,
+        x="words in a caption",
+        y="% of captions",
+        size=(8, 2.8),
+        finish=lambda axes: axes.set(xlim=(0, most + 0.5), ylim=(0, None)),
+    )
+
+
+def comparison_picture(found: Comparison) -> bytes:
+    """Points with their intervals, a panel for each unit of numbers."""
+    panels = {title: {k: label for k, label in own.items() if k in found.sides} for title, own in _COMPARED.items()}
+    figure = new_figure(9.6, 3.2)
+    grid = figure.subplots(1, len(panels), width_ratios=[max(1, len(kinds)) for kinds in panels.values()])
+    colours = colours_of(found.names, MODEL_COLOURS)
+    for (title, kinds), axes in zip(panels.items(), grid, strict=True):
+        plain_axes(axes)
+        for place, kind in enumerate(kinds):
+            for i, (name, colour) in enumerate(colours.items()):
+                side = found.sides[kind][name]
+                x = place + (i - (len(colours) - 1) / 2) * 0.5 / len(colours)
+                axes.plot([x, x], side.interval, color=colour, linewidth=2)
+                axes.plot(x, side.value, "o", color=colour, markersize=6)
+                axes.plot([x] * len(side.runs), side.runs, "_", color=colour, markersize=9, alpha=0.6)
+            axes.hlines(found.chance[kind], place - 0.4, place + 0.4, color=FAINT, linewidth=1.2, linestyle=":")
+        axes.set_xticks(range(len(kinds)), list(kinds.values()), fontsize=9)
+        axes.set_xlim(-0.5, len(kinds) - 0.5)
+        axes.set_title(title, fontsize=10, color=INK)
+        mark_base(axes)
+    looks = {name: {"marker": "o", "color": colour} for name, colour in colours.items()}
+    top_legend(figure, {**looks, "chance": {"color": FAINT, "linestyle": ":"}})
     return png_bytes(figure)

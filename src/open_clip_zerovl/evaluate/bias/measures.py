@@ -25,6 +25,7 @@ from open_clip_zerovl.core.errors import UserError
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 GROUPS = ("all", "same_source", "other_source")
+_ROWS_AT_ONCE = 1024  # of the logit matrix
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,7 +41,6 @@ def mean_log_p_negatives(
     *,
     batch_size: int | None = None,
     seed: int = 0,
-    chunk_size: int = 1024,
 ) -> dict[str, Any]:
     """Mean of log p_jk over negative pairs j != k, by whether both come from one source (figure 4).
 
@@ -50,12 +50,11 @@ def mean_log_p_negatives(
 
     Args:
         image_features, text_features: (N, D).
-        source: (N,) the source of each pair, any hashable names.
+        source: (N,) the source of each pair, any sortable names.
         logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
         batch_size: `B`; the pairs are shuffled and cut into batches of B, and a last incomplete one is left out. None takes
             all pairs as one batch. The mean falls as B grows: log p of a uniform softmax is -ln B.
         seed: of the shuffle.
-        chunk_size: rows of the logit matrix alive at once; it does not change the result.
 
     Returns:
         `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
@@ -65,111 +64,77 @@ def mean_log_p_negatives(
     Raises:
         UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
     """
-    sums, counts, codes, names = log_p_by_query(
-        image_features,
-        text_features,
-        source,
-        logit_scale,
-        batch_size=batch_size,
-        seed=seed,
-        chunk_size=chunk_size,
-    )
-    # Sums and counts over pairs: [direction, same (0) or other (1) source, source of the query].
-    by_source = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
-    by_source.index_add_(3, codes, torch.stack([sums, counts]))
-    sums, counts = by_source
-    result: dict[str, Any] = {
-        way: _group_means(sums[i].sum(dim=1), counts[i].sum(dim=1)) for i, way in enumerate(DIRECTIONS)
-    }
-    # Both directions hold the same pairs, so the mean over both is the mean of the two.
-    result["mean"] = _group_means(sums.sum(dim=(0, 2)), counts.sum(dim=(0, 2)))
-    result["by_source"] = {
-        name: _group_means(sums[:, :, i].sum(dim=0), counts[:, :, i].sum(dim=0)) for i, name in enumerate(names)
-    }
-    return result
-
-
-def log_p_by_query(
-    image_features: Tensor,
-    text_features: Tensor,
-    source: Sequence[Any],
-    logit_scale: float,
-    *,
-    batch_size: int | None = None,
-    seed: int = 0,
-    chunk_size: int = 1024,
-) -> tuple[Tensor, Tensor, Tensor, list[Any]]:
-    """The sums behind `mean_log_p_negatives`, for each query; arguments and errors as there.
-
-    Returns:
-        sums, counts: (2, 2, N) of log p and of negatives: [direction, same (0) or other (1) source, query], float64, on the
-            CPU.
-        codes: (N,) index of each pair's source in the names.
-        names: of the sources, sorted.
-    """
-    codes, names = _source_codes(source, image_features, text_features)
-    total = len(codes)
+    _check_pairs(image_features, text_features, source)
+    total = len(source)
     size = total if batch_size is None else batch_size
     if not 2 <= size <= total:
         raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
-    if not logit_scale > 0:
-        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
+    names, codes = np.unique(np.asarray(source), return_inverse=True)
     order = torch.arange(total)
     if batch_size is not None:
         order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    sums = torch.zeros(2, 2, total, dtype=torch.float64)
-    counts = torch.zeros(2, 2, total, dtype=torch.float64)
-    for start in range(0, total - size + 1, size):
-        batch = order[start : start + size]
-        images, texts = (features[batch.to(features.device)].double() for features in (image_features, text_features))
-        for direction, (queries, keys) in enumerate(((images, texts), (texts, images))):
-            own = _log_p_of_batch(logit_scale * queries, keys, codes[batch].to(queries.device), chunk_size)
-            sums[direction][:, batch], counts[direction][:, batch] = own
-    return sums, counts, codes, names
+    # Sums and counts over pairs: [sum or count, direction, same (0) or other (1) source, source of the query].
+    totals = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
+    for batch in order[: total // size * size].split(size):
+        images, texts = (features[batch.to(features.device)] for features in (image_features, text_features))
+        own = codes[batch.numpy()]
+        totals.index_add_(3, torch.from_numpy(own), log_p_by_query(images, texts, own, logit_scale))
+    result: dict[str, Any] = {way: _group_means(totals[:, i].sum(dim=2)) for i, way in enumerate(DIRECTIONS)}
+    # Both directions hold the same pairs, so the mean over both is the mean of the two.
+    result["mean"] = _group_means(totals.sum(dim=(1, 3)))
+    result["by_source"] = {name: _group_means(totals[..., i].sum(dim=1)) for i, name in enumerate(names.tolist())}
+    return result
 
 
-def _log_p_of_batch(queries: Tensor, keys: Tensor, codes: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Sums of log p (2, B) and counts (2, B) of each query's negatives, row 0 of its own source, row 1 of others.
+def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequence[Any], logit_scale: float) -> Tensor:
+    """The sums behind `mean_log_p_negatives`, for each query of one batch.
 
     Args:
-        queries, keys: (B, D), the queries times the logit scale.
-        codes: (B,) source of each pair.
+        image_features, text_features: (B, D).
+        source, logit_scale: as there.
+
+    Returns:
+        (2, 2, 2, B) sums of log p, and counts of negatives: [sum or count, direction, same (0) or other (1) source, query],
+        float64, on the CPU.
+
+    Raises:
+        UserError: shapes that do not fit, a scale that is not positive.
     """
-    size = len(codes)
-    sums = torch.zeros(2, size, dtype=torch.float64)
-    counts = torch.zeros(2, size, dtype=torch.float64)
-    for low in range(0, size, chunk_size):
-        rows = torch.arange(low, min(low + chunk_size, size), device=codes.device)
-        log_p = (queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
-        negative = rows[:, None] != torch.arange(size, device=codes.device)
-        same = codes[rows][:, None] == codes
-        for group, mask in enumerate((negative & same, negative & ~same)):
-            sums[group, low : low + len(rows)] = (log_p * mask).sum(dim=1).cpu()
-            counts[group, low : low + len(rows)] = mask.sum(dim=1).double().cpu()
-    return sums, counts
+    _check_pairs(image_features, text_features, source)
+    if not logit_scale > 0:
+        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
+    codes = torch.from_numpy(np.unique(np.asarray(source), return_inverse=True)[1]).to(image_features.device)
+    places = torch.arange(len(codes), device=codes.device)
+    images, texts = image_features.double(), text_features.double()
+    ways = []
+    for queries, keys in ((images, texts), (texts, images)):
+        blocks = []
+        for rows in places.split(_ROWS_AT_ONCE):
+            log_p = (logit_scale * queries[rows] @ keys.T).log_softmax(dim=1)  # (rows, B)
+            negative = rows[:, None] != places
+            same = codes[rows][:, None] == codes
+            masks = torch.stack([negative & same, negative & ~same])  # (2, rows, B)
+            blocks.append(torch.stack([(log_p * masks).sum(dim=2), masks.sum(dim=2).double()]).cpu())
+        ways.append(torch.cat(blocks, dim=2))
+    return torch.stack(ways, dim=1)
 
 
-def _group_means(sums: Tensor, counts: Tensor) -> dict[str, float | None]:
-    """The mean of each of GROUPS, from sums (2,) and counts (2,) for same and other source."""
-    pairs = ((sums.sum(), counts.sum()), (sums[0], counts[0]), (sums[1], counts[1]))
-    return {g: float(v / n) if n > 0 else None for g, (v, n) in zip(GROUPS, pairs, strict=True)}
-
-
-def _source_codes(source: Sequence[Any], image_features: Tensor, text_features: Tensor) -> tuple[Tensor, list[Any]]:
-    """(N,) index of each pair's source in the sorted names of the sources, and these names."""
+def _check_pairs(image_features: Tensor, text_features: Tensor, source: Sequence[Any]) -> None:
     if image_features.ndim != 2 or image_features.shape != text_features.shape:
         raise UserError(
             "image and text features of the same pairs must have one shape (N, D), got "
             f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
         )
-    labels = source.tolist() if isinstance(source, (Tensor, np.ndarray)) else list(source)
-    if len(labels) != len(image_features):
+    if len(source) != len(image_features):
         raise UserError(
-            f"there are {len(image_features)} pairs but {len(labels)} sources; give one source for each pair"
+            f"there are {len(image_features)} pairs but {len(source)} sources; give one source for each pair"
         )
-    names = sorted(set(labels))
-    index = {name: i for i, name in enumerate(names)}
-    return torch.tensor([index[label] for label in labels], dtype=torch.long), names
+
+
+def _group_means(totals: Tensor) -> dict[str, float | None]:
+    """The mean of each of GROUPS, from sums and counts (2, 2) for same and other source."""
+    every = [totals.sum(dim=1), *totals.T]
+    return {group: float(value / n) if n > 0 else None for group, (value, n) in zip(GROUPS, every, strict=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +188,11 @@ def source_probe_guesses(
             folds, or a probe that does not converge.
     """
     try:
-        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold, cross_val_predict
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
     except ImportError as error:
         raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
     x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
@@ -231,16 +200,14 @@ def source_probe_guesses(
     if x.ndim != 2 or y.shape != (len(x),):
         raise UserError(f"the probe takes features (N, D) and N sources, got {x.shape} and {y.shape}")
     check_source_probe(y.tolist(), concepts, folds=folds)
-    if concepts is None:
-        splits = StratifiedKFold(folds, shuffle=True, random_state=seed).split(x, y)
-    else:
-        groups = np.asarray(concepts)
-        splits = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(x, y, groups)
-    right = np.zeros(len(x), dtype=bool)
-    for train, test in splits:
-        probe = _fitted_probe(x[train], y[train])
-        right[test] = probe.predict(x[test]) == y[test]
-    return right
+    splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            return cross_val_predict(probe, x, y, groups=concepts, cv=splits) == y
+        except ConvergenceWarning as error:
+            raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error
 
 
 def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5) -> None:
@@ -267,19 +234,3 @@ def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
     if all(concept is None for concept in concepts):
         return None
     return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]
-
-
-def _fitted_probe(x: np.ndarray, y: np.ndarray) -> Any:
-    """The probe of `source_probe_accuracy`, fitted on features (n, D) and sources (n,)."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            return probe.fit(x, y)
-        except ConvergenceWarning as error:
-            raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error

@@ -7,14 +7,22 @@ when queries are resampled (`resampling`): all pairs of one concept, or a pair t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, hit_probabilities, ranks_by_label
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    DIRECTIONS,
+    RECALL_KS,
+    QueryRanks,
+    chance_bounds,
+    hit_probabilities,
+    ranks_by_label,
+)
 
 POOLS = ("within", "across", "mixed")
 
@@ -67,12 +75,15 @@ class PoolHits:
         images, texts: (Q,) of each image query and each text query, the sum over K = 1, 5, 10 of the probability that a match
             is among the K best (0 to 3; without ties whole numbers).
         image_units, text_units: (Q,) the unit of each query.
+        chance, chance_upper: RSUM of random orders, and two standard deviations above it.
     """
 
     images: Tensor
     texts: Tensor
     image_units: Tensor
     text_units: Tensor
+    chance: float
+    chance_upper: float
 
     @property
     def rsum(self) -> float:
@@ -90,30 +101,29 @@ class SourcePools:
     """All pools of some sources.
 
     Attributes:
-        within: source -> the pool of its held-out pairs.
-        across: (source of the pictures, source of the captions) -> its pool; only pairs of sources that share concepts.
-        mixed: the held-out pairs of all sources.
-        unseen: source that was in no training -> the pool of its pairs.
+        kinds: `within`, `across`, `mixed` and `unseen` -> pools by name; a kind without pools is left out. The names are the
+            source, "image source->text source", "mixed", the unseen source.
         units: number of units U.
         unit_of: (rows,) unit of each held-out pair of all sources, in their order: the rows of the mixed pool.
     """
 
-    within: Mapping[str, PoolHits]
-    across: Mapping[tuple[str, str], PoolHits]
-    mixed: PoolHits
-    unseen: Mapping[str, PoolHits]
+    kinds: Mapping[str, Mapping[str, PoolHits]]
     units: int
     unit_of: Tensor
 
-    def kinds(self) -> dict[str, list[PoolHits]]:
-        """Kind of pool -> its pools; a kind without pools is left out."""
-        every = {
-            "within": list(self.within.values()),
-            "across": list(self.across.values()),
-            "mixed": [self.mixed],
-            "unseen": list(self.unseen.values()),
-        }
-        return {kind: pools for kind, pools in every.items() if pools}
+    @property
+    def single(self) -> dict[str, PoolHits]:
+        """All pools but the mixed one, by name."""
+        return {name: pool for kind, pools in self.kinds.items() if kind != "mixed" for name, pool in pools.items()}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a source with the unit of each."""
+
+    images: Tensor
+    texts: Tensor
+    units: Tensor
 
 
 def source_pools(
@@ -122,8 +132,9 @@ def source_pools(
     """Rank all queries of all pools.
 
     - `within`: the held-out pairs of one source. Only the content tells them apart.
-    - `across`: held-out pictures of one source, with the captions that another source has of the same concepts. A model that
-      relies on the source fails here. (The other source's own pairs of these concepts may have been in training.)
+    - `across`: held-out pictures of one source, with the captions that another source has of the same concepts; only pairs of
+      sources that share concepts. A model that relies on the source fails here. (The other source's own pairs of these
+      concepts may have been in training.)
     - `mixed`: the held-out pairs of all sources in one pool; only the own pair is right, also where another source has the
       concept. A model that knows the query's source has to search one S-th of the pool only, so this rewards source bias: it
       can fall while the model gets better.
@@ -132,78 +143,56 @@ def source_pools(
     Raises:
         UserError: no source, or a source without held-out pairs.
     """
-    unseen = unseen or {}
     if not features:
         raise UserError("retrieval pools need at least one source")
-    held_out = {name: one.held_out_rows() for name, one in [*features.items(), *unseen.items()]}
-    for name, rows in held_out.items():
-        if not rows:
+    every = [*features.items(), *(unseen or {}).items()]
+    number: dict[Any, int] = {}  # of units
+    units: dict[str, Tensor] = {}  # (n,) of each source
+    held_out: dict[str, _Rows] = {}
+    for name, one in every:
+        keys = [(name, row) if concept is None else concept for row, concept in enumerate(one.concepts)]
+        units[name] = torch.tensor([number.setdefault(key, len(number)) for key in keys], dtype=torch.long)
+        if not (rows := one.held_out_rows()):
             raise UserError(f"source {name} has no held-out pair to retrieve")
-    units, count = _units([*features.values(), *unseen.values()])
-    of_source = dict(zip([*features, *unseen], units, strict=True))
-    across = {
-        (name, partner): pool
-        for name, one in features.items()
-        for partner, other in features.items()
-        if partner != name
-        and (pool := _across(one, other, held_out[name], of_source[name], of_source[partner])) is not None
+        held_out[name] = _Rows(one.image_features[rows], one.text_features[rows], units[name][rows])
+    across = {}
+    for name, one in features.items():
+        for partner, other in features.items():
+            asked = {one.concepts[row] for row in one.held_out_rows()} & set(other.concepts) - {None}
+            if partner != name and asked:
+                mine = [row for row in one.held_out_rows() if one.concepts[row] in asked]
+                theirs = [row for row, concept in enumerate(other.concepts) if concept in asked]
+                # The unit of a pair with a concept is that of the concept, in all sources.
+                labels = units[name][mine], units[partner][theirs]
+                across[f"{name}->{partner}"] = _pool(one.image_features[mine], other.text_features[theirs], *labels)
+    own = [held_out[name] for name in features]
+    mixed = _Rows(*(torch.cat([getattr(rows, part) for rows in own]) for part in ("images", "texts", "units")))
+    kinds = {
+        "within": {name: _own_pairs(held_out[name]) for name in features},
+        "across": across,
+        "mixed": {"mixed": _own_pairs(mixed)},
+        "unseen": {name: _own_pairs(held_out[name]) for name in unseen or {}},
     }
-    every = [(one, held_out[name], of_source[name]) for name, one in features.items()]
-    return SourcePools(
-        within={name: _own_pairs([(one, held_out[name], of_source[name])]) for name, one in features.items()},
-        across=across,
-        mixed=_own_pairs(every),
-        unseen={name: _own_pairs([(one, held_out[name], of_source[name])]) for name, one in unseen.items()},
-        units=count,
-        unit_of=torch.cat([own[rows] for _, rows, own in every]),
-    )
+    return SourcePools({kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed.units)
 
 
-def _units(sources: Sequence[SourceFeatures]) -> tuple[list[Tensor], int]:
-    """(n,) unit of each pair of each source, and the number of units."""
-    number: dict[Any, int] = {}
-    found = []
-    for index, one in enumerate(sources):
-        keys = [(index, row) if concept is None else concept for row, concept in enumerate(one.concepts)]
-        found.append(torch.tensor([number.setdefault(key, len(number)) for key in keys], dtype=torch.long))
-    return found, len(number)
+def _own_pairs(rows: _Rows) -> PoolHits:
+    """The pool in which the own pair is right."""
+    labels = torch.arange(len(rows.images))
+    hits = _pool(rows.images, rows.texts, labels, labels)
+    return replace(hits, image_units=rows.units, text_units=rows.units)
 
 
-def _own_pairs(parts: Sequence[tuple[SourceFeatures, list[int], Tensor]]) -> PoolHits:
-    """The pool of some rows of some sources, in which the own pair is right."""
-    images = torch.cat([one.image_features[rows] for one, rows, _ in parts])
-    texts = torch.cat([one.text_features[rows] for one, rows, _ in parts])
-    units = torch.cat([own[rows] for _, rows, own in parts])
-    labels = torch.arange(len(images))
-    return _pool(images, texts, labels, labels, units, units)
-
-
-def _across(
-    one: SourceFeatures, other: SourceFeatures, held_out: list[int], units: Tensor, other_units: Tensor
-) -> PoolHits | None:
-    """Held-out pictures of one source against the captions of the same concepts in another; None where they share none."""
-    theirs = {concept for concept in other.concepts if concept is not None}
-    rows = [row for row in held_out if one.concepts[row] in theirs]
-    if not rows:
-        return None
-    asked = {one.concepts[row] for row in rows}
-    partners = [row for row, concept in enumerate(other.concepts) if concept in asked]
-    # The unit of a pair with a concept is that of the concept, in all sources.
-    own, partner = units[rows], other_units[partners]
-    return _pool(one.image_features[rows], other.text_features[partners], own, partner, own, partner)
-
-
-def _pool(
-    images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor, image_units: Tensor, text_units: Tensor
-) -> PoolHits:
-    image_ranks = ranks_by_label(images, texts, image_labels, text_labels)
-    text_ranks = ranks_by_label(texts, images, text_labels, image_labels)
-    return PoolHits(
-        hit_probabilities(image_ranks, RECALL_KS).sum(dim=0),
-        hit_probabilities(text_ranks, RECALL_KS).sum(dim=0),
-        image_units,
-        text_units,
-    )
+def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor) -> PoolHits:
+    """The pool in which all items of the query's label are right; the labels are the units."""
+    ways = ((images, texts, image_labels, text_labels), (texts, images, text_labels, image_labels))
+    hits, ties = [], {}
+    for name, (queries, keys, labels, key_labels) in zip(DIRECTIONS, ways, strict=True):
+        hits.append(hit_probabilities(ranks_by_label(queries, keys, labels, key_labels), RECALL_KS).sum(dim=0))
+        matches = torch.bincount(key_labels, minlength=int(labels.max()) + 1)[labels]  # (Q,)
+        ties[name] = QueryRanks(torch.zeros_like(matches), torch.full_like(matches, len(keys)), matches)
+    bounds = chance_bounds(ties)
+    return PoolHits(hits[0], hits[1], image_labels, text_labels, bounds["rsum_chance"], bounds["rsum_chance_upper"])
 
 
 def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
@@ -217,22 +206,12 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
     Raises:
         UserError: as `source_pools`.
     """
-    return pool_numbers(source_pools(features))
-
-
-def pool_numbers(pools: SourcePools) -> dict[str, Any]:
-    """`pool_metrics` of pools that have been ranked."""
-    by_source = {name: pool.rsum for name, pool in pools.within.items()}
-    by_pair = {f"{name}->{partner}": pool.rsum for (name, partner), pool in pools.across.items()}
+    kinds = source_pools(features).kinds
+    rsums = {kind: {name: pool.rsum for name, pool in kinds.get(kind, {}).items()} for kind in POOLS}
+    sizes = {kind: [pool.size for pool in kinds.get(kind, {}).values()] for kind in POOLS}
     return {
-        "within": sum(by_source.values()) / len(by_source),
-        "across": sum(by_pair.values()) / len(by_pair) if by_pair else None,
-        "mixed": pools.mixed.rsum,
-        "by_source": by_source,
-        "by_pair": by_pair,
-        "pool_sizes": {
-            "within": [pool.size for pool in pools.within.values()],
-            "across": [pool.size for pool in pools.across.values()],
-            "mixed": pools.mixed.size,
-        },
+        **{kind: fmean(own.values()) if own else None for kind, own in rsums.items()},
+        "by_source": rsums["within"],
+        "by_pair": rsums["across"],
+        "pool_sizes": {**sizes, "mixed": sizes["mixed"][0]},
     }

@@ -2,7 +2,8 @@
 
 A unit is drawn as a whole: all queries of one concept, in all pools, since they are no independent evidence. What is drawn are
 queries; the candidates that each query is ranked against stay as they are. All models are measured on the same draws, so that
-the interval of a difference leaves out what makes a test set hard for all of them.
+the interval of a difference leaves out what makes a test set hard for all of them. (`scipy.stats.bootstrap` draws for each
+statistic anew, and one at a time.)
 
 Legend: `U` units, `R` draws, `T` terms of a measure.
 """
@@ -50,22 +51,18 @@ class Measure:
             return (weights @ self.sums.T / (weights @ self.counts.T)) @ self.factors
 
 
-def mean_over(values: Sequence[tuple[Tensor, Tensor]], units: int, factors: Sequence[float]) -> Measure:
-    """A measure of some means.
+def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float = 1.0) -> Measure:
+    """A measure that is `factor` times the sum of some means.
 
     Args:
-        values: for each mean (values (Q,), unit (Q,) of each value).
+        terms: for each mean (unit (Q,) of each query, values (Q,), or (2, Q) of sums and counts).
         units: U.
-        factors: of each mean.
     """
-    summed = [per_unit(one, unit, units) for one, unit in values]
-    counted = [per_unit(torch.ones_like(one), unit, units) for one, unit in values]
-    return Measure(np.stack(summed), np.stack(counted), np.asarray(factors, dtype=np.float64))
-
-
-def per_unit(values: Tensor, unit: Tensor, units: int) -> NDArray[np.float64]:
-    """(U,) sum of the values (Q,) of each unit."""
-    return torch.zeros(units, dtype=torch.float64).index_add_(0, unit, values.double()).numpy()
+    per_unit = torch.zeros(len(terms), 2, units, dtype=torch.float64)
+    for term, (unit, values) in zip(per_unit, terms, strict=True):
+        values = values.double()
+        term.index_add_(1, unit, torch.stack([values, torch.ones_like(values)]) if values.ndim == 1 else values)
+    return Measure(per_unit[:, 0].numpy(), per_unit[:, 1].numpy(), np.full(len(terms), factor))
 
 
 def resampled(measures: Mapping[str, Measure], draws: int, seed: int) -> dict[str, NDArray[np.float64]]:
@@ -91,8 +88,7 @@ def interval_over_seeds(differences: Sequence[float], level: float = LEVEL) -> I
     """Student's t interval of the mean of paired differences, one a seed; None for fewer than two."""
     if len(differences) < 2:
         return None
-    from scipy.stats import t
+    from scipy.stats import sem, t
 
-    mean, deviation = float(np.mean(differences)), float(np.std(differences, ddof=1))
-    reach = float(t.ppf((1 + level) / 2, len(differences) - 1)) * deviation / len(differences) ** 0.5
-    return mean - reach, mean + reach
+    mean, reach = np.mean(differences), t.ppf((1 + level) / 2, len(differences) - 1) * sem(differences)
+    return float(mean - reach), float(mean + reach)

@@ -5,12 +5,23 @@ A point's `new` is the mean RSUM of the sets of the new ability, `kept` that of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.interpolation.names import RULES
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
+from open_clip_zerovl.report.tables import text_table
+
+SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
+ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {
+    "rsum": "RSUM",
+    "rsum_chance": "chance",
+}
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -30,6 +41,10 @@ class Point:
     def mean_rsum(self, names: Sequence[str]) -> float:
         """The mean RSUM of some sets."""
         return sum(self.metrics[name]["rsum"] for name in names) / len(names)
+
+    def mean_chance(self, names: Sequence[str]) -> float:
+        """The mean RSUM of random orders on some sets; NaN where it is not known."""
+        return sum(self.metrics[name].get("rsum_chance", math.nan) for name in names) / len(names)
 
 
 @dataclass(frozen=True)
@@ -57,18 +72,76 @@ class Curve:
             "points": [{"alpha": point.alpha, "results": point.metrics} for point in self.points],
         }
 
+    @property
+    def sentence(self) -> str:
+        """The reason as a sentence."""
+        return f"{self.reason[0].upper()}{self.reason[1:]}."
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on chance and on the best possible score, of the chosen point."""
+        return bounds_remarks(self.chosen.metrics)
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Set -> its name with its kind."""
+        return {name: f"{name} (new)" for name in self.new} | {name: f"{name} (kept)" for name in self.kept}
+
+    @property
+    def labelled(self) -> dict[str, Point]:
+        """The points before, after and chosen."""
+        return {
+            "before": self.points[0],
+            "after": self.points[-1],
+            f"chosen, alpha {self.chosen.alpha:g}": self.chosen,
+        }
+
+    def rows(self) -> list[list[str]]:
+        """A row a point: alpha, RSUM of each set, what marks the point; then a row of chance."""
+        ends = {0.0: "before", 1.0: "after"}
+        rows = [
+            [
+                f"{point.alpha:g}",
+                *(f"{point.metrics[name]['rsum']:.1f}" for name in self.heads),
+                ", ".join(filter(None, (ends.get(point.alpha), "chosen" if point is self.chosen else ""))),
+            ]
+            for point in self.points
+        ]
+        chance = (self.chosen.metrics[name].get("rsum_chance") for name in self.heads)
+        return [*rows, ["chance", *("" if value is None else f"{value:.1f}" for value in chance), ""]]
+
     def table(self) -> str:
         """A text table of RSUM, one row an alpha, a column a set; the chosen row is marked."""
-        names = [*self.new, *self.kept]
-        heads = [*(f"{name} (new)" for name in self.new), *(f"{name} (kept)" for name in self.kept)]
-        widths = [max(8, len(head)) for head in heads]
-        lines = ["alpha  " + "  ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))]
-        for point in self.points:
-            cells = (f"{point.metrics[name]['rsum']:{width}.1f}" for name, width in zip(names, widths, strict=True))
-            said = {0.0: "before", 1.0: "after"}.get(point.alpha, "")
-            marks = ", ".join(filter(None, (said, "chosen" if point is self.chosen else "")))
-            lines.append(f"{point.alpha:<5g}  {'  '.join(cells)}{f'  {marks}' if marks else ''}")
-        return "\n".join(lines)
+        return "\n".join([text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks])
+
+    def picture(self) -> bytes:
+        """RSUM by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
+
+        Raises:
+            UserError: matplotlib is missing.
+        """
+        alphas = [point.alpha for point in self.points]
+        colours = colours_of(list(self.heads), SOURCE_COLOURS)
+        lines = [
+            Line(head, alphas, [point.metrics[name]["rsum"] for point in self.points], colours[name],
+                 {"marker": "o", "linestyle": "--" if name in self.kept else "-"})
+            for name, head in self.heads.items()
+        ]  # fmt: skip
+        levels = {
+            f"{name}: chance": (self.chosen.metrics[name].get("rsum_chance", math.nan), colours[name])
+            for name in self.heads
+        }
+
+        def finish(axes: Any) -> None:
+            axes.axvline(self.chosen.alpha, color=FAINT, linewidth=1, linestyle=":")
+            draw_levels(axes, levels)
+
+        return line_chart(
+            lines,
+            x=f"alpha: 0 before, 1 after fine-tuning; chosen: {self.chosen.alpha:g}",
+            y="RSUM",
+            finish=finish,
+        )
 
 
 def choose(
@@ -111,3 +184,23 @@ def require_possible(rule: str | None, has_kept: bool) -> None:
         raise UserError(f"there is no rule {rule!r}; give one of {', '.join(RULES)}")
     if rule in ("kept", "mean") and not has_kept:
         raise UserError(f"--rule {rule} weighs the kept sets, and there are none; give --kept, or --rule new")
+
+
+def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A result of `run_retrieval` with its recalls in percent; RSUM, its bounds and counts are as they were."""
+    return {key: 100 * value if "_R@" in key else value for key, value in metrics.items()}
+
+
+def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """Recalls and RSUM of several models side by side, as Markdown that is aligned for a terminal.
+
+    Args:
+        columns: head -> metrics by the names of ROWS, in percent; a metric that a column lacks leaves its cell empty.
+    """
+    widths = {name: max(7, len(name) + 1) for name in columns}
+    lines = ["|          |" + "|".join(f"{name:>{width}} " for name, width in widths.items()) + "|"]
+    lines.append("|----------|" + "|".join("-" * width + ":" for width in widths.values()) + "|")
+    for key, label in ROWS.items():
+        shown = {name: f"{own[key]:.1f}" if key in own else "" for name, own in columns.items()}
+        lines.append(f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|")
+    return "\n".join(lines)

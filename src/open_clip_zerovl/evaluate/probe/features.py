@@ -152,7 +152,7 @@ def cached_features(
     pictures = _Pictures(images)
     source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
     shape = (len(images), model.image_width())
-    manifest = Manifest({"fingerprints": digests}, [source], {"0.images": ("float32", shape)})
+    manifest = Manifest({"use": "a linear probe", "fingerprints": digests}, [source], {"0.images": ("float32", shape)})
     key = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
     store = Store.create(Path(folder) / f"{name}-{key}", manifest, cache=True)
     embed(store, [model], pictures, batch_size=settings.micro_batch, workers=settings.workers, desc=f"{name} features")

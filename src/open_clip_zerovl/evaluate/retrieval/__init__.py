@@ -11,7 +11,7 @@ PUBLIC_NAMES = {
     ],
     "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],
     "open_clip_zerovl.data.retrieval": ["RetrievalSet", "open_retrieval_set", "parse_retrieval_data"],
-    "open_clip_zerovl.evaluate.retrieval.run": ["run_retrieval"],
+    "open_clip_zerovl.evaluate.retrieval.score": ["run_retrieval"],
 }
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, PUBLIC_NAMES)

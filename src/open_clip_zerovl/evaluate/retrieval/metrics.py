@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.report.bounds import RECALL_KS
 
-RECALL_KS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
 
 #: Memory for a block of scores: large enough for a fast matrix product, small enough for the processor's caches.
@@ -275,6 +275,51 @@ def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
             if place == k - 1:
                 hit[index] = 1 - miss
     return hit
+
+
+def recall_bounds(captions: Sequence[str], text_to_image: Tensor | Sequence[int]) -> dict[str, float]:
+    """RSUM of chance and of the best possible model, as entries to add to the metrics of a set.
+
+    A picture whose caption other pictures have too cannot be told from those by the caption: the best model ranks all of them
+    alike. Where few captions serve many pictures, RSUM stays far below 600.
+
+    Args:
+        captions: (T,).
+        text_to_image: (T,) image of each caption; each image has one.
+
+    Returns:
+        `rsum_chance`: expected RSUM of random orders; `rsum_chance_upper`: two standard deviations above it, where queries of
+        one direction are taken as independent and both directions as one; `rsum_best`.
+    """
+    links = torch.as_tensor(text_to_image)
+    own = torch.bincount(links)  # (I,) captions of each image
+    chance = {
+        "image_to_text": QueryRanks(torch.zeros_like(own), torch.full_like(own, len(links)), own),
+        "text_to_image": QueryRanks(torch.zeros_like(links), torch.full_like(links, len(own)), torch.ones_like(links)),
+    }
+    number = {text: i for i, text in enumerate(dict.fromkeys(captions))}
+    texts = torch.tensor([number[text] for text in captions])
+    copies = torch.bincount(texts)[texts]  # (T,) captions of the same text
+    # The caption of each image that fewest images share is the best to rank first.
+    fewest = torch.full_like(own, len(links)).scatter_reduce_(0, links, copies, reduce="amin")
+    same = torch.zeros_like(own).index_add_(0, links, (copies == fewest[links]).long()).clamp(max=fewest)
+    best = {
+        "image_to_text": QueryRanks(torch.zeros_like(own), fewest, same),
+        "text_to_image": QueryRanks(torch.zeros_like(links), copies, torch.ones_like(links)),
+    }
+    return {**chance_bounds(chance), "rsum_best": recalls(best)["rsum"]}
+
+
+def chance_bounds(ranks: Mapping[str, QueryRanks]) -> dict[str, float]:
+    """`rsum_chance` and `rsum_chance_upper` of `recall_bounds`, from ranks where all candidates tie."""
+    deviation = 0.0
+    for one in ranks.values():
+        first, five, ten = hit_probabilities(one, RECALL_KS)
+        # A query scores 3 with a match at the first place, 2 up to the fifth, 1 up to the tenth.
+        of_query = 9 * first + 4 * (five - first) + (ten - five) - (first + five + ten) ** 2
+        deviation += float(of_query.sum().clamp(min=0)) ** 0.5 / len(one)
+    chance = recalls(ranks)["rsum"]
+    return {"rsum_chance": chance, "rsum_chance_upper": min(600.0, chance + 200 * deviation)}
 
 
 def _check_features(image_features: Tensor, text_features: Tensor) -> None:

@@ -108,7 +108,7 @@ def embed_collection(
     fingerprint, where = model.fingerprints["image"], os.path.abspath(os.path.expanduser(collection.name))
     source = {"name": where, "marks": marks, "sizes": pictures.sizes, "picked": None}
     shape = (sum(pictures.sizes), model.image_width())
-    manifest = Manifest({"fingerprints": [fingerprint]}, [source], {"0.images": ("float32", shape)})
+    manifest = Manifest({"use": "search", "fingerprints": [fingerprint]}, [source], {"0.images": ("float32", shape)})
     key = json.dumps([fingerprint, where])
     check_writable(cache, folder=True)
     store = Store.create(cache / hashlib.sha256(key.encode()).hexdigest()[:24], manifest, cache=True)

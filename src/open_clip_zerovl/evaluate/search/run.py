@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
@@ -30,7 +29,8 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
-from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
+from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
@@ -97,7 +97,7 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         bad = f" and {result.bad} that cannot be decoded or are not there" if result.bad else ""
         print(f"{name}: {result.pictures} pictures{bad}; {kept} of all known from before.")
     if settings.page is not None:
-        write_atomically(settings.page, page(found, collection, query, settings))
+        write_search_page(settings.page, found, collection, query, settings)
     if settings.output is not None:
         write_atomically(settings.output, json.dumps(_as_data(found, data, settings), indent=2) + "\n")
     return found
@@ -131,28 +131,26 @@ def _lines(hit: Hit) -> tuple[str, str]:
     return f"{hit.score:6.3f}  {printable(hit.picture)}", " " * 8 + printable(caption) if caption else ""
 
 
-def page(
-    found: Mapping[str, Found], collection: Collection, query: Image.Image | None, settings: SearchSettings
-) -> str:
-    """One HTML page with the best pictures of each model, which loads nothing from elsewhere."""
-    body = [
-        paragraph(
-            f"The {settings.best} nearest of {collection.name}. A score is the cosine of a model's own embeddings."
-        )
-    ]
-    if query is not None:
-        body.append(f'<div class="strip">{thumbnail(query, "the query")}</div>')
-    for name, result in found.items():
-        body.append(heading(name))
-        bad = f", {result.bad} could not be decoded" if result.bad else ""
-        body.append(paragraph(f"{result.pictures} pictures{bad}."))
-        figures = []
-        for rank, hit in enumerate(result.hits, 1):
-            words = "<br>".join(map(escape, filter(None, (hit.picture, hit.caption))))
-            caption = f"{rank}. {hit.score:.3f}<br>{words}"
-            figures.append(f"<figure>{_thumbnail(hit)}<figcaption>{caption}</figcaption></figure>")
-        body.append(f'<div class="strip">{"".join(figures)}</div>')
-    return html_page(f"Search: {_asked(settings)}", body)
+def write_search_page(
+    path: Path,
+    found: Mapping[str, Found],
+    collection: Collection,
+    query: Image.Image | None,
+    settings: SearchSettings,
+) -> None:
+    """Write one HTML page with the best pictures of each model."""
+    asked = filter(None, (settings.words.strip(), settings.image.name if settings.image else ""))
+    hits = {name: [(hit, _thumbnail(hit)) for hit in result.hits] for name, result in found.items()}
+    write_page(
+        path,
+        "search.html",
+        title=f"Search: {' + '.join(asked)}",
+        best=settings.best,
+        collection=collection.name,
+        query=query,
+        found=found,
+        hits=hits,
+    )
 
 
 def _search(
@@ -183,10 +181,9 @@ def _search(
 
 def _query_picture(path: Path) -> Image.Image:
     try:
-        with regular_file(path) as file:
-            return decode_image(file.read())
-    except OSError as error:
-        raise UserError(f"the picture {path} cannot be read ({error.strerror}); correct --image") from error
+        return decode_image(read_foreign(path))
+    except BadFile as error:
+        raise UserError(f"{error}; correct --image") from error
     except BadImage as error:
         raise UserError(f"the picture {path} {error}; give another one by --image") from error
 
@@ -201,19 +198,12 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     return Hit(collection.shown(file, sample.key), score, text.partition("\n")[0].strip(), content and bytes(content))
 
 
-def _thumbnail(hit: Hit) -> str:
-    """The thumbnail of a hit, or a note where its picture has gone or changed since it was embedded."""
+def _thumbnail(hit: Hit) -> str | None:
+    """The thumbnail of a hit; None where its picture has gone or changed since it was embedded."""
     try:
-        if hit.content is not None:
-            return thumbnail(decode_image(hit.content), hit.picture)
+        return None if hit.content is None else thumbnail(decode_image(hit.content))
     except BadImage:
-        pass
-    return "<small>the picture has changed</small>"
-
-
-def _asked(settings: SearchSettings) -> str:
-    parts = [settings.words.strip()] if settings.words.strip() else []
-    return " + ".join([*parts, *([settings.image.name] if settings.image else [])])
+        return None
 
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:

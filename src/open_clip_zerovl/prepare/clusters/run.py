@@ -157,7 +157,7 @@ def _embedded(source: Source, encoder: Encoder, folder: Path, kind: str, *, prog
         arrays["0.images"] = ("float16", (source.num_samples, 1, model.image_width()))
     if samples.captions:
         arrays["0.texts"] = ("float16", (source.num_samples, model.texts(["a"]).shape[1]))
-    facts = {"model": [model.name], "fingerprints": list(model.fingerprints.values())}
+    facts = {"use": "clusters", "model": [model.name], "fingerprints": list(model.fingerprints.values())}
     manifest = Manifest(facts, [describe_source(source)], arrays)
     for other in folder.parent.glob(
         "features-*"

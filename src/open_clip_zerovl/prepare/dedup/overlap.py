@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
@@ -33,7 +32,7 @@ from open_clip_zerovl.prepare.dedup.near import (
     hash_all,
     require_imagehash,
 )
-from open_clip_zerovl.report.html import THUMBNAIL_PX, heading, html_page, paragraph, thumbnail
+from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
 from open_clip_zerovl.shards.pictures import decoded, rgb
 
@@ -113,7 +112,7 @@ class Overlap:
         unreadable: source -> pictures that cannot be decoded.
         pairs: those within the distance, in the order of the sources.
         within: the distance.
-        thumbnails: number of a pair -> (training picture, test picture).
+        thumbnails: number of a pair -> (training picture, test picture), as data URIs.
     """
 
     tests: dict[str, int]
@@ -121,7 +120,7 @@ class Overlap:
     samples: dict[str, int] = field(default_factory=dict)
     unreadable: dict[str, int] = field(default_factory=dict)
     pairs: list[NearPair] = field(default_factory=list)
-    thumbnails: dict[int, tuple[Image.Image, Image.Image]] = field(default_factory=dict)
+    thumbnails: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """All but the pictures."""
@@ -243,13 +242,8 @@ def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets
         found.pairs.append(NearPair(*place, test.test, test.key, distance))
 
 
-def _thumbnail(content: bytes) -> Image.Image:
-    def shrunk(image: Image.Image) -> Image.Image:
-        small = rgb(image)
-        small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-        return small.copy()
-
-    return decoded(content, shrunk)
+def _thumbnail(content: bytes) -> str:
+    return decoded(content, lambda image: thumbnail(rgb(image)))
 
 
 def write_overlap(found: Overlap, out: Path) -> None:
@@ -257,23 +251,16 @@ def write_overlap(found: Overlap, out: Path) -> None:
     write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
     ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
     chosen = ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]
-    body = [
-        paragraph(overlap_text(found), "lead"),
-        paragraph(
-            f"Distances count the bits of {BITS} that differ. Copies that were re-encoded or resized have 0 to 8, cropped "
-            f"ones up to about {NEAR}, distinct pictures about {BITS // 2}. Look at the last ones: if those are not copies, "
-            "lower the distance."
-        ),
-        heading(f"{len(chosen)} of {len(found.pairs)} pairs, from the nearest on: training picture, test picture"),
-        *(_pair_html(found.pairs[number], *found.thumbnails[number]) for number in chosen),
-    ]
-    write_atomically(out / "near.html", html_page("Training pictures that are in test sets", body))
-
-
-def _pair_html(pair: NearPair, training: Image.Image, test: Image.Image) -> str:
-    pictures = thumbnail(training, f"training picture {pair.key}") + thumbnail(test, f"test picture {pair.test_key}")
-    said = paragraph(f"distance {pair.distance}: {pair.source} {pair.shard} {pair.key}, {pair.test} {pair.test_key}")
-    return f'<div class="example"><div class="ranking">{pictures}</div>{said}</div>'
+    write_page(
+        out / "near.html",
+        "near.html",
+        title="Training pictures that are in test sets",
+        lead=overlap_text(found),
+        bits=BITS,
+        near=NEAR,
+        found=len(found.pairs),
+        pairs=[(found.pairs[number], *found.thumbnails[number]) for number in chosen],
+    )
 
 
 def overlap_text(found: Overlap) -> str:

@@ -18,6 +18,7 @@ from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import Written
+from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
@@ -137,83 +138,78 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
     """The report for a terminal, without the commands."""
-    said = [f"{one['input']}: {one['form']}, {one['columns']}; {one['rows']:,} rows" for one in report["inputs"][:3]]
-    said += [f"  {note}" for one in report["inputs"][:3] for note in one["notes"]]
+    found = []
+    for one in report["inputs"][:3]:
+        found += [f"{one['input']}: {one['form']}, {one['columns']}; {one['rows']:,} rows"]
+        found += [f"  {note}" for note in one["notes"]]
     if len(report["inputs"]) > 3:
-        said.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
-    said.append(
-        f"{report['pictures']:,} pictures with {report['captions']:,} captions of {report['rows']:,} rows are in {out}"
-    )
+        found.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
+    counts = [f"{report[name]:,} {name}" for name in ("pictures", "captions", "rows")]
+    found.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
     for one in report["written"][:6]:
-        name = f"{one['source']} {one['split']}"
-        said.append(
-            f"  {name:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions {one['shards']:>5} "
-            f"{'shard ' if one['shards'] == 1 else 'shards'} "
-            f"{one['bytes'] / 1e6:>9,.1f} MB  {one['folder']}"
+        plural = "shard " if one["shards"] == 1 else "shards"
+        found.append(
+            f"  {one['source'] + ' ' + one['split']:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions "
+            f"{one['shards']:>5} {plural} {one['bytes'] / 1e6:>9,.1f} MB  {one['folder']}"
         )
     if len(report["written"]) > 6:
-        said.append(f"  and {len(report['written']) - 6} more folders")
-    said += _refused_lines(report)
-    said += [
+        found.append(f"  and {len(report['written']) - 6} more folders")
+    found += _refused_lines(report)
+    found += [
         f"left out   {count:,} pictures {reason}, in refused.csv too" for reason, count in report["dropped"].items()
     ]
-    said.append(_length_line(report))
-    said.append(_repeated_line(report))
-    sizes = report["sizes"]
-    said.append(
-        f"pictures   longer side {sizes['longer_side']['min']} to {sizes['longer_side']['max']} px, half of them to "
-        f"{sizes['longer_side']['median']}; {sizes['mean_bytes'] / 1e3:,.1f} KB each"
-        + (f"; {sizes['shrunk']:,} made smaller" if sizes["shrunk"] else "")
-        + (f"; {sizes['turned']:,} turned upright (EXIF)" if sizes["turned"] else "")
-    )
-    return [printable(line) for line in said]
+    return [
+        printable(line) for line in [*found, _length_line(report), _repeated_line(report), _size_line(report["sizes"])]
+    ]
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
-    total = sum(entry["rows"] for entry in report["refused"].values())
+    refused = list(report["refused"].items())
+    total = sum(entry["rows"] for _, entry in refused)
     if not total:
         return ["refused    nothing"]
-    rows = "1 row, which is" if total == 1 else f"{total:,} rows, all of them"
-    said = [f"refused    {rows} in refused.csv:"]
-    shown_reasons = 5 if len(report["refused"]) == 5 else 4
-    for reason, entry in list(report["refused"].items())[:shown_reasons]:
+    found = [f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"]
+    shown_reasons = 5 if len(refused) == 5 else 4
+    for reason, entry in refused[:shown_reasons]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
-        said.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{_ADVICE.get(reason, '')}")
-    rest = list(report["refused"].values())[shown_reasons:]
-    if rest:
-        said.append(f"  {sum(entry['rows'] for entry in rest):>7,} for {len(rest)} other reasons")
-    return said
+        found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{_ADVICE.get(reason, '')}")
+    if rest := refused[shown_reasons:]:
+        found.append(f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons")
+    return found
 
 
 def _length_line(report: dict[str, Any]) -> str:
-    words, tokens = report["words"], report["tokens"]
+    words, tokens, most = report["words"], report["tokens"], report["captions_per_picture"]
     line = f"captions   median {words['median']} words (95 % up to {words['p95']}, longest {words['max']})"
     if tokens:
-        line += (
-            f"; {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}; {_share(tokens['cut'], tokens['captions'])} "
-            f"longer than the {CONTEXT} that are read)"
-        )
-    most = report["captions_per_picture"]
+        cut = f"{_share(tokens['cut'], tokens['captions'])} longer than the {CONTEXT} that are read"
+        line += f"; {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}; {cut})"
     return line + (f"; up to {most} a picture" if most > 1 else "")
 
 
 def _repeated_line(report: dict[str, Any]) -> str:
-    captions, pictures = report["repeated_captions"], report["repeated_pictures"]
-    if not captions["captions"] and not pictures["rows"]:
+    texts, rows, most = report["repeated_captions"]["captions"], report["repeated_pictures"]["rows"], ""
+    if not texts and not rows:
         return "repeated   no caption, no picture"
-    shown = ""
-    if captions["most"]:
-        text = captions["most"][0]["caption"]
-        shown = f" ({text if len(text) <= 40 else text[:40] + '...'!r} at {captions['most'][0]['pictures']:,})"
+    if texts:
+        first = report["repeated_captions"]["most"][0]
+        text = first["caption"] if len(first["caption"]) <= 40 else first["caption"][:40] + "..."
+        most = f" ({text!r} at {first['pictures']:,})"
+    captions = f"{texts:,} {'text is a caption' if texts == 1 else 'texts are captions'} of several pictures{most}"
+    best = report["repeated_captions"]["best_rsum"]
+    few = f"; {best_sentence(best)}" if best < LOW_BEST else ""
+    return f"repeated   {captions}; {rows:,} {'row repeats' if rows == 1 else 'rows repeat'} a picture{few}"
+
+
+def _size_line(sizes: dict[str, Any]) -> str:
+    side = sizes["longer_side"]
     return (
-        f"repeated   {_counted(captions['captions'], 'text is a caption', 'texts are captions')} of several pictures{shown}; "
-        f"{_counted(pictures['rows'], 'row repeats', 'rows repeat')} a picture"
+        f"pictures   longer side {side['min']} to {side['max']} px, half of them to {side['median']}; "
+        f"{sizes['mean_bytes'] / 1e3:,.1f} KB each"
+        + (f"; {sizes['shrunk']:,} made smaller" if sizes["shrunk"] else "")
+        + (f"; {sizes['turned']:,} turned upright (EXIF)" if sizes["turned"] else "")
     )
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -233,6 +229,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--retrieval-data", shlex.quote(sets)]
     if report["captions_per_picture"] > 1:
         flags += ["--captions", "one-per-epoch"]
+    if report["repeated_captions"]["best_rsum"] < LOW_BEST:
+        flags += ["--positives", "caption"]
     smallest = min((one["pictures"] for one in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
@@ -263,14 +261,8 @@ def _lengths(store: Store) -> np.ndarray:
 
 
 def _spread(values: np.ndarray) -> dict[str, Any]:
-    if not len(values):
-        return {"min": 0, "median": 0, "p95": 0, "max": 0}
-    return {
-        "min": int(values.min()),
-        "median": int(np.median(values)),
-        "p95": int(np.quantile(values, 0.95)),
-        "max": int(values.max()),
-    }
+    shown = np.quantile(values, (0, 0.5, 0.95, 1)).astype(int).tolist() if len(values) else [0] * 4
+    return dict(zip(("min", "median", "p95", "max"), shown, strict=True))
 
 
 @functools.cache
@@ -314,7 +306,26 @@ def _repeated_captions(store: Store) -> dict[str, Any]:
         "captions": store.value("SELECT COUNT(*) FROM repeated"),
         "pictures": store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated"),
         "most": [{"caption": text, "pictures": count} for text, count in most],
+        "best_rsum": round(_best_rsum(store), 1),
     }
+
+
+def _best_rsum(store: Store) -> float:
+    """RSUM of the best possible model on these pairs: it cannot tell pictures of one text apart by the text.
+
+    A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
+    """
+    pairs = (
+        "FROM captions JOIN rows ON rows.id = captions.row JOIN pictures ON pictures.number = rows.picture WHERE "
+        "pictures.key IS NOT NULL AND rows.reason IS NULL"
+    )
+    whole = store.value(f"SELECT COUNT(*) FROM (SELECT DISTINCT text, pictures.key {pairs})")
+    hits = [
+        whole - store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated")
+        + store.value(f"SELECT COALESCE(SUM(MIN(pictures, {k})), 0) FROM repeated")
+        for k in RECALL_KS
+    ]  # fmt: skip
+    return 200 * sum(hits) / max(whole, 1)
 
 
 def _repeated_pictures(store: Store) -> dict[str, Any]:

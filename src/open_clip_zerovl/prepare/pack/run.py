@@ -19,7 +19,7 @@ from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
-from open_clip_zerovl.prepare.pack.page import report_page
+from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader
 from open_clip_zerovl.prepare.pack.sources import SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
@@ -187,7 +187,7 @@ def _finish(
     found["settings"] = state["settings"]
     reports.write_refused(store, out / "refused.csv")
     reports.write_origins(store, out / "origins.csv.gz")
-    write_atomically(out / "report.html", report_page(found, store, contents, reports.commands(found, out)))
+    write_report_page(out / "report.html", found, store, contents, reports.commands(found, out))
     write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
 

@@ -32,9 +32,16 @@ from open_clip_zerovl.data.retrieval import (
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.settings import RetrievalFiles as RetrievalFiles
-from open_clip_zerovl.evaluate.settings import RetrievalSettings as RetrievalSettings
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    DIRECTIONS,
+    RECALL_KS,
+    recall_bounds,
+    recalls,
+    retrieval_ranks,
+)
+from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
+from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.tables import text_table
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +132,9 @@ def score_set(
     if features is None:
         return None
     ranking = retrieval_ranks(*features)
-    counts = {"images": len(dataset), "captions": dataset.num_captions(settings.captions_per_image)}
-    metrics = {**counts, **recalls(ranking)}
+    captions = [text for sample in dataset.samples for text in sample.captions[: settings.captions_per_image]]
+    counts = {"images": len(dataset), "captions": len(captions)}
+    metrics = {**counts, **recalls(ranking), **recall_bounds(captions, features[2])}
     return GallerySet(name, dataset, settings.captions_per_image, *features, ranking, metrics)
 
 
@@ -200,25 +208,22 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | None = None  # stays None where there are fewer images than ranks
-    wrong_here: str | None = None
+    own: Features | str | None = None  # stays None where there are fewer images than ranks
     try:
         if len(part):
             own = encode_retrieval(model, batches(part), tokenizer, device=device)
     except UserError as error:
-        wrong_here = str(error)
-    sentences: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(sentences, wrong_here)
-    if wrong := [sentence for sentence in sentences if sentence is not None]:
+        own = str(error)
+    every: list[Features | str | None] = [None] * ranks.world_size
+    dist.all_gather_object(every, own)
+    if wrong := [one for one in every if isinstance(one, str)]:
         raise UserError(wrong[0])
-    parts: list[Features | None] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(own, parts)
-    if parts is None:
+    if ranks.rank != 0:
         return None
-    whole = [features for features in parts if features is not None]
-    offsets = torch.tensor([0, *(len(image) for image, _, _ in whole)]).cumsum(0).tolist()
-    links = [links + offset for (_, _, links), offset in zip(whole, offsets[:-1], strict=True)]
-    return torch.cat([image for image, _, _ in whole]), torch.cat([text for _, text, _ in whole]), torch.cat(links)
+    images, texts, links = zip(*(one for one in every if isinstance(one, tuple)), strict=True)
+    offsets = torch.tensor([0, *map(len, images)]).cumsum(0).tolist()
+    moved = [own_links + offset for own_links, offset in zip(links, offsets[:-1], strict=True)]
+    return torch.cat(images), torch.cat(texts), torch.cat(moved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,17 +232,21 @@ def encode_on_ranks(
 
 
 def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A text table, one row a set, as the paper's: recalls in percent, image -> text and text -> image, RSUM."""
-    width = max(len("set"), *(len(name) for name in results)) if results else len("set")
-    columns = "".join(f"{f'R@{k}':>7}" for k in RECALL_KS)
-    lines = [
-        f"{'':{width}}  {'':>7} {'':>8}  {'image -> text':^21}  {'text -> image':^21}",
-        f"{'set':{width}}  {'images':>7} {'captions':>8}  {columns}  {columns}  {'RSUM':>6}",
+    """A text table, one row a set, as the paper's, and remarks: recalls in percent both ways, RSUM and that of chance."""
+    header = [
+        "set",
+        "images",
+        "captions",
+        *(f"{way} R@{k}" for way in ("I2T", "T2I") for k in RECALL_KS),
+        "RSUM",
+        "chance",
     ]
+    rows = []
     for name, row in results.items():
-        both = "  ".join("".join(f"{100 * row[f'{way}_R@{k}']:7.1f}" for k in RECALL_KS) for way in DIRECTIONS)
-        lines.append(f"{name:{width}}  {row['images']:7d} {row['captions']:8d}  {both}  {row['rsum']:6.1f}")
-    return "\n".join(lines)
+        percent = (f"{100 * row[f'{way}_R@{k}']:.1f}" for way in DIRECTIONS for k in RECALL_KS)
+        sums = (f"{row[key]:.1f}" for key in ("rsum", "rsum_chance"))
+        rows.append([name, f"{row['images']}", f"{row['captions']}", *percent, *sums])
+    return "\n".join([text_table(header, rows), *bounds_remarks(results)])
 
 
 def write_csv(
@@ -251,12 +260,9 @@ def write_csv(
     Raises:
         UserError: the file cannot be written.
     """
-    rows = [
-        {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all", **row}
-        for name, row in results.items()
-    ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    same = {**settings, "captions_per_image": settings["captions_per_image"] or "all"}
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["set", *same, *next(iter(results.values()))])
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({"set": name, **same, **row} for name, row in results.items())
     write_atomically(path, text.getvalue())

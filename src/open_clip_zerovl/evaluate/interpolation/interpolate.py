@@ -24,9 +24,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
-from open_clip_zerovl.evaluate.interpolation.page import curve_page, curve_picture
-from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, score_set
+from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 
 Say = Callable[[str], None]
@@ -105,30 +105,29 @@ def write_between(
     """
     weights = ends.weights(alpha)
     before, after = (_public(name) for name in ends.names)
-    origin = f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT."
-    notes = [f"{curve.reason[0].upper()}{curve.reason[1:]}."] if curve is not None else []
     metrics = {
         f"{name}_{key}": value
         for name, row in (curve.chosen.metrics if curve is not None else {}).items()
         for key, value in row.items()
-        if key not in ("images", "captions")
+        if key == "rsum" or "_R@" in key
     }
-    card = ModelCard(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
-    beside: dict[str, bytes | str] = {}
+    card = ModelCard(
+        ends.spec,
+        weights,
+        origin=f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT.",
+        metrics=metrics,
+        notes=[] if curve is None else [curve.sentence],
+    )
+    found = {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
+    content = {"before": ends.names[0], "after": ends.names[1], **found}
+    beside: dict[str, bytes | str] = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
     if curve is not None:
-        picture = curve_picture(curve)
-        content = {"before": ends.names[0], "after": ends.names[1], **curve.as_dict()}
-        beside = {
-            "interpolation.json": json.dumps(content, indent=2) + "\n",
-            "interpolation.png": picture,
-            "interpolation.html": curve_page(curve, ends.names, picture),
-        }
-    else:
-        content = {"before": ends.names[0], "after": ends.names[1], "chosen": {"alpha": alpha, "reason": "as asked"}}
-        beside = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
-    origin_file = f"{ends.names[0]}..{ends.names[1]}"
+        beside["interpolation.png"] = picture = curve.picture()
+        beside["interpolation.html"] = render(
+            "curve.html", title="Weights between two models", names=ends.names, curve=curve, picture=picture
+        )
     return write_local_dir(
-        origin_file, weights, ends.spec, out, card=card, precision=precision, force=force, beside=beside
+        "..".join(ends.names), weights, ends.spec, out, card=card, precision=precision, force=force, beside=beside
     )
 
 
@@ -167,7 +166,7 @@ def run_interpolation(
     if settings is not None:
         curve = score_curve(ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True))
         alpha = curve.chosen.alpha
-        print(f"{curve.table()}\n{curve.reason[0].upper()}{curve.reason[1:]}.")
+        print(f"{curve.table()}\n{curve.sentence}")
         if not curve.kept:
             print("No kept set was scored, so that nothing says what was forgotten; give --kept NAME=SET.")
     return write_between(

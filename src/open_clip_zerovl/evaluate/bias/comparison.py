@@ -1,0 +1,359 @@
+"""Models measured on the same pairs and compared: two or more, or several runs of each; numbers, table, sentences.
+
+Measured are retrieval within sources, across them, in one pool of all and in sources that were in no training (`pools`), the
+source probe, and log p of negatives (`measures`), each with an interval over queries; where several runs of each side are
+given, in the same order of seeds, differences also have an interval over seeds (`resampling`).
+
+Legend: `N` held-out pairs of all sources, `D` embedding width, `U` units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from open_clip_zerovl.evaluate.bias.measures import log_p_by_query, probe_groups, source_probe_guesses
+from open_clip_zerovl.evaluate.bias.pools import POOL_NOTES, SourceFeatures, SourcePools, source_pools
+from open_clip_zerovl.evaluate.bias.resampling import (
+    LEVEL,
+    Interval,
+    Measure,
+    interval,
+    interval_over_seeds,
+    mean_over,
+    resampled,
+)
+from open_clip_zerovl.report.tables import text_table
+
+SMALL_POOL = 50  # pictures; in a smaller pool recall at 10 tells little
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one measure is.
+
+    Attributes:
+        title: in tables.
+        note: what it rewards, in a sentence or two.
+        better: 1 where a larger number is better, -1 where a smaller one is; 0 where neither is.
+        form: of its numbers.
+    """
+
+    title: str
+    note: str
+    better: int
+    form: str = "{:.1f}"
+
+    def number(self, value: float, over: Interval, signed: bool = False) -> str:
+        """`12.3 [11.0 to 13.5]`."""
+        form = self.form.replace(":", ":+") if signed else self.form
+        return f"{form.format(value)} [{self.range(over, signed)}]"
+
+    def range(self, over: Interval, signed: bool = True) -> str:
+        """`11.0 to 13.5`."""
+        form = self.form.replace(":", ":+") if signed else self.form
+        return f"{form.format(over[0])} to {form.format(over[1])}"
+
+
+_PROBE = (
+    "how often a linear probe guesses the source from one embedding. Lower means that less of the source was kept; do not "
+    "expect chance level: sources differ in content."
+)
+_LOG_P = "The lower, the less such pairs still teach; other sources far below the own one are pushed away as a whole."
+KINDS = {
+    **{kind: Kind(f"RSUM {kind}", note, 0 if kind == "mixed" else 1) for kind, note in POOL_NOTES.items()},
+    "probe_images": Kind("probe, images %", f"Source probe on images, in percent: {_PROBE}", -1),
+    "probe_texts": Kind("probe, texts %", f"Source probe on texts, in percent: {_PROBE}", -1),
+    "log_p_same": Kind("log p, same source", f"Mean log p of negatives of the query's source. {_LOG_P}", 0, "{:.2f}"),
+    "log_p_other": Kind("log p, other source", f"Mean log p of negatives of other sources. {_LOG_P}", 0, "{:.2f}"),
+}
+
+
+@dataclass(frozen=True)
+class RunMeasures:
+    """What was measured of one run.
+
+    Attributes:
+        measures: kind -> its number, as a function of the drawn units.
+        pools: the pools behind it.
+    """
+
+    measures: Mapping[str, Measure]
+    pools: SourcePools
+
+
+def measure_run(
+    features: Mapping[str, SourceFeatures],
+    logit_scale: float,
+    unseen: Mapping[str, SourceFeatures] | None = None,
+    *,
+    seed: int = 0,
+) -> RunMeasures:
+    """Measure one run.
+
+    Args:
+        features: source -> its pairs, two sources or more for the probe and log p.
+        logit_scale: the factor `model.logit_scale.exp()`.
+        unseen: sources that were in no training.
+        seed: of the probe's folds.
+
+    Raises:
+        UserError: what `source_pools`, the probe and log p refuse.
+    """
+    pools = source_pools(features, unseen)
+    units, unit = pools.units, pools.unit_of
+    measures = {}
+    for kind, own in pools.kinds.items():
+        terms = [pair for one in own.values() for pair in ((one.image_units, one.images), (one.text_units, one.texts))]
+        measures[kind] = mean_over(terms, units, 100 / len(own))
+    rows = {name: one.held_out_rows() for name, one in features.items()}
+    images = torch.cat([one.image_features[rows[name]] for name, one in features.items()])
+    texts = torch.cat([one.text_features[rows[name]] for name, one in features.items()])
+    sources = [name for name in features for _ in rows[name]]
+    groups = probe_groups([one.concepts[row] for name, one in features.items() for row in rows[name]])
+    for kind, embeddings in (("probe_images", images), ("probe_texts", texts)):
+        guesses = source_probe_guesses(embeddings, sources, concepts=groups, seed=seed)
+        measures[kind] = mean_over([(unit, torch.from_numpy(guesses))], units, 100.0)
+    log_p = log_p_by_query(images, texts, sources, logit_scale).sum(dim=1)  # over both directions
+    for group, kind in enumerate(("log_p_same", "log_p_other")):
+        measures[kind] = mean_over([(unit, log_p[:, group])], units)
+    return RunMeasures(measures, pools)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One measure of one side: the mean over its runs, its interval over queries, and the value of each run."""
+
+    value: float
+    interval: Interval
+    runs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A side minus the first one.
+
+    Attributes:
+        value: of the means over runs.
+        over_queries: its interval over queries, for these runs.
+        over_seeds: Student's t interval over the paired differences of runs; None for a single run a side.
+    """
+
+    value: float
+    over_queries: Interval
+    over_seeds: Interval | None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether no interval holds zero."""
+        return all(low > 0 or high < 0 for low, high in (self.over_queries, self.over_seeds or self.over_queries))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sides on the same pairs.
+
+    Attributes:
+        sides: kind of measure -> side -> its numbers.
+        differences: kind -> side other than the first -> its difference from the first.
+        single: "noto", "noto->twemoji" or an unseen source -> side -> RSUM, the mean over runs.
+        pool_sizes: the same names, and "mixed" -> pictures of the pool.
+        chance: kind -> the number of a model that guesses; of the probe the largest source's share of the pairs.
+        chance_upper: kind of RSUM -> two standard deviations above chance.
+        draws: of the intervals over queries.
+        units: what was drawn and has queries: concepts, and pairs without one.
+    """
+
+    sides: Mapping[str, Mapping[str, Side]]
+    differences: Mapping[str, Mapping[str, Difference]]
+    single: Mapping[str, Mapping[str, float]]
+    pool_sizes: Mapping[str, int]
+    chance: Mapping[str, float]
+    chance_upper: Mapping[str, float]
+    draws: int
+    units: int
+
+    @property
+    def names(self) -> list[str]:
+        """The sides, in the order given."""
+        return list(self.sides["within"])
+
+    @property
+    def seeds(self) -> int:
+        """Runs of each side."""
+        return len(next(iter(self.sides["within"].values())).runs)
+
+    @property
+    def notes(self) -> list[str]:
+        """What each measure rewards."""
+        return [KINDS[kind].note for kind in self.sides]
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain numbers."""
+        return {
+            "measures": {
+                kind: {
+                    "note": KINDS[kind].note,
+                    "chance": self.chance[kind],
+                    "sides": {name: asdict(side) for name, side in own.items()},
+                    "differences_from_the_first": {name: asdict(one) for name, one in self.differences[kind].items()},
+                }
+                for kind, own in self.sides.items()
+            },
+            "rsum_of_single_pools": self.single,
+            "pool_sizes": self.pool_sizes,
+            "probe_chance": self.chance["probe_images"],
+            "intervals": {"level": LEVEL, "draws": self.draws, "units": self.units, "seeds": self.seeds},
+        }
+
+    def header(self) -> list[str]:
+        """Of `rows`."""
+        first, *others = self.names
+        differences = [f"{name} - {first}" for name in others]
+        over_seeds = [f"{one}, over seeds" for one in differences if self.seeds > 1]
+        return ["", "chance", *self.names, *differences, *over_seeds]
+
+    def rows(self) -> list[list[str]]:
+        """A row a measure: chance, its number and interval on each side, then the differences from the first side."""
+        rows = []
+        for kind, sides in self.sides.items():
+            form, differences = KINDS[kind], self.differences[kind].values()
+            row = [form.title, form.form.format(self.chance[kind])]
+            row += [*(form.number(side.value, side.interval) for side in sides.values())]
+            row += [form.number(one.value, one.over_queries, signed=True) for one in differences]
+            rows.append(row + [form.range(one.over_seeds) for one in differences if one.over_seeds is not None])
+        return rows
+
+    def table(self) -> str:
+        """The rows for a terminal."""
+        return text_table(self.header(), self.rows())
+
+    def verdicts(self) -> list[str]:
+        """A sentence for each measure and each side but the first: how it differs, and whether that is more than chance.
+
+        Of two sides that do not retrieve better than random orders neither is called better.
+        """
+        first, found = self.names[0], []
+
+        def at_chance(kind: str, name: str) -> bool:
+            return max(self.sides[kind][side].value for side in (first, name)) <= self.chance_upper[kind]
+
+        for kind, own in self.differences.items():
+            for name, difference in own.items():
+                if kind in self.chance_upper and at_chance(kind, name):
+                    upper = self.chance_upper[kind]
+                    scores = f"a random order has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
+                    found.append(f"{KINDS[kind].title}: neither {first} nor {name} is above chance ({scores}).")
+                else:  # of models that match nothing, one that knows less of the sources is not better
+                    better = 0 if at_chance("within", name) else KINDS[kind].better
+                    found.append(_verdict(replace(KINDS[kind], better=better), name, first, difference))
+        return found
+
+    def how_intervals_are_made(self) -> str:
+        """What the intervals are over, in sentences."""
+        drawn = f"{self.draws:,} draws of {self.units:,} concepts (a pair without one counts by itself)"
+        over = f"Brackets: 95 % intervals over queries, from {drawn}"
+        if self.seeds == 1:
+            return f"{over}. With one run a side they say nothing of how runs of other seeds would differ."
+        few = (
+            " Of two it is 12.7 standard errors wide to each side: take three runs or more." if self.seeds == 2 else ""
+        )
+        paired = f"Student's t of the {self.seeds} paired differences.{few}"
+        return f"{over}, for the mean of {self.seeds} runs; over seeds: {paired}"
+
+    def warnings(self, *, concepts: bool) -> list[str]:
+        """Sentences on pools that are missing or small.
+
+        Args:
+            concepts: whether a field that names concepts was given.
+        """
+        found = []
+        if "across" not in self.sides:
+            why = (
+                "no two sources share one of its values"
+                if concepts
+                else "--concept names the field by which samples match"
+            )
+            found.append(f"RSUM across sources was not measured: {why}.")
+        if small := ", ".join(f"{name} ({size})" for name, size in self.pool_sizes.items() if size < SMALL_POOL):
+            found.append(
+                f"Small pools, in which recall at 10 tells little: {small}; raise --samples, or give more pairs."
+            )
+        return found
+
+
+def _verdict(kind: Kind, name: str, first: str, difference: Difference) -> str:
+    number = kind.number(difference.value, difference.over_queries, signed=True)
+    if difference.over_seeds is not None:
+        number += f", over seeds {kind.range(difference.over_seeds)}"
+    if not difference.told_apart:
+        return f"{kind.title}: {name} and {first} are not told apart by this data ({number})."
+    words = ("better", "worse") if kind.better else ("higher", "lower")
+    return f"{kind.title}: {name} is {words[difference.value * (kind.better or 1) < 0]} than {first} ({number})."
+
+
+def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 1000, seed: int = 0) -> Comparison:
+    """Compare the runs of two or more sides, measured on the same pairs; runs of equal place are of equal seed.
+
+    Args:
+        draws: of units, for the intervals over queries.
+        seed: of the draws.
+    """
+    first, *others = sides
+    every = {
+        f"{name} {i} {kind}": measure
+        for name, runs in sides.items()
+        for i, run in enumerate(runs)
+        for kind, measure in run.measures.items()
+    }
+    on_draws = resampled(every, draws, seed)
+    numbers: dict[str, dict[str, Side]] = {}
+    differences: dict[str, dict[str, Difference]] = {}
+    some = sides[first][0]
+    for kind in filter(some.measures.__contains__, KINDS):
+        numbers[kind], drawn = {}, {}
+        for name, own in sides.items():
+            drawn[name] = np.mean([on_draws[f"{name} {i} {kind}"] for i in range(len(own))], axis=0)
+            runs = tuple(run.measures[kind].value for run in own)
+            numbers[kind][name] = Side(float(np.mean(runs)), interval(drawn[name]), runs)
+        base = numbers[kind][first]
+        differences[kind] = {
+            name: Difference(
+                numbers[kind][name].value - base.value,
+                interval(drawn[name] - drawn[first]),
+                interval_over_seeds(np.subtract(numbers[kind][name].runs, base.runs).tolist()),
+            )
+            for name in others
+        }
+    sizes = {name: pool.size for name, pool in some.pools.single.items()}
+    mixed, kinds = len(some.pools.unit_of), some.pools.kinds
+    return Comparison(
+        sides=numbers,
+        differences=differences,
+        single={
+            pool: {name: float(np.mean([run.pools.single[pool].rsum for run in runs])) for name, runs in sides.items()}
+            for pool in sizes
+        },
+        pool_sizes={**sizes, "mixed": mixed},
+        chance={
+            **{kind: fmean(pool.chance for pool in own.values()) for kind, own in kinds.items()},
+            **dict.fromkeys(
+                ("probe_images", "probe_texts"), 100 * max(pool.size for pool in kinds["within"].values()) / mixed
+            ),
+            **dict.fromkeys(("log_p_same", "log_p_other"), -math.log(mixed)),
+        },
+        # The spread of a mean of pools: their deviations from chance, as if independent.
+        chance_upper={
+            kind: fmean(pool.chance for pool in own.values())
+            + math.hypot(*(pool.chance_upper - pool.chance for pool in own.values())) / len(own)
+            for kind, own in kinds.items()
+        },
+        draws=draws,
+        units=int(sum(measure.counts.sum(axis=0) for measure in some.measures.values()).astype(bool).sum()),
+    )
