@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,7 +13,6 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from support.tars import write_source
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training import data as training_data
 from training.model import check_device, settle_device
 from training.params import parse
@@ -166,34 +164,3 @@ def test_a_warmup_longer_than_the_run_is_told(sources, monkeypatch, caplog, give
 def test_a_flag_that_would_lose_in_silence_is_refused(line, words):
     with pytest.raises(UserError, match=words):
         parse(["--train-data", "a=/x", *line.split()])
-
-
-def test_one_process_end_to_end_says_what_it_takes(sources, tmp_path, capsys, monkeypatch):
-    """`--precision amp` on the CPU through the whole program: params.txt and the log have fp32."""
-    import open_clip
-
-    from training.main import main
-
-    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
-    (tmp_path / "early-tiny.json").write_text(json.dumps(config))
-    open_clip.add_model_config(str(tmp_path / "early-tiny.json"))
-    monkeypatch.chdir(tmp_path)
-    line = [
-        "--model",
-        "early-tiny",
-        "--device",
-        "cpu",
-        "--precision",
-        "amp",
-        "--batch-size",
-        "8",
-        "--epochs",
-        "1",
-        "--workers",
-        "0",
-        "--name",
-        "fp32",
-    ]
-    assert main(["--train-data", sources, *line]) == 0
-    params = (tmp_path / "logs" / "fp32" / "params.txt").read_text()
-    assert "\nprecision: fp32\n" in params

@@ -354,16 +354,8 @@ def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
 @pytest.mark.timeout(200)
 def test_ranks_end_with_a_torchrun_that_is_killed(train):
     """They would train on, and write into the folder in which a restart writes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=1",
-        "--",
-        str(SCRIPT),
-        "ours",
-    ]
+    place = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--"]
+    command = [sys.executable, *place, str(SCRIPT), "ours"]
     arguments = train.arguments("orphans", "--epochs", "10000")
     with open(train.folder / "orphans.out", "w") as output:
         torchrun = subprocess.Popen(

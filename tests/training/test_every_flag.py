@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import LINE_4, line_here
 from support.programs import ForkedTrainings
 from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
-from training.params import open_clip_parser
+from training.params import open_clip_parser, parse
 
 WORKS = ""  # exit status 0 after two steps; any other outcome is a part of the sentence of a refusal
 LIMIT_SECONDS = 120
@@ -222,6 +223,20 @@ if line_here() is LINE_4:
 def test_every_flag_of_open_clips_parser_is_in_the_table():
     options = {action.option_strings[-1] for action in open_clip_parser()._actions} - {"--help"}
     assert options == set(TABLE)
+
+
+def test_what_a_command_line_alone_contradicts_is_refused_before_anything_is_opened():
+    """The rest of the table's refusals need data or a model, and open_clip's own come from its main."""
+    refused = 0
+    for option, cases in TABLE.items():
+        for words, outcome in cases:
+            line = f"--train-data a=/x --dga-steps 2 --precision fp32 {option} {words.format(place='/x')}"
+            try:
+                parse(line.split())
+            except UserError as error:
+                assert outcome and outcome in str(error), (line, str(error))
+                refused += 1
+    assert refused > 50
 
 
 @pytest.fixture(scope="module")

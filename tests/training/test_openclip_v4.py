@@ -11,32 +11,6 @@ from training import openclip_v4
 from training.params import parse
 
 ITS_FLAGS = "these flags are of open_clip 4"
-SOURCES = ["--train-data", "a=/x", "--lr", "1e-3"]
-
-
-@pytest.mark.line("4", reason=ITS_FLAGS)
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--fsdp", "--fsdp does not work with the recipe's step"),
-        ("--use-naflex", "--use-naflex does not work with the recipe's step"),
-        ("--image-key png", "--image-key does not work with named sources"),
-        ("--json-text-key caption", "--json-text-key does not work with named sources"),
-        ("--wd-exclude *.bias --no-embedding-decay", "--wd-exclude does not work with --no-embedding-decay"),
-        ("--opt nadamw --no-embedding-decay", "--opt nadamw does not work with --no-embedding-decay"),
-        ("--model CLAP-HTSAT-tiny", "--model CLAP-HTSAT-tiny does not work with the recipe's flags"),
-        ("--model naflexgenlip_test", "--model naflexgenlip_test does not work with the recipe's flags"),
-        ("--dataset-type webdataset-audio", "--dataset-type webdataset-audio does not work with the recipe's flags"),
-        ("--torchcompile", "--torchcompile-strategy task compiles open_clip's own step"),
-        ("--report-to trackio,wandb", "--report-to trackio,wandb needs one of wandb and trackio"),
-        ("--opt-kwargs eps", "--opt-kwargs is not understood"),
-        ("--text-pad-multiple 0", "--text-pad-multiple must be > 0 when set, got 0"),
-    ],
-)
-def test_its_flags_that_the_recipe_would_pass_over_are_refused(words, sentence):
-    with pytest.raises(UserError) as refusal:
-        parse([*SOURCES, *words.split()])
-    assert str(refusal.value).startswith(sentence)
 
 
 @pytest.mark.line("4", reason=ITS_FLAGS)

@@ -240,11 +240,6 @@ def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     assert sample[extension.lower()] == content.getvalue()
 
 
-def test_logs_that_are_a_file(run, data):
-    status, said = run("--train-data", "here.csv", "--logs", "here.csv", name="x")
-    assert status == 2 and "--logs here.csv is a file" in said
-
-
 NOT_A_CHECKPOINT = {
     "a folder": (None, "is a folder"),
     "a table": ("filepath,title\n", "is no checkpoint|is no plain checkpoint"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 
 import open_clip
 import pytest
@@ -15,7 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from support.dense_loss import DenseLoss, set_by_set
 from support.hash_teacher import HashEncoder
-from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
+from support.programs import COMMON, flat_tensors, launch, state_of
 from support.reinforced import embeddings_of, members_of
 from support.replayed import gradient_errors
 from support.tars import noise_jpeg, write_tar
@@ -183,30 +182,6 @@ def test_both_captions_of_a_picture_in_one_step(place, ranks, dga_steps, batch):
         inputs["teacher_features"] = [(images, texts.roll(len(texts) // 2, 0)) for images, texts in teachers]
         _, found = gradient_errors(model, entries, dense, **inputs)  # control: each caption with the other's embeddings
         assert min(found) >= 0.01
-
-
-@pytest.mark.slow  # two two-rank runs and the beginning of a third for each, about two minutes on two cores
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["stored", "in shards, both captions"])
-def test_two_ranks_killed_and_resumed_with_teachers_end_with_the_same_weights(place, kind):
-    """SIGKILL to all processes in the middle of the epoch; patches are dropped, each rank has a loader process."""
-    folder, data = place
-    saving = ["--save-every-steps", "1", "--keep-checkpoints", "9", "--batch-size", "2"]
-    names = [f"{kind[:2]}-whole", f"{kind[:2]}-killed"]
-    for name in names:
-        if kind == "stored":
-            words = arguments_of(folder, data, name, "--workers", "1", *saving)
-        else:
-            words = reinforced(folder, name, "txt+syn.json:syn_text", *saving)
-        if name == names[1]:
-            assert kill_when(folder, name, words, 2, "step_0000_*2.pt", signal.SIGKILL) != 0
-            assert not list((folder / "logs" / name / "checkpoints").glob("epoch_1.pt"))  # it was in the middle
-            words += ["--resume", "latest"]
-        done = launch("ours", folder / "tiny.json", words, ranks=2, cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (flat_tensors(state_of(folder, name)) for name in names)
-    first.pop("/zerovl", None)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def unit(rows, teacher):
