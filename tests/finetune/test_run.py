@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,11 @@ from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.finetune.data import open_sources
 from open_clip_zerovl.finetune.request import Prepared, Request
-from open_clip_zerovl.finetune.run import _before, _micro_batch_that_fits
+from open_clip_zerovl.finetune.run import _announce, _before, _micro_batch_that_fits
 from open_clip_zerovl.finetune.settings import Facts, choose_settings
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_retrieval_set as write_packed_set
 from open_clip_zerovl.shards.writing import write_source
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
@@ -118,6 +120,23 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     assert main(arguments(made, out)) == 2
     assert "holds a fine-tuning with --seed 1, and this call asks for --seed 0" in capsys.readouterr().err
     assert (out / "data" / "held-out" / "test" / "0.tar").read_bytes() == anew
+
+
+@pytest.mark.parametrize("distinct", [1, 40])
+def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, distinct):
+    """No model ranks one of 40 equal captions before another: R@1, R@5 and R@10 are 1/40, 5/40 and 10/40."""
+    pictures = [drawn(number) for number in range(40)]
+    samples = [
+        replace(one, files={**one.files, "txt": f"caption {n % distinct}".encode()}) for n, one in enumerate(pictures)
+    ]
+    write_packed_set(tmp_path / "new", samples)
+    folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
+    sources = open_sources(f"mine={made / 'mine'}")
+    said: list[str] = []
+    _announce(Prepared(f"local-dir:{folder}", "", f"new={tmp_path / 'new'}", sources, ()), [], said.append)
+    notes = [line for line in said if "positives" in line]
+    expected = "RSUM can reach 80 of 600 at best"
+    assert (len(notes) == 1 and expected in notes[0]) if distinct == 1 else notes == []
 
 
 @pytest.mark.slow  # `zerovl plan` takes steps and reads samples: 40 s

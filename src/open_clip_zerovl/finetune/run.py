@@ -35,7 +35,7 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.evaluate.retrieval.ceiling import ceiling_note
+from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
@@ -45,6 +45,7 @@ from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
@@ -266,9 +267,11 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             f"{longest}) and are cut; say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():
-        scored = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
-        if (note := ceiling_note(name, scored)) is not None:
-            say(f"note: {note} (--set positives=caption)")
+        texts = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
+        images = [number for number, own in enumerate(texts) for _ in own]
+        best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
+        if best < LOW_BEST:
+            say(f"note: {name}: {best_sentence(best)} Here: --set positives=caption.")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

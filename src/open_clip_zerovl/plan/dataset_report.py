@@ -12,6 +12,7 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.manifest import MANIFEST_FILE, RECORDS, read_manifest
+from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,11 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
 def report(folders: Iterable[str | Path]) -> str:
     """The datasets as a table, and missing pairs by reason."""
     found = find_datasets(folders)
-    lines = [f"{'dataset':24} {'images':>12} {'texts':>12} {'of list':>8} {'shards':>7}"]
+    rows = []
     for one in found:
         share = f"{one.images / one.rows:.1%}" if one.rows else ""
-        lines.append(f"{one.name:24} {one.images:12,} {one.texts:12,} {share:>8} {one.shards:7,}")
+        rows.append([one.name, f"{one.images:,}", f"{one.texts:,}", share, f"{one.shards:,}"])
+    lines = text_table(["dataset", "images", "texts", "of list", "shards"], rows).splitlines()
     for one in found:
         if not one.complete:
             lines.append(f"{one.name}: not complete, call its command again to go on ({one.folder})")

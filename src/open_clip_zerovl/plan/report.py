@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.plan.data import Missing
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.gpus import GIB
 from open_clip_zerovl.plan.make import Plan
+from open_clip_zerovl.report.tables import text_table
 
 WIDTH, LABEL = 96, 10
 
@@ -19,7 +20,7 @@ def report(plan: Plan) -> str:
     passed_over = plan.settings.passed_over
     sections = {
         "model": [_model(plan)],
-        "data": [*_table(_data_rows(plan)), *(f"{name}: {what}" for name, what in plan.data.retrieval.items())],
+        "data": [*_data_table(plan), *(f"{name}: {what}" for name, what in plan.data.retrieval.items())],
         "hardware": [_hardware(plan)],
         "batch": [_batch(plan)],
         "step": _step(plan),
@@ -73,33 +74,24 @@ def _model(plan: Plan) -> str:
     return f"{text}, {settings.precision}, {plan.sample_flops / 1e9:.3g} GFLOP a sample"
 
 
-def _data_rows(plan: Plan) -> Iterable[list[str]]:
-    yield ["source", "pairs", "layout", "steps/epoch", "left over", "state"]
+def _data_table(plan: Plan) -> list[str]:
+    """Lines that begin with a NUL, so that they are not wrapped."""
+    rows = []
     for source in plan.data.sources:
         mixed = source.steps is None and source.left_over is not None
         steps = "mixed" if mixed else _number(source.steps, "")
-        yield [
-            source.name, _number(source.pairs, "?"), source.layout, steps, _number(source.left_over, ""), source.state,
-        ]  # fmt: skip
-    if len(plan.data.sources) > 1:
+        left = _number(source.left_over, "")
+        rows.append([source.name, _number(source.pairs, "?"), source.layout, steps, left, source.state])
+    if len(rows) > 1:
         total = sum(source.pairs or 0 for source in plan.data.sources)
-        left = sum(source.left_over or 0 for source in plan.data.sources)
-        yield ["all", _number(total or None, "?"), "", f"{plan.data.steps:,}", _number(left, ""), ""]
+        left = f"{sum(source.left_over or 0 for source in plan.data.sources):,}"
+        rows.append(["all", _number(total or None, "?"), "", f"{plan.data.steps:,}", left, ""])
+    table = text_table(["source", "pairs", "layout", "steps/epoch", "left over", "state"], rows)
+    return [f"\0{line}" for line in table.splitlines()]
 
 
 def _number(value: int | None, unknown: str) -> str:
     return unknown if value is None else f"{value:,}"
-
-
-def _table(rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in (0, 5) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "\0" + "  ".join(cells)
 
 
 def _hardware(plan: Plan) -> str:
