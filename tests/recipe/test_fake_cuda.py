@@ -30,7 +30,10 @@ ALLOWED = {
 FIRST_STEP = {
     # One read; a fake tensor gives its list number by number, two for each of two features of each micro-batch, and for each
     # micro-batch's logit_scale beside the last one's.
-    "dga/replay.py _numbers": (4 * K + 2 * (K - 1), "check=first reads the largest difference in the first step that replays"),
+    "dga/replay.py _numbers": (
+        4 * K + 2 * (K - 1),
+        "check=first reads the largest difference in the first step that replays",
+    ),
     "data/images.py _scale_and_shift": (2, "mean and std are brought to the device once"),
     "torch/amp/grad_scaler.py": (3, "GradScaler makes its scale"),
 }

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.1)
 
     def _open(self, number: int, nth: int) -> None:
-        """Half a picture at once, then a byte now and then; no length is announced, so that only the end says that it is whole."""
+        """Half a picture at once, then a byte now and then; no length is announced: only the end shows that it is whole."""
         content = photo(number)
         self.send_response(200)
         self.send_header("Connection", "close")
