@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev,docs]'
 	@touch $@
 
-demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, draw demo.png (about 8 minutes)
+demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 8 minutes; ARGS="--epochs 40": training flags)
 	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
 
 ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (hours, in several sittings; QUICK=1: minutes; PILOT=1)
@@ -86,6 +86,6 @@ dist-check: $(STAMP) ## build the wheel, install it into an environment of its o
 	$(BIN)/python -m scripts.dist_check --out build/dist
 
 clean: ## remove the environment and everything the demo and tests wrote
-	rm -rf $(VENV) build dist data/emoji data/icons demo demo.png ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) build dist data/emoji data/icons demo ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		src/*.egg-info
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

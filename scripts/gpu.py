@@ -11,7 +11,7 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
     steps-compiled     the same with the model compiled
     loss               the loss alone at up to 1,048,576 pairs
     plan               `zerovl plan` compared with a training
-    demo               the emoji demo, if its data exists (--emoji; `zerovl data emoji` makes it where there is a network)
+    demo               the emoji demo, if its data exists (--emoji; `python -m scripts.drawn emoji` makes it)
     ablation           some of the paper's tables in miniature, short runs of one seed, as many as fit into the time
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
@@ -93,13 +93,12 @@ def parts(options: argparse.Namespace) -> list[Part]:
     def measured(part: str, *more: str) -> tuple[str, ...]:
         return ("-m", "scripts.bench.gpu_parts", part, *rehearse, *more, "--have", "{have}")
 
-    emoji = (options.emoji / "bert" / "vocab.txt", f"zerovl data emoji --out {options.emoji}, where there is a network")
+    emoji = (options.emoji / "bert" / "vocab.txt", f"python -m scripts.drawn emoji --out {options.emoji}")
     device = "cpu" if options.rehearse else "cuda"
     workers = "0" if options.rehearse else "4"
     demo = [
         "-m", "scripts.demo", "--data", str(options.emoji), "--out", str(options.work / "demo"),
-        "--picture", str(options.out / f"gpu-{options.name}-demo.png"), "--epochs", "1" if options.rehearse else str(EPOCHS),
-        "--", "--device", device, "--workers", workers,
+        "--epochs", "1" if options.rehearse else str(EPOCHS), "--", "--device", device, "--workers", workers,
     ]  # fmt: skip
     ablation = [
         "-m", "scripts.ablation.run", "--data", str(options.emoji.parent), "--out", str(options.work / "ablation"), "--quick",
@@ -305,10 +304,11 @@ def shown(values: dict[str, Any]) -> str:
 
 def collect_demo(record: dict[str, Any], work: Path) -> None:
     """The demo's table, from its folder."""
-    file = work / "demo" / "results.json"
-    if file.is_file():
-        for name, run in json.loads(file.read_text(encoding="utf-8")).items():
-            record["results"][name] = {"rsum": run["rsum"]}
+    file = work / "demo" / "compare" / "compare.json"
+    measures = json.loads(file.read_text(encoding="utf-8"))["measures"] if file.is_file() else {}
+    pools = {pool: measures[pool]["sides"] for pool in ("within", "across", "mixed") if pool in measures}
+    for name in pools.get("within", ()):
+        record["results"][name] = {"rsum": {pool: sides[name]["value"] for pool, sides in pools.items()}}
 
 
 def collect_ablation(record: dict[str, Any], work: Path) -> None:
@@ -391,7 +391,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
     parser.add_argument(
-        "--emoji", type=Path, default=Path("data/emoji"), metavar="DIR", help="output of `zerovl data emoji`"
+        "--emoji",
+        type=Path,
+        default=Path("data/emoji"),
+        metavar="DIR",
+        help="output of `python -m scripts.drawn emoji`",
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="time for this call (default %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")

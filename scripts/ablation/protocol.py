@@ -1,6 +1,6 @@
-"""The protocol of `make ablation`. What was changed after results were seen is said on the page (`report.HOW`).
+"""The protocol of `make ablation`. What was changed after results were seen is said on the page (`results.md.j2`).
 
-1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen.py`), as COCO and Flickr30K
+1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen_pools`), as COCO and Flickr30K
    are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each
    out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
@@ -9,7 +9,9 @@
    to `choices.json`, each but Table 4's committed before the runs that use it. Where the best value is at the end of its
    grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
    the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
-4. Every row of `comparisons.py` is reported, whatever comes out.
+4. Every comparison of `protocol.yaml` is reported, whatever comes out.
+
+`protocol.yaml` holds the choices, conditions and comparisons; the classes here say what its entries mean.
 """
 
 from __future__ import annotations
@@ -20,20 +22,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from open_clip_zerovl.core.errors import UserError
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.icons import ICONS
 
 SEEDS = tuple(range(8))
 PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
 CONFIDENCE = 0.95
+LEAST_SEEDS = 5
 MARGIN_RSUM = 10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
 MARGIN_RATIO = 0.05  # the same for ratios of times
 STILL_RISING = 5.0  # RSUM by which a longer training has to be better to be chosen
+POOL = 200  # pairs of an unseen source that are ranked together
+CHANCE = 2 * 100 * (1 + 5 + 10) / POOL  # RSUM of a random order
 
 ALL_UNSEEN = "all unseen"  # the score's name among a record's RSUMs; "unseen" is that of the held-out test pairs alone
 
 CHOICES_FILE = Path(__file__).with_name("choices.json")
+MINIATURES = {"emoji": EMOJI, "icons": ICONS}
+#: Of every run (A.9, section 2.2). In pilots without it, 16 epochs more on top of 8 lowered the score in the unseen source.
+AUGMENTED = ("--aug-cfg", "scale=(0.6,1.0)", "--text-augment", "0.2")
 
 Choices = Mapping[str, str]  # by name; a value as it stands in a command line
+Claim = Literal["higher", "lower", "same", "different"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,8 @@ class Choice:
     """
 
     what: str
-    grid: tuple[str, ...]
-    conditions: tuple[str, ...]
+    grid: Sequence[str]
+    conditions: Sequence[str]
     rule: Literal["best", "shortest"]
     quick: str
 
@@ -69,32 +82,143 @@ class Choice:
         return len(scores) == len(self.grid)
 
 
-#: By name as `CHOICES`, and used like them.
-FIXED: Choices = {"epochs": "16", "icon-epochs": "8"}
+@dataclass(frozen=True)
+class Condition:
+    """A configuration of the training program, trained once for each seed.
 
-#: In the order in which they are made: a pilot uses the choices before its own, and the quick values of those after it.
-CHOICES: dict[str, Choice] = {
-    "long-epochs": Choice("epochs of long runs", ("20", "40", "80"), ("long-debiased", "mixup"), "shortest", "2"),
-    "lr-256": Choice(
-        "learning rate at batch 256", ("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3"), ("batch-256",), "best", "1e-3"
-    ),
-    "lr-64": Choice("learning rate at batch 64", ("5e-4", "1e-3", "2e-3"), ("batch-64",), "best", "1e-3"),
-    "lr-detached": Choice(
-        "learning rate at batch 64, gather without gradient",
-        ("5e-4", "1e-3", "2e-3"),
-        ("detached-gather",),
-        "best",
-        "1e-3",
-    ),
-    "lr-16": Choice("learning rate at batch 16", ("2.5e-4", "5e-4", "1e-3"), ("batch-16",), "best", "1e-3"),
-    "clusters": Choice("clusters, by features of", ("image-4", "image-16", "text-8"), ("clusters",), "best", "image-4"),
-}
+    Attributes:
+        label: in tables and figures.
+        sampling: value of --sampling.
+        flags: training flags that differ from the demo's (`emoji.runs.drawn_flags`: effective batch 64 as two micro-batches of
+            32); `{NAME}` stands for a choice of the protocol.
+        miniature: the sources.
+        trained: which of them are trained on: "three", without the seed's unseen one; "one", the source after that; "four".
+        kind: "plain"; "contexts", one source in two halves (A.5); "clusters", the trained sources as one, clustered (A.6);
+            "groups", half of the captions replaced by the name of the picture's group.
+        epochs: a number, or the choice that holds it.
+        share: of these epochs, for runs of equal steps.
+        ranks: processes under torchrun, on gloo.
+        init_from: the condition whose last checkpoint of the same seed it starts from.
+        clusters_of: the condition whose features of the same seed make the clusters.
+        teacher: the condition whose last checkpoint of the same seed it is distilled from.
+        sort_text: whether --sort-text is given: the same gradient in four fifths of the time.
+        every_epoch: whether each epoch's checkpoint is scored.
+    """
 
+    label: str
+    sampling: str = "debiased"
+    flags: str = ""
+    miniature: Literal["emoji", "icons"] = "emoji"
+    trained: Literal["three", "one", "four"] = "three"
+    kind: Literal["plain", "contexts", "clusters", "groups"] = "plain"
+    epochs: int | str = "epochs"
+    share: float = 1.0
+    ranks: int = 1
+    init_from: str | None = None
+    clusters_of: str | None = None
+    teacher: str | None = None
+    sort_text: bool = True
+    every_epoch: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The conditions whose runs of the same seed have to come first."""
+        return tuple(dict.fromkeys(name for name in (self.init_from, self.clusters_of, self.teacher) if name))
+
+    @property
+    def score(self) -> str:
+        """The number by which it is compared: RSUM in a source that it never saw, if there is one."""
+        if self.kind == "contexts":
+            return "plain"
+        return "seen" if self.trained == "four" else "unseen"
+
+    @property
+    def choices(self) -> set[str]:
+        """The choices, and fixed settings, that its runs and those that it needs depend on."""
+        named = {word[1:-1] for word in self.flags.split() if word.startswith("{")}
+        named |= {self.epochs} if isinstance(self.epochs, str) else set()
+        named |= {"clusters"} if self.clusters_of is not None else set()
+        return named.union(*(CONDITIONS[name].choices for name in self.needs))
+
+    def run_epochs(self, choices: Choices) -> int:
+        """How many epochs it is trained for."""
+        epochs = int(choices[self.epochs]) if isinstance(self.epochs, str) else self.epochs
+        return max(1, round(epochs * self.share))
+
+    def run_flags(self, choices: Choices) -> list[str]:
+        """Its flags, with the choices in their places."""
+        own = [choices[word[1:-1]] if word.startswith("{") else word for word in self.flags.split()]
+        return [*AUGMENTED, *(["--sort-text"] if self.sort_text else []), *own]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the paper that compares two of its runs, and the two conditions here that repeat them.
+
+    Attributes:
+        run, against: conditions.
+        what: the sentence's subject.
+        claim: whether the paper's number of `run` is higher or lower than that of `against`, the same, or different.
+        measure: "score"; or "reach": the logarithm of the cost at which `run` reaches the final score of `against`, over the
+            cost of `against` (Table 8).
+        paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars, or has
+            no such row.
+        headline: a few words, for the page's first lines; "" leaves it out of them.
+        added: after which results it was added, if after any.
+        guess: a likely reason, written once the row had come out against its claim.
+    """
+
+    run: str
+    against: str
+    what: str
+    claim: Claim = "higher"
+    measure: Literal["score", "reach"] = "score"
+    paper: Sequence[Sequence[float]] | None = None
+    headline: str = ""
+    added: str = ""
+    guess: str = ""
+
+    @property
+    def margin(self) -> float:
+        """A difference within it counts as none."""
+        return MARGIN_RSUM if self.measure == "score" else MARGIN_RATIO
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or section of the paper, or a question that it does not ask, and its comparisons.
+
+    Attributes:
+        of_paper: whether the paper makes these claims; a verdict on others does not speak of reproducing.
+    """
+
+    name: str
+    title: str
+    setting: str
+    comparisons: tuple[Comparison, ...]
+    of_paper: bool = True
+
+    @property
+    def conditions(self) -> list[str]:
+        """The compared conditions, in the order of CONDITIONS."""
+        named = {name for one in self.comparisons for name in (one.run, one.against)}
+        return [name for name in CONDITIONS if name in named]
+
+
+_PROTOCOL = yaml.safe_load(Path(__file__).with_name("protocol.yaml").read_text(encoding="utf-8"))
+FIXED: Choices = _PROTOCOL["fixed"]
+CHOICES = {name: Choice(**one) for name, one in _PROTOCOL["choices"].items()}
+CONDITIONS = {name: Condition(**one) for name, one in _PROTOCOL["conditions"].items()}
+TABLES = [
+    PaperTable(**{**one, "comparisons": tuple(Comparison(**row) for row in one["comparisons"])})
+    for one in _PROTOCOL["tables"]
+]
 QUICK: Choices = {"epochs": "2", "icon-epochs": "1", **{name: choice.quick for name, choice in CHOICES.items()}}
 
 
-def unseen_source(sources: Sequence[str], seed: int) -> str:
+def unseen_source(miniature: str, seed: int) -> str:
     """The source that a seed's runs are not trained on, and are scored on."""
+    sources = [*MINIATURES[miniature].sources]
     return sources[seed % len(sources)]
 
 

@@ -27,9 +27,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.prepare.drawn.emoji import EMOJI
-from open_clip_zerovl.prepare.drawn.make import DrawnSample, load_drawn_split
 from open_clip_zerovl.report.markdown import markdown_table
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.make import DrawnSample, load_drawn_split
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
 REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md
@@ -131,21 +131,9 @@ def table(found: Sequence[Bias]) -> str:
     return markdown_table(("epoch", "dropout", "bias", "chance alone", "cosine"), rows)
 
 
-def replay_section(file: Path) -> str:
-    """The section of docs/results.md on what `--out FILE` wrote; nothing where there is no such file."""
-    if not file.is_file():
-        return ""
-    found = [Bias(**one) for one in json.loads(file.read_text(encoding="utf-8"))]
-    return f"""\
-## Table 6, measured: how wrong the gradient is without replay
-
-One batch of 64 training pairs of OpenMoji, the first by code point, as {MICRO_BATCHES} x {MICRO_BATCH}. Its masks are drawn
-many times with and without replay, at checkpoints of a run with dropout 0.1 and without the other rows' augmentation; other
-rates of dropout are set on its checkpoints (`python -m scripts.ablation.replay`). *bias*: the length of the difference of
-the two mean gradients over the length of the mean with replay, chance taken off (0: within chance); *chance alone*: the
-length that chance gives.
-
-{table(found)}"""
+def read_table(file: Path) -> str:
+    """The table of `--out FILE`; "" where there is no such file."""
+    return table([Bias(**one) for one in json.loads(file.read_text(encoding="utf-8"))]) if file.is_file() else ""
 
 
 def _epoch(file: Path) -> int:

@@ -4,11 +4,11 @@
     python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random] [--minutes 60] [--list]
     python -m scripts.ablation.report            # makes docs/results.md from the runs
 
-`protocol.py` says what is compared with what, and how. Each condition of `conditions.py` is trained by training.main in a
-process of its own with one thread. A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve, retrieval, signs
-of bias, times. Called again, it keeps the runs whose JSON has the same settings, takes over those of docs/results/runs.json,
-and goes on with the others: several sittings and machines can share the work. All conditions of one seed come before the next
-seed. `--only` takes those that depend on no choice before the pilots too.
+`protocol.py` says what is compared with what, and how. Each condition is trained by the training program in a process of its
+own with one thread. A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve, retrieval, signs of bias, times.
+Called again, it keeps the runs whose JSON has the same settings, takes over those of docs/results/runs.json, and goes on with
+the others: several sittings and machines can share the work. All conditions of one seed come before the next seed. `--only`
+takes those that depend on no choice before the pilots too.
 """
 
 from __future__ import annotations
@@ -16,41 +16,83 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.prepare.drawn.make import prepare_drawn
-from scripts.ablation.comparisons import TABLES
-from scripts.ablation.conditions import CONDITIONS
-from scripts.ablation.jobs import MINIATURES, Ablation, Job
-from scripts.ablation.measuring import Measurements
-from scripts.ablation.processes import Processes
+from open_clip_zerovl.core.launch import TrainingProcess, last_error
+from scripts.ablation.jobs import Ablation, Job
+from scripts.ablation.measuring import Ended, Measurements
 from scripts.ablation.protocol import (
     CHOICES,
     CHOICES_FILE,
+    CONDITIONS,
+    MINIATURES,
     PILOT_SEEDS,
     QUICK,
     SEEDS,
+    TABLES,
     Choices,
     read_choices,
     read_pilots,
 )
 from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
-from scripts.emoji.runs import flag_value
+from scripts.drawn.make import prepare_drawn
+from scripts.drawn.training import TrainingRun, flag_values
 
-VIEWS = 4  # of each picture, for teachers
 COMMITTED = Path("docs/results/runs.json")  # what earlier sittings have finished
 
 
 class OutOfTime(Exception):
     """The minutes that were given are over; what is finished is kept."""
+
+
+@dataclass
+class Processes:
+    """Training processes that run at the same time, at most `slots` (a rank takes one)."""
+
+    slots: int
+    running: dict[Job, TrainingProcess] = field(default_factory=dict)
+    ended: queue.Queue[Ended] = field(default_factory=queue.Queue)
+
+    def has_room(self, ranks: int) -> bool:
+        taken = sum(min(job.condition.ranks, self.slots) for job in self.running)
+        return taken + min(ranks, self.slots) <= self.slots
+
+    def start(self, job: Job, run: TrainingRun) -> None:
+        self.running[job] = child = run.start()
+        # One thread waits for each process: only wait4 gives a single child's CPU time, and the thread sees the end also
+        # while another run is being measured.
+        threading.Thread(target=self._wait, args=(job, child, time.time()), daemon=True).start()
+
+    def _wait(self, job: Job, child: TrainingProcess, started: float) -> None:
+        _, status, usage = os.wait4(child.process.pid, 0)
+        child.process.returncode = os.waitstatus_to_exitcode(status)
+        cpu = usage.ru_utime + usage.ru_stime
+        self.ended.put(Ended(job, child.process.returncode, started, time.time() - started, cpu))
+
+    def next_ended(self) -> Ended:
+        """Waits for a process to end."""
+        ended = self.ended.get()
+        del self.running[ended.job]
+        return ended
+
+    def stop(self) -> None:
+        """Ends all running processes, and waits for them."""
+        for child in self.running.values():
+            if child.process.returncode is None:
+                os.kill(child.process.pid, signal.SIGTERM)
+        while self.running:
+            self.next_ended()
 
 
 def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float | None = None) -> dict[Job, str]:
@@ -66,18 +108,15 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
         OutOfTime: jobs are left.
     """
     start = time.monotonic()
-    measurements = Measurements(ablation)
-    processes = Processes(slots)
+    measurements, processes = Measurements(ablation), Processes(slots)
     pending, trained = list(jobs), set[Job]()
     failed: dict[Job, str] = {}
 
     def launch() -> None:
         for job in list(pending):
-            bases = [Job(job.seed, name) for name in job.condition.needs]
-            broken = [base for base in bases if base in failed]
-            if broken:
+            if broken := [base for base in job.needs if base in failed]:
                 failed[job] = f"{broken[0]} failed"
-            elif any(base in jobs and base not in trained for base in bases):
+            elif any(base in jobs and base not in trained for base in job.needs):
                 continue
             elif not processes.has_room(job.condition.ranks) or (ends_at is not None and time.monotonic() > ends_at):
                 return  # keep the order: no later, smaller job goes first
@@ -89,6 +128,19 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
                     failed[job] = str(error)
             pending.remove(job)
 
+    def measured(ended: Ended) -> str:
+        """Measure a run; returns its results in words.
+
+        Raises:
+            UserError: the training failed, or it cannot be measured.
+        """
+        if ended.status != 0:
+            words = last_error(ablation.training_run(ended.job).words)
+            raise UserError(f"the training ended with status {ended.status}: {words}")
+        rsum = measurements.write(ended)["rsum"]
+        shown = ", ".join(f"{pool} {value:.1f}" for pool, value in rsum.items() if value is not None)
+        return f"RSUM {shown}; CPU {ended.cpu_seconds:.0f} s"
+
     try:
         done = 0
         launch()
@@ -96,27 +148,18 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
             ended = processes.next_ended()
             if ended.status == 0:
                 trained.add(ended.job)
-            else:
-                words = ablation.training_run(ended.job).last_error()
-                failed[ended.job] = f"the training ended with status {ended.status}: {words}"
-            launch()  # before measuring, so that the cores stay busy
+                launch()  # before measuring, so that the cores stay busy
+            try:
+                words = measured(ended)
+                for job in (ended.job, *ended.job.needs):
+                    ablation.tidy(job)
+            except UserError as error:
+                words = failed[ended.job] = str(error)
+                launch()
             done += 1
             minutes = (time.monotonic() - start) / 60
-            head = (
-                f"[{done}/{len(jobs)}, {minutes:.1f} min, {minutes / done * (len(jobs) - done):.0f} left] {ended.job}"
-            )
-            try:
-                result = None if ended.job in failed else measurements.write(ended)
-            except UserError as error:
-                failed[ended.job] = f"measuring: {error}"
-                result = None
-            if result is None:
-                print(f"{head}: {failed[ended.job]}", flush=True)
-                continue
-            rsum = ", ".join(f"{pool} {value:.1f}" for pool, value in result["rsum"].items() if value is not None)
-            print(f"{head}: RSUM {rsum}; CPU {ended.cpu_seconds:.0f} s", flush=True)
-            for name in (ended.job.name, *ended.job.condition.needs):
-                ablation.tidy(Job(ended.job.seed, name))
+            left = minutes / done * (len(jobs) - done)
+            print(f"[{done}/{len(jobs)}, {minutes:.1f} min, {left:.0f} left] {ended.job}: {words}", flush=True)
     finally:
         processes.stop()
     if pending:
@@ -127,24 +170,23 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
 def prepare(ablation: Ablation, job: Job) -> None:
     """Write the sources that only this condition has."""
     condition, data = job.condition, ablation.data[job.condition.miniature]
+
+    def checkpoint(name: str) -> Path:
+        return ablation.training_run(Job(job.seed, name)).checkpoint
+
     if condition.kind == "contexts":
-        write_contexts(data, ablation.contexts)
+        write_contexts(data, ablation.out / "data" / "contexts")
     elif condition.kind == "groups":
-        write_groups(data, MINIATURES[condition.miniature].sources, ablation.groups)
+        write_groups(data, ablation.sources(job))
     elif condition.clusters_of is not None:
-        checkpoint = ablation.training_run(Job(job.seed, condition.clusters_of)).checkpoint
-        folder = ablation.clusters(job)
-        write_clusters(data, job.trained, checkpoint, folder, ablation.cluster_settings, seed=job.seed)
+        base, choice = checkpoint(condition.clusters_of), ablation.choices["clusters"]
+        write_clusters(data, job.trained, base, ablation.clusters(job), choice, seed=job.seed)
     if condition.teacher is not None:
-        checkpoint = ablation.training_run(Job(job.seed, condition.teacher)).checkpoint
-        flags = ablation.training_run(job).flags
-        train_data, aug_cfg = (flag_value(flags, name) for name in ("--train-data", "--aug-cfg"))
-        write_embeddings(checkpoint, train_data, ablation.teacher(job), views=VIEWS, aug_cfg=[aug_cfg], seed=job.seed)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pilots
-# ---------------------------------------------------------------------------------------------------------------------
+        flags = flag_values(ablation.training_run(job).flags)
+        write_embeddings(
+            checkpoint(condition.teacher), flags["--train-data"][-1], ablation.teacher(job), aug_cfg=flags["--aug-cfg"],
+            seed=job.seed,
+        )  # fmt: skip
 
 
 def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) -> None:
@@ -157,8 +199,7 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
         UserError: a pilot failed.
         OutOfTime: pilots are left.
     """
-    report = read_pilots(CHOICES_FILE)
-    chosen = read_choices(CHOICES_FILE)
+    report, chosen = read_pilots(CHOICES_FILE), read_choices(CHOICES_FILE)
     for name, choice in CHOICES.items():
         if name in report and choice.is_settled(report[name]["scores"]):
             continue
@@ -169,26 +210,16 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
             pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, name: value}, "val")
             jobs = pilot.plan(PILOT_SEEDS, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)
-            failed = run_all(pilot, jobs, slots, ends_at) if jobs else {}
-            if failed:
+            if jobs and (failed := run_all(pilot, jobs, slots, ends_at)):
                 raise UserError("; ".join(f"{job}: {reason}" for job, reason in failed.items()))
-            records = [
-                json.loads(pilot.record_file(Job(seed, condition)).read_text(encoding="utf-8"))
-                for seed in PILOT_SEEDS
-                for condition in choice.conditions
-            ]
-            scores[value] = sum(record["score"] for record in records) / len(records)
+            found = [pilot.record(Job(seed, one))["score"] for seed in PILOT_SEEDS for one in choice.conditions]
+            scores[value] = sum(found) / len(found)
         chosen = {**chosen, name: choice.decide(scores)}
         rounded = {value: round(score, 1) for value, score in scores.items()}
         report[name] = {"what": choice.what, "rule": choice.rule, "scores": rounded, "chosen": chosen[name]}
         print(f"{choice.what}: {chosen[name]}, of {rounded}", flush=True)
         write_atomically(CHOICES_FILE, json.dumps(report, indent=1) + "\n")
     print(f"The choices are in {CHOICES_FILE}: commit it, then run the ablation.")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def listing(choices: Choices) -> str:
@@ -199,11 +230,11 @@ def listing(choices: Choices) -> str:
         flags = " ".join(["--sampling", condition.sampling, *condition.run_flags(choices)])
         extra = [
             f"{condition.run_epochs(choices)} epochs",
-            f"{condition.ranks} ranks" if condition.ranks > 1 else "",
             f"{condition.miniature}, {condition.trained}, {condition.kind}",
-            f"built on {', '.join(condition.needs)}" if condition.needs else "",
         ]
-        lines.append(f"{name:20} {tables:38} {flags}  ({'; '.join(note for note in extra if note)})")
+        extra += [f"{condition.ranks} ranks"] if condition.ranks > 1 else []
+        extra += [f"built on {', '.join(condition.needs)}"] if condition.needs else []
+        lines.append(f"{name:20} {tables:38} {flags}  ({'; '.join(extra)})")
     return "\n".join(lines)
 
 
@@ -253,12 +284,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.jobs < 1:
         raise UserError(f"--jobs is 1 or more, got {arguments.jobs}")
     ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    data = {name: arguments.data / name for name in MINIATURES}
-    needed = {CONDITIONS[needs].miniature for name in names for needs in (name, *CONDITIONS[name].needs)}
     choices = QUICK if arguments.quick else read_choices()
     if not arguments.pilot:
         _check_chosen(names, choices)
-    for name in sorted(needed):
+    data = {name: arguments.data / name for name in MINIATURES}
+    for name in sorted({CONDITIONS[one].miniature for one in names}):
         prepare_drawn(MINIATURES[name], data[name])
     if arguments.pilot:
         choose(data, arguments.out / "pilots", arguments.jobs, ends_at)
@@ -272,7 +302,7 @@ def _run(arguments: argparse.Namespace) -> int:
         f"{len(jobs)} runs to train, {arguments.jobs} at a time; {kept} finished runs are kept in {ablation.out}",
         flush=True,
     )
-    failed = run_all(ablation, jobs, arguments.jobs, ends_at) if jobs else {}
+    failed = run_all(ablation, jobs, arguments.jobs, ends_at)
     for job, reason in failed.items():
         print(f"ablation: error: {job}: {reason}", file=sys.stderr)
     return 2 if failed else 0

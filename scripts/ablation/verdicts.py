@@ -3,92 +3,71 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from scipy import stats
 
-from open_clip_zerovl.evaluate.bias.resampling import interval_over_seeds
-from scripts.ablation.protocol import CONFIDENCE
+from scripts.ablation.protocol import CONFIDENCE, LEAST_SEEDS, Claim
 
 Key = TypeVar("Key", bound=Hashable)
-
-Claim = Literal["higher", "lower", "same", "different"]
 
 REPRODUCED, CONTRADICTED, NO_DIFFERENCE, UNDECIDED = "reproduced", "contradicted", "no difference", "undecided"
 BETTER, WORSE = "better", "worse"  # the first two of what the paper does not claim
 NEAR_CHANCE = "undecided, near chance"
 TOO_FEW, NOT_RUN = "too few seeds", "not run"
-LEAST_SEEDS = 5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a comparison.
-
-    Attributes:
-        verdict: one of the words above.
-        seeds: pairs of runs.
-        run, against: means.
-        difference, low, high: mean difference (run - against), and its interval; infinite with one pair.
-        by_source: whether these are over the unseen sources, see `interval_over_sources`.
-        p: two-sided, of a mean difference of zero, by the t distribution of the interval; NaN with one pair.
-        by_seeds: the verdict by Student's interval over the seeds, where `by_source`; else `verdict`.
-    """
-
-    verdict: str
-    seeds: int = 0
-    run: float = math.nan
-    against: float = math.nan
-    difference: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    by_source: bool = False
-    p: float = math.nan
-    by_seeds: str = ""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean difference: its interval and p as in `Verdict`."""
+    """A mean difference.
 
-    mean: float
-    low: float
-    high: float
-    p: float
-    by_source: bool
-
-
-def interval(differences: list[float], confidence: float = CONFIDENCE) -> tuple[float, float, float]:
-    """Mean, low and high end of Student's interval of the mean."""
-    low, high = interval_over_seeds(differences, confidence) or (-math.inf, math.inf)
-    return sum(differences) / len(differences), low, high
-
-
-def interval_over_sources(
-    differences: Mapping[str, Sequence[float]], confidence: float = CONFIDENCE
-) -> tuple[float, float, float] | None:
-    """The mean over unseen sources, each counted once, and its interval from the spread between seeds of the same source.
-
-    It speaks of these sources: that they differ from each other does not make it wider. Student's t with (seeds - sources)
-    degrees of freedom.
-
-    Args:
-        differences: by unseen source, one for each seed.
-
-    Returns:
-        Mean, low and high end; None where a source has fewer than two seeds.
+    Attributes:
+        low, high: its interval; infinite with one pair of runs.
+        p: two-sided, of a mean difference of zero, by the interval's t distribution; NaN with one pair.
+        by_source: whether these are over the unseen sources.
     """
-    if len(differences) < 2 or any(len(values) < 2 for values in differences.values()):
-        return None
-    means = {source: sum(values) / len(values) for source, values in differences.items()}
-    freedom = sum(map(len, differences.values())) - len(differences)
-    within = sum((value - means[source]) ** 2 for source, values in differences.items() for value in values) / freedom
-    error = math.sqrt(sum(within / len(values) for values in differences.values())) / len(differences)
-    reach = float(stats.t.ppf((1 + confidence) / 2, freedom)) * error
-    mean = sum(means.values()) / len(means)
-    return mean, mean - reach, mean + reach
+
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+    by_source: bool = False
+
+    @classmethod
+    def student(cls, mean: float, error: float, freedom: int, by_source: bool = False) -> Estimate:
+        """Of a mean with a standard error, by Student's t with these degrees of freedom."""
+        if freedom < 1:
+            return cls(mean, -math.inf, math.inf)
+        reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+        p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+        return cls(mean, mean - reach, mean + reach, p, by_source)
+
+
+@dataclass(frozen=True)
+class Verdict(Estimate):
+    """The result of a comparison: its estimate of run - against, and more.
+
+    Attributes:
+        verdict: one of the words above.
+        by_seeds: the verdict by Student's interval over the seeds, where `by_source`; else `verdict`.
+        seeds: pairs of runs.
+        run, against: means.
+    """
+
+    verdict: str = NOT_RUN
+    by_seeds: str = NOT_RUN
+    seeds: int = 0
+    run: float = math.nan
+    against: float = math.nan
+
+
+def over_seeds(differences: Sequence[float]) -> Estimate:
+    """Student's interval of the mean."""
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+    return Estimate.student(sum(differences) / len(differences), error, len(differences) - 1)
 
 
 def grouped(differences: Mapping[int, float], sources: Mapping[int, str]) -> dict[str, list[float]]:
@@ -99,28 +78,24 @@ def grouped(differences: Mapping[int, float], sources: Mapping[int, str]) -> dic
     return found
 
 
-def estimate(
-    differences: Mapping[int, float], sources: Mapping[int, str] | None = None, confidence: float = CONFIDENCE
-) -> Estimate:
+def estimate(differences: Mapping[int, float], sources: Mapping[int, str] | None = None) -> Estimate:
     """The mean of differences by seed: over the unseen sources where each has two seeds, else over the seeds.
+
+    Over sources, each counts once, and the interval comes from the spread between seeds of the same source: Student's t with
+    (seeds - sources) degrees of freedom. It speaks of these sources: that they differ from each other does not make it wider.
 
     Args:
         differences: by seed.
         sources: the unseen source of each seed, if there is one.
     """
-    by_source = grouped(differences, sources or dict.fromkeys(differences, ""))
-    found = interval_over_sources(by_source, confidence)
-    mean, low, high = found or interval([*differences.values()], confidence)
-    freedom = len(differences) - (len(by_source) if found else 1)
-    return Estimate(mean, low, high, _p_value(mean, (high - low) / 2, freedom, confidence), found is not None)
-
-
-def _p_value(mean: float, reach: float, freedom: int, confidence: float) -> float:
-    if freedom < 1:
-        return math.nan
-    if reach == 0:
-        return float(mean == 0)
-    return float(2 * stats.t.sf(abs(mean) / reach * stats.t.ppf((1 + confidence) / 2, freedom), freedom))
+    groups = list(grouped(differences, sources).values()) if sources else []
+    if len(groups) < 2 or any(len(group) < 2 for group in groups):
+        return over_seeds([*differences.values()])
+    means = [sum(group) / len(group) for group in groups]
+    freedom = len(differences) - len(groups)
+    squares = sum((value - mean) ** 2 for group, mean in zip(groups, means, strict=True) for value in group)
+    error = math.sqrt(sum(squares / freedom / len(group) for group in groups)) / len(groups)
+    return Estimate.student(sum(means) / len(means), error, freedom, by_source=True)
 
 
 def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
@@ -158,34 +133,27 @@ def judge(
         sources: the unseen source of each seed, for `estimate`.
         floor: where no mean is above it, a difference within the margin is `NEAR_CHANCE`: there is little to differ in.
     """
-    seeds = sorted(run.keys() & against.keys())
-    if not seeds:
-        return Verdict(NOT_RUN)
-    differences = {seed: run[seed] - against[seed] for seed in seeds}
+    differences = {seed: run[seed] - against[seed] for seed in sorted(run.keys() & against.keys())}
+    if not differences:
+        return Verdict()
     found = estimate(differences, sources)
-    theirs = sum(against[seed] for seed in seeds) / len(seeds)
+    theirs = sum(against[seed] for seed in differences) / len(differences)
+    ours = theirs + found.mean
 
-    def word(low: float, high: float) -> str:
-        by_rule = _word(claim, low, high, margin, len(seeds))
-        chance = -margin <= low and high <= margin and max(theirs, theirs + found.mean) < floor and by_rule != TOO_FEW
-        return NEAR_CHANCE if chance else by_rule
+    def word(of: Estimate) -> str:
+        if len(differences) < LEAST_SEEDS:
+            return TOO_FEW
+        if -margin <= of.low and of.high <= margin:
+            if max(ours, theirs) < floor:
+                return NEAR_CHANCE
+            return REPRODUCED if claim == "same" else NO_DIFFERENCE
+        if claim == "same":
+            return CONTRADICTED if of.low > margin or of.high < -margin else UNDECIDED
+        if of.low <= 0 <= of.high:
+            return UNDECIDED
+        return CONTRADICTED if claim == ("lower" if of.low > 0 else "higher") else REPRODUCED
 
-    by_seeds = word(*interval([*differences.values()])[1:])
+    by_seeds = word(over_seeds([*differences.values()]))
     return Verdict(
-        word(found.low, found.high), len(seeds), theirs + found.mean, theirs, found.mean, found.low, found.high,
-        found.by_source, found.p, by_seeds,
-    )  # fmt: skip
-
-
-def _word(claim: Claim, low: float, high: float, margin: float, seeds: int) -> str:
-    if seeds < LEAST_SEEDS:
-        return TOO_FEW
-    if -margin <= low and high <= margin:
-        return REPRODUCED if claim == "same" else NO_DIFFERENCE
-    if claim == "same":
-        return CONTRADICTED if low > margin or high < -margin else UNDECIDED
-    if low > 0:
-        return CONTRADICTED if claim == "lower" else REPRODUCED
-    if high < 0:
-        return CONTRADICTED if claim == "higher" else REPRODUCED
-    return UNDECIDED
+        **vars(found), verdict=word(found), by_seeds=by_seeds, seeds=len(differences), run=ours, against=theirs
+    )

@@ -39,9 +39,9 @@ def shard_sizes(pairs: int) -> list[list[int]]:
 def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
     """Seconds and MiB that one reader takes until its first samples, in this process."""
     from open_clip_zerovl.core.randomness import Purpose, stream
-    from open_clip_zerovl.data.dealing import deal
-    from open_clip_zerovl.data.schedule import Batching, epoch_pieces, slice_pieces, source_schedule
-    from open_clip_zerovl.data.shares import LocalOrder
+    from open_clip_zerovl.data.assignment import Assignment
+    from open_clip_zerovl.data.sample_stream import LocalOrder
+    from open_clip_zerovl.data.schedule import Batching, epoch_slices, source_schedule, stretch_of
 
     sizes = shard_sizes(pairs)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,10 +51,10 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
     schedule = source_schedule(totals, batching.effective_batch, strategy=strategy, seed=0, epoch=1)
     step = schedule.steps // 2 if jump else 0
     rank, worker = ranks // 2, workers // 2
-    dealt = deal(schedule, batching)
+    dealt = Assignment(schedule, batching)
     before, quota, done = dealt.before(rank, worker), dealt.quota(rank, worker), dealt.quota(rank, worker, step)
     for index, of_shards in enumerate(sizes):
-        stretch = slice_pieces(epoch_pieces(of_shards, schedule, index), int(before[index]), int(quota[index]))
+        stretch = stretch_of(epoch_slices(of_shards, schedule, index), int(before[index]), int(quota[index]))
         order = LocalOrder(stretch.samples, 1250, partial(stream, 0, Purpose.ORDER, 1, index, rank * workers + worker))
         first = int(done[index])
         if first < len(order):

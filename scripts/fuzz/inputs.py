@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 
@@ -373,7 +374,7 @@ def checkpoint(legacy: bool) -> bytes:
 
 
 def good_content() -> dict[str, Any]:
-    position = Position(1, 10, 24, 1, 2, "a (100)", micro_batch=8, dga_steps=3, order={"--seed": 0})
+    position = Position(1, 10, Batching(8, 3, 1, 2), "a (100)", order={"--seed": 0})
     optimizer = torch.optim.AdamW(model().parameters())
     state = {"state_dict": model().state_dict(), "optimizer": optimizer.state_dict()}
     return {"epoch": 1, "name": "run", **state, "zerovl": entry_of(position)}

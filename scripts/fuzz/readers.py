@@ -22,26 +22,25 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.images import BadImage, crop_of, decode_image
+from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.probe.sets import open_probe_set
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.prepare.clusters.features import open_picture
 from open_clip_zerovl.prepare.pack.run import pack
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.index import check_shards, index_shards
-from open_clip_zerovl.prepare.public.inputs import find_member
-from open_clip_zerovl.prepare.public.karpathy import read_karpathy
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
 from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
-from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.members import image_of, read_samples
 from scripts.fuzz import inputs
 from training import checkpointing, resume
 from training.stock_data import check_stock_data
@@ -97,7 +96,7 @@ def clustering(folder: Path) -> str | None:
     bad = False
     for sample in read_samples(folder / "source" / "1.tar"):
         try:
-            open_picture(sample)
+            decode_image(image_of(sample.files) or b"")
         except BadImage:
             bad = True
     return BAD_SAMPLE if bad else None
@@ -165,7 +164,7 @@ def resuming(folder: Path) -> None:
         torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
     position = resume.read_position(content)
     if position is not None:
-        now = resume.Position(1, 0, 24, 1, 2, "a (100)", micro_batch=24, dga_steps=1, order={"--seed": 0})
+        now = resume.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
         position.start_step(now)
         position.read_on(now)
         position.graphs_for(now)

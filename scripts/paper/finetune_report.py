@@ -23,9 +23,9 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.checkpoints.spec import read_params
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.compare import in_percent, recall_table
 from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
-from open_clip_zerovl.evaluate.retrieval.sets import parse_retrieval_data
 from scripts.paper.table import RECIPES, find_recipe
 from training.checkpointing import newest_whole
 

@@ -163,11 +163,11 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
 def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     """Whether the embeddings of the recipe's teachers have still to be made, in words."""
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "teacher.json").is_file():
+    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "embeddings.json").is_file():
         return []
     return [
-        f"{teacher} holds no teachers' embeddings; --plan (make plan-...) prints the `zerovl teacher` command that makes them, "
-        "its disk and its time"
+        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
+        f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
     ]
 
 
@@ -231,12 +231,7 @@ def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str |
     """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
     batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
     batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
-    words = as_arguments({**batch, **flags})
-    if recipe.teachers and flags.get("teacher"):
-        models = () if "teacher-model" in settings else recipe.teachers
-        words += [word for name in models for word in ("--teacher-model", name)]
-        words += [] if "teacher-views" in settings else ["--teacher-views", str(recipe.teacher_views)]
-    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *words]
+    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
 
 
 def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:

@@ -31,7 +31,7 @@ BASE: Flags = {
     "beta2": "0.98",
     "eps": "1e-6",
     "warmup-share": "0.025",
-    "temperature-parameter": "temperature",
+    "ablate": "temperature-parameter",
     "precision": "amp",
     "workers": "8",
     "save-every-steps": "250",
@@ -41,11 +41,12 @@ BASE: Flags = {
     "retrieval-transform": "paper",
     "retrieval-captions": "5",
 }
+DETACHED = "detached-gather temperature-parameter"
 METHODS: Flags = {"sampling": "debiased", "coin-flip-mixup": ""}
 # "Identical to pre-training's" except rate, length and batch (5.2); the floor is a tenth of the rate, as in pre-training.
 FINETUNE: Flags = {**METHODS, "lr": "1e-5", "lr-min": "1e-6", "pretrained-image": None}
 FINETUNE_CLIP: Flags = {**FINETUNE, "coin-flip-mixup": None}
-FINETUNE_BASELINE: Flags = {**FINETUNE_CLIP, "ablate": "detached-gather"}
+FINETUNE_BASELINE: Flags = {**FINETUNE_CLIP, "ablate": DETACHED}
 FINETUNE_288: Flags = {**FINETUNE, **HALF, "model": "zerovl-ViT-B-16-288-BERT-base"}
 
 NOT_GIVEN = "not given"
@@ -146,18 +147,16 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Tables 3 and 4, one method added in each row. The rows before "gradient reserved gather" detach the gather.
     "baseline": Recipe(
-        "Table 3, baseline", "371.6 / 483.3", "8 V100", 1024, {"sampling": "random", "ablate": "detached-gather"}
+        "Table 3, baseline", "371.6 / 483.3", "8 V100", 1024, {"sampling": "random", "ablate": DETACHED}
     ),
     "debiased": Recipe(
         "Table 3, + debiased sampling",
         "392.3 / 510.1",
         "8 V100",
         1024,
-        {"sampling": "debiased", "ablate": "detached-gather"},
+        {"sampling": "debiased", "ablate": DETACHED},
     ),
-    "mixup": Recipe(
-        "Table 3, + coin flipping mixup", "402.8 / 519.2", "8 V100", 1024, {**METHODS, "ablate": "detached-gather"}
-    ),
+    "mixup": Recipe("Table 3, + coin flipping mixup", "402.8 / 519.2", "8 V100", 1024, {**METHODS, "ablate": DETACHED}),
     "gather": Recipe(
         "Table 4, + gradient reserved gather", "415.0 / 524.1", "8 V100", 1024, METHODS, time="430 GPU hours"
     ),
@@ -172,14 +171,14 @@ RECIPES: dict[str, Recipe] = {
         "413.4 / 527.1",
         "8 V100",
         16384,
-        {**METHODS, "ablate": "no-replay", "dga-retain": "0"},  # no graph kept, so every mask is drawn twice
+        {**METHODS, "ablate": "no-replay temperature-parameter", "dga-retain": "0"},  # every mask twice
     ),
     "auxiliary": Recipe(
         "Table 8, ViT-B/32 beside the frozen BERT of another run",
         "381.2 / 493.9",
         "8 V100",
         1024,
-        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "freeze": "text", "ablate": "detached-gather"},
+        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "freeze": "text", "ablate": DETACHED},
         time="110 GPU hours",
         needs=("init-from",),
     ),
@@ -188,7 +187,7 @@ RECIPES: dict[str, Recipe] = {
         "379.5 / 494.1",
         "8 V100",
         1024,
-        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "ablate": "detached-gather"},
+        {**METHODS, "model": "zerovl-ViT-B-32-BERT-base", "ablate": DETACHED},
         time="240 GPU hours",
     ),
     "clip": Recipe("Table 9, CLIP (our impl.), batch 1,024", "392.5 / 518.4", "8 V100", 1024, {"sampling": "random"}),
@@ -279,7 +278,7 @@ RECIPES: dict[str, Recipe] = {
         8192,
         {
             **dict.fromkeys(("pretrained-image", "auto-augment", "text-augment", "image-mean", "image-std", "aug-cfg")),
-            **dict.fromkeys(("lr-min", "eps", "beta1", "warmup-share", "temperature-parameter")),
+            **dict.fromkeys(("lr-min", "eps", "beta1", "warmup-share", "ablate")),
             **dict.fromkeys(("retrieval-transform", "retrieval-captions")),  # scored as CLIP_benchmark does
             "model": "ViT-B-16",
             "sampling": "random",

@@ -137,7 +137,7 @@ def parse_checkpoints(spec: str) -> dict[str, Path]:
 
 def missing(checkpoints: Mapping[str, Path], sets: Mapping[str, str]) -> list[str]:
     """One sentence for each file or folder that is not there."""
-    from open_clip_zerovl.evaluate.retrieval.formats import split_location
+    from open_clip_zerovl.data.components import kind_of
 
     said = [
         f"the {name} checkpoint {path} is not there; the released code's README links it"
@@ -145,7 +145,8 @@ def missing(checkpoints: Mapping[str, Path], sets: Mapping[str, str]) -> list[st
         if not path.is_file()
     ]
     for name, location in sets.items():
-        parts = [part for part in split_location(Path(location).expanduser()) if part is not None]
+        found = kind_of(location)
+        parts = [Path(part).expanduser() for part in (found.path, found.beside) if part is not None]
         said += [
             f"{part} of {name.upper()} is not there; docs/evaluation.md lists the layouts, zerovl data {name} writes one"
             for part in parts
@@ -162,8 +163,8 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
     """
     from open_clip_zerovl.checkpoints.convert import convert_checkpoint
     from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.data.retrieval import open_retrieval_set
     from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, run_retrieval
-    from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 
     for location in sets.values():
         open_retrieval_set(location)  # before a conversion that would be in vain

@@ -138,11 +138,3 @@ def quieten_libraries() -> None:
 
 def _nothing(record: Any) -> bool:
     return False
-
-
-def seconds_in_words(seconds: float) -> str:
-    """ "41 s", "3 min 20 s", "5 h 12 min", "2 d 4 h" """
-    left = max(0, round(seconds))
-    parts = [(left // 86400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "min"), (left % 60, "s")]
-    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count or len(parts) == first + 1)

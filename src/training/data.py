@@ -18,17 +18,18 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.distill.opening import open_teachers, shown_by
 from open_clip_zerovl.distill.shards import PREFIX, InShards
-from open_clip_zerovl.distill.store import TeacherStore
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache, fingerprint, require_deterministic
+from open_clip_zerovl.embeddings.fingerprint import tower_digest
+from open_clip_zerovl.embeddings.store import Store
+from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.shards.cache import ShardCache
-from training.config import RecipeConfig, uses_own_step
 from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data
 
@@ -71,11 +72,11 @@ class Inputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
-    teachers: TeacherStore | InShards | None = None
+    teachers: Store | InShards | None = None
     retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
 
 
-def open_inputs(config: RecipeConfig, args: argparse.Namespace) -> Inputs:
+def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
     """Open sources and retrieval sets, and make sure that open_clip's own data exists and that an epoch has a step.
 
     Raises:
@@ -119,7 +120,7 @@ def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, Re
 
 
 def get_data(
-    config: RecipeConfig,
+    config: AllFlags,
     inputs: Inputs,
     stock: Callable[[argparse.Namespace], dict],
     args: argparse.Namespace,
@@ -161,7 +162,7 @@ def get_data(
 
 
 def _retrieval_data(
-    config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, paper_transform
+    config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, paper_transform
 ) -> RetrievalData:
     """The sets with the transform and captions that the flags ask for, which the log says."""
     captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
@@ -183,7 +184,7 @@ def _retrieval_data(
     return RetrievalData(inputs.retrieval, transform, captions)
 
 
-def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) -> None:
+def _check_warmup(config: AllFlags, args: argparse.Namespace, steps: int) -> None:
     """Warn if the learning rate never reaches `--lr`."""
     if config.warmup_share is None and not args.skip_scheduler and args.warmup > steps and is_master(args):
         logging.warning(
@@ -192,10 +193,10 @@ def _check_warmup(config: RecipeConfig, args: argparse.Namespace, steps: int) ->
         )
 
 
-def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
+def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
     assert config.sampling is not None
     sources, normalizer = inputs.sources, None
-    own_step = uses_own_step(config, args)
+    own_step = config.own_step
     if own_step:  # whose `prepare` runs on the device; open_clip's loop wants normalised floats
         try:
             transform, mean, std = split_normalize(transform)
@@ -239,14 +240,14 @@ def _mixture_data(config: RecipeConfig, inputs: Inputs, args: argparse.Namespace
     return TrainData(loader, normalizer)
 
 
-def _shard_cache(config: RecipeConfig) -> ShardCache | None:
+def _shard_cache(config: AllFlags) -> ShardCache | None:
     if config.shard_cache is None:
         return None
     return ShardCache(os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30))
 
 
 def frozen_cache(
-    config: RecipeConfig,
+    config: AllFlags,
     sources: tuple[Source, ...],
     args: argparse.Namespace,
     model: torch.nn.Module,
@@ -264,17 +265,17 @@ def frozen_cache(
     if tower == "image":
         require_deterministic(transform)
     inputs = transform if tower == "image" else tokenizer
-    mark = fingerprint(model, tower, sources, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
+    mark = tower_digest(model, tower, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
     cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
     cache.attach(model)
     return cache
 
 
-def _sampling(config: RecipeConfig, args: argparse.Namespace) -> Sampling:
+def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
     assert config.sampling is not None
     return Sampling(
         strategy=config.sampling,
-        draw=config.debiased_draw,
+        draw=config.draw,
         debiased_share=config.debiased_share,
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,

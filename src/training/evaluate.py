@@ -14,21 +14,21 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
+from open_clip_zerovl.data.retrieval import retrieval_batches
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval.sets import retrieval_batches
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.run_examples import write_examples
-from training.config import RecipeConfig
 from training.data import RetrievalData
-from training.journal import Journal
+from training.run_log import RunLog
 from training.step_log import reporter_of
 
 
 def evaluate(
     config: RecipeConfig,
     args: argparse.Namespace,
-    journal: Journal,
+    log: RunLog,
     stock: Callable[[dict], dict[str, Any]],
     model: torch.nn.Module,
     data: dict,
@@ -41,7 +41,7 @@ def evaluate(
     Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
 
     Args:
-        journal: told of the metrics.
+        log: records the metrics.
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
@@ -82,7 +82,7 @@ def evaluate(
             examples += retrieval_examples(name, dataset, *features, ranks["text_to_image"], kept)
     ours: dict[str, Any] = {"epoch": epoch}
     ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
-    journal.retrieval(epoch, by_set)
+    log.retrieval(epoch, by_set)
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
     _log(ours, how, epoch, args, data, tb_writer)

@@ -1,14 +1,18 @@
-"""The model with the recipe's methods, before DDP and compile, and its optimizer."""
+"""The model with the recipe's methods, before DDP and compile; its optimizer, learning rates, device and precision."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import logging
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from open_clip_train.distributed import is_device_available
+from open_clip_train.scheduler import assign_learning_rate
 from timm.optim import list_optimizers
 
 from open_clip_zerovl.core.errors import UserError
@@ -16,11 +20,12 @@ from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.text_towers import is_registered_here
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
-from training.config import RecipeConfig
 
 
 def create_model(
@@ -32,9 +37,8 @@ def create_model(
         UserError: weights that do not fit, a tower that does not support a flag.
     """
     model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
-    own_text = (
-        getattr(getattr(model, "text", None), "config", None) is None
-    )  # open_clip's transformer, not Hugging Face's
+    # open_clip's own transformer, not Hugging Face's
+    own_text = getattr(getattr(model, "text", None), "config", None) is None
     if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
         raise UserError(
             "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it always locks LayerNorms"
@@ -49,6 +53,11 @@ def create_model(
     if (config.active or is_registered_here(model)) and not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform_train, transform_eval, mixup
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer and learning rates
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
@@ -72,3 +81,62 @@ def check_optimizer(args: argparse.Namespace) -> None:
         raise UserError(
             f"--opt {args.opt}: timm has no optimizer {name!r}; did you mean {', '.join(near or known[:5])}?"
         )
+
+
+def cosine_lr(
+    optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int, *, lr_min: float
+) -> Callable[[int], float]:
+    """open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5): sets and returns the rate of a step.
+
+    The rate rises linearly over `warmup_length` steps to `base_lr`, then falls along half a cosine to `lr_min` at `steps`. With
+    `lr_min=0` this is open_clip's own schedule.
+    """
+
+    def adjust(step: int) -> float:
+        if step < warmup_length:
+            lr = base_lr * (step + 1) / warmup_length
+        else:
+            progress = (step - warmup_length) / max(1, steps - warmup_length)
+            lr = lr_min + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (base_lr - lr_min)
+        assign_learning_rate(optimizer, lr)
+        return lr
+
+    return adjust
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device and precision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_device(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: a `--device` that torch does not know.
+    """
+    try:
+        torch.device(args.device)
+    except RuntimeError as error:
+        raise UserError(f"torch knows no --device {args.device}; give cpu, cuda or cuda:NUMBER") from error
+
+
+def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
+    """Warn if a run asks for a GPU and trains on the CPU, and take fp32 instead of `amp` there.
+
+    Args:
+        args: `precision` is changed.
+        recipe: whether any of our flags was given; if not, the run is open_clip's own and keeps its precision.
+    """
+    kind = args.device.partition(":")[0]
+    if kind != "cpu":
+        available, known = is_device_available(kind)
+        if available or not known:
+            return
+        logging.warning(f"There is no {kind} device here: this run trains on the CPU, as with --device cpu.")
+    precision = precision_on("cpu", args.precision)
+    if precision == args.precision:
+        return
+    slow = f"--precision {args.precision} is several times slower than fp32 on a CPU"
+    logging.warning(f"{slow}: fp32 is taken instead." if recipe else f"{slow}; give --precision fp32.")
+    if recipe:
+        args.precision = precision

@@ -1,4 +1,4 @@
-"""The command line: our flags in a validated dataclass, open_clip's in its namespace.
+"""The command line: our flags and open_clip's in one validated record, open_clip's also in its own namespace.
 
 `parse` passes every argument that is not ours to `open_clip_train.params.parse_args`, unchanged and in order. Nothing here
 imports torch, so that `--help` and errors are printed at once.
@@ -10,25 +10,32 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
-from open_clip_zerovl.data.names import is_named
-from open_clip_zerovl.recipe.declare import add_flags, flags_of
-from open_clip_zerovl.recipe.flags import SECTIONS, values_of
-from training.config import RecipeConfig
+from open_clip_zerovl.core.files import check_writable, no_checkpoint
+from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.data.names import check_paths, check_separators, is_named
+from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
 from training.refusals import check
+
+# open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
+Command = tuple[argparse.Namespace, AllFlags]
+_RANK_VARIABLES = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # open_clip's, in its order
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parsing
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's, but a word that open_clip's KEY=VALUE flags raise about is told in a sentence."""
+        """As argparse's, but a word that open_clip's KEY=VALUE flags raise about gives a sentence."""
         try:
             return super().parse_args(args, namespace)
         except UserError:
@@ -39,6 +46,9 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
 
     def error(self, message: str) -> NoReturn:
+        for word in message.split():
+            if (new := RENAMED.get(word.partition("=")[0])) is not None:
+                raise UserError(f"{word.partition('=')[0]} is now {new}")
         known = [*self._option_string_actions, *build_parser()._option_string_actions]
         raise UserError(argparse_sentence(message, known, "python -m training.main --help"))
 
@@ -96,14 +106,14 @@ def flags_given(args: argparse.Namespace, config: RecipeConfig) -> dict[str, Any
         for action in open_clip_parser()._actions
         if hasattr(args, action.dest) and getattr(args, action.dest) != action.default
     }
-    ours = {each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)}
-    return stock | {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
+    ours = {each.name: (getattr(config, each.name), each.default) for each in flags_of(RecipeConfig)}
+    return stock | {name: value for name, (value, default) in ours.items() if value != default}
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
-    """Parse a command line into open_clip's namespace and our config.
+def parse(argv: Sequence[str]) -> Command:
+    """Parse and check a command line.
 
-    The namespace also holds our flags if any was given, so that open_clip writes them to params.txt.
+    open_clip's namespace also holds our flags if any was given, so that open_clip writes them to params.txt.
 
     Raises:
         UserError: values out of range, or flags that contradict each other, named in one sentence.
@@ -123,12 +133,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RecipeConfig]:
     if values["model_config"]:
         values["model_config"] = os.path.abspath(values["model_config"])
         args.model = _own_model(values["model_config"], args.model, stock_parser.get_default("model"))
-    config = RecipeConfig(**values)
+    config = AllFlags.of(values, args)
     check(config, args, stock_parser)
     if config.token_drop is not None:
         args.force_patch_dropout = config.token_drop
     if config.active:
-        vars(args).update(asdict(config))
+        vars(args).update({each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)})
     return args, config
 
 
@@ -140,3 +150,72 @@ def _own_model(file: str, given: str, default: str) -> str:
     if given not in (default, name):
         raise UserError(f"--model {given} and --model-config {file} are two models: give one of them")
     return name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the flags name
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rank_here() -> str:
+    """The rank that a launcher has given this process, as it is written; "" without a launcher."""
+    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """Parse a command line, and check that its run can be made: folder, name, data and checkpoints.
+
+    open_clip's main first makes the run's folder, then refuses to use its name again, and ends several errors with status 0.
+
+    Raises:
+        UserError: the first error.
+    """
+    args, config = parse(argv)
+    rank = int(rank_here() or 0)
+    if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
+        require_new_name(args)
+    if os.path.exists(args.logs) and not os.path.isdir(args.logs):
+        raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
+    if rank == 0 and args.logs.lower() != "none":
+        check_writable(args.logs, folder=True)
+    if (
+        not args.train_data
+        and not args.dataset_type.startswith("synthetic")
+        and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
+    ):
+        raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+    if config.sampling is not None:
+        check_separators(args.train_data)
+        check_paths(args.train_data)
+    _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)
+    _check_checkpoint("--init-from", config.init_from)
+    return args, config
+
+
+def _check_checkpoint(flag: str, path: str | None) -> None:
+    """
+    Raises:
+        UserError: a file of this machine that does not exist, or that no release of torch has written.
+    """
+    if path is None or "://" in path or os.path.isdir(path):  # a folder is judged where it is read
+        return
+    if not os.path.isfile(path):
+        raise UserError(
+            f"{flag} {path} does not exist; give the path of a checkpoint" + ", or 'latest'" * (flag == "--resume")
+        )
+    if (wrong := no_checkpoint(path)) is not None:
+        raise UserError(f"{flag} {path} is no checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt")
+
+
+def require_new_name(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: a run of this name has a log, and is not to be resumed.
+    """
+    if args.name is None or args.resume == "latest":
+        return
+    log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")
+    if os.path.exists(log):
+        raise UserError(
+            f"a run called {args.name!r} exists in {args.logs}; choose another --name, or continue it with --resume latest"
+        )

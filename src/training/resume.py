@@ -1,4 +1,4 @@
-"""Resuming: the position at which a checkpoint was taken, and the `pt_load` seam, which loads a checkpoint or refuses it.
+"""Resuming: the position at which a checkpoint was taken, and loading a checkpoint for `--resume`, or refusing it.
 
 Both happen before open_clip's main loads the optimizer's state.
 """
@@ -24,11 +24,14 @@ from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, marked_temperature, parameter_groups
+from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
 
-#: Of the entry `zerovl` in a checkpoint. 1 said no format, and was of runs whose seeds meant other streams.
-FORMAT = STREAMS_VERSION
+FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
 PREFIX = "module."  # what DDP puts before every name
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The position
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,45 +39,35 @@ class Position:
     """The position at which a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done.
 
     Attributes:
-        workers: loader processes a rank, 1 if it reads by itself.
+        batching: how the run divides its effective batches; a rank without loader processes counts as one worker.
         sources: names with numbers of samples, "" for open_clip's own pipeline.
-        micro_batch, dga_steps: the split of a rank's part of the effective batch; 0 in older checkpoints.
-        order: flag -> value, of flags that decide the order of samples; empty in older checkpoints.
+        order: flag -> value, of flags that decide the order of samples.
         retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
-        read_as: micro-batch, DGA steps and workers with which the epoch was begun and is read, if others than this run's.
+        read_as: the batching with which the epoch was begun and is read, if it is not this run's.
     """
 
     epoch: int
     step: int
-    effective_batch: int
-    world_size: int
-    workers: int
+    batching: Batching
     sources: str = ""
-    micro_batch: int = 0
-    dga_steps: int = 0
     order: Mapping[str, Any] = field(default_factory=dict)
     retained: Mapping[str, float] = field(default_factory=dict)
-    read_as: tuple[int, ...] = ()
+    read_as: Batching | None = None
 
     @property
     def dealt(self) -> Batching:
         """How the epoch's effective batches are divided among those who read them."""
-        micro_batch, dga_steps, workers = self.read_as or (self.micro_batch, self.dga_steps, self.workers)
-        return Batching(micro_batch, dga_steps, self.world_size, workers)
+        return self.read_as or self.batching
 
     def read_on(self, now: Position) -> Position:
         """`now`, in an epoch whose rest is to be read as this position's epoch was begun, so that each sample comes once."""
-        if not self.micro_batch or self.dealt == now.dealt or self._batch != now._batch:
+        if self.dealt == now.dealt or not self._same_batch(now):
             return now
-        return replace(now, read_as=(self.dealt.micro_batch, self.dealt.dga_steps, self.dealt.workers))
-
-    @property
-    def _batch(self) -> tuple[int, int]:
-        return self.effective_batch, self.world_size
+        return replace(now, read_as=self.dealt)
 
     def graphs_for(self, now: Position) -> Decision | None:
         """The decision of `--dga-retain auto`, if the split of the batch is that of `now`, else None."""
-        same = (self.micro_batch, self.dga_steps, self.world_size) == (now.micro_batch, now.dga_steps, now.world_size)
+        same = replace(self.batching, workers=1) == replace(now.batching, workers=1)
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
@@ -87,12 +80,9 @@ class Position:
         Raises:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
         """
+        changed = self._changed_order(now)
         if self.step == 0:
-            if changed := self._changes(now):
-                logging.warning(
-                    f"Resuming at the start of epoch {self.epoch} with other settings than before: {'; '.join(changed)}. The "
-                    "learning rate follows the schedule of this run's steps."
-                )
+            self._warn_of_changes(now, changed)
             return 0
         if self.sources and self.sources != now.sources:
             logging.warning(
@@ -100,135 +90,127 @@ class Position:
                 f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
                 "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
             )
-        else:
-            # A flag that one of them does not know was not given there.
-            for flag in (*self.order, *(now.order.keys() - self.order.keys())) if self.order and now.order else ():
-                if now.order.get(flag) != (value := self.order.get(flag)):
-                    raise UserError(
-                        f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {_shown(value)}, and this "
-                        f"run has {_shown(now.order.get(flag))}: the rest of the epoch would show other samples than those "
-                        f"that are left; give {flag} as it was, resume from an epoch's end, or start a new run with "
-                        "--init-from"
-                    )
-        if self._batch == now._batch and (
-            self.dealt == now.dealt or (not self.micro_batch and self.workers == now.workers)
-        ):
-            return min(self.step, steps)
-        step = min(self.step * self.effective_batch // now.effective_batch, steps)
-        words = (
-            f"Resuming step {self.step} of epoch {self.epoch} ({self._batching()}) as step {step} ({now._batching()}). "
-        )
-        if self._batch == now._batch and self.micro_batch:
+        elif changed:
+            flag, before, value = changed[0]
+            raise UserError(
+                f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {before}, and this run has {value}: "
+                f"the remaining batches would contain different samples; give {flag} as it was, resume from an epoch's end, or "
+                "start a new run with --init-from"
+            )
+        step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
+        if self._same_batch(now) and self.dealt == now.dealt:
+            return step
+        words = f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.dealt)}) as step {step} ({_shown(now.dealt)}). "
+        if self._same_batch(now):
             logging.info(
                 f"{words}The rest of this epoch is read as it was begun, by {self.dealt.workers} workers a rank, and then "
                 "divided as this run asks: each step shows the samples that it would have shown."
             )
-            return step
-        logging.warning(
-            f"{words}The count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, "
-            "since other readers divide the shards: some come twice and as many not at all. From the next epoch on each is "
-            "seen once again. To be exact, give the effective batch and the ranks of the first bracket until the epoch ends."
-        )
+        else:
+            logging.warning(
+                f"{words}The count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, "
+                "since other readers divide the shards: some come twice and as many not at all. From the next epoch on each is "
+                "seen once again. To be exact, give the batch and the ranks of the first bracket until the epoch ends."
+            )
         return step
 
-    def _changes(self, now: Position) -> list[str]:
-        """What `now` has otherwise and a new epoch allows, in words; what this position does not know is left out."""
-        changed = []
-        if self.effective_batch != now.effective_batch:
-            changed.append(f"an effective batch of {now.effective_batch} after {self.effective_batch}")
+    def _same_batch(self, now: Position) -> bool:
+        own, other = self.batching, now.batching
+        return (own.effective_batch, own.world_size) == (other.effective_batch, other.world_size)
+
+    def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
+        """The flags that decide the order of samples and are not as they were, with both values in words."""
+        pairs = [(flag, self.order.get(flag), value) for flag, value in sorted(now.order.items()) if self.order]
+        return [(flag, _value(before), _value(value)) for flag, before, value in pairs if before != value]
+
+    def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
+        """Name what `now` has otherwise, which a new epoch allows."""
+        before, after = self.batching.effective_batch, now.batching.effective_batch
+        changed = [f"an effective batch of {after} after {before}"] * (before != after)
         if self.sources and self.sources != now.sources:
             changed.append(f"the sources {now.sources or 'without names'} after {self.sources}")
-        for flag in sorted(self.order.keys() | now.order.keys()) if self.order and now.order else ():
-            before, value = self.order.get(flag), now.order.get(flag)
-            if before != value:
-                changed.append(f"{flag} {_shown(value)} after {_shown(before)}")
-        return changed
-
-    def _batching(self) -> str:
-        dealt = self.dealt
-        split = f" = {dealt.micro_batch} x {dealt.dga_steps} x {self.world_size}" if dealt.micro_batch else ""
-        return f"effective batch {self.effective_batch}{split}, {self.world_size} ranks x {dealt.workers} workers"
+        changed += [f"{flag} {value} after {before}" for flag, before, value in order]
+        if changed:
+            logging.warning(
+                f"Resuming at the start of epoch {self.epoch} with other settings than before: {'; '.join(changed)}. The "
+                "learning rate follows the schedule of this run's steps."
+            )
 
 
-def _shown(value: Any) -> str:
+def _value(value: Any) -> str:
     return "left out" if value is None or value is False else "given" if value is True else str(value)
+
+
+def _shown(dealt: Batching) -> str:
+    split = f"{dealt.micro_batch} x {dealt.dga_steps} x {dealt.world_size}"
+    return f"effective batch {dealt.effective_batch} = {split}, {dealt.world_size} ranks x {dealt.workers} workers"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its entry in a checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+_COUNTS = {"epoch": 0, "step": 0, "world_size": 1, "workers": 1, "micro_batch": 1, "dga_steps": 1}  # name -> least
+_LARGEST_COUNT = 1 << 50
+
+
+def entry_of(position: Position) -> dict[str, Any]:
+    """The checkpoint's entry `zerovl` for a position, of plain containers; `read_position` reads it."""
+    read_as = () if (dealt := position.read_as) is None else (dealt.micro_batch, dealt.dga_steps, dealt.workers)
+    values = {each.name: getattr(position, each.name) for each in fields(Position) if each.name != "batching"}
+    return {"format": FORMAT, **values, **asdict(position.batching), "read_as": read_as}
 
 
 def read_position(checkpoint: dict) -> Position | None:
     """The position of a checkpoint; None for one of open_clip's own, which is from an epoch's end.
 
     Raises:
-        UserError: it was taken in the middle of an epoch with other random streams, or by a later release.
+        UserError: another format, or an entry that is no position: a file may hold anything.
     """
-    entry = checkpoint.get("zerovl")
-    if not entry:
+    if not (found := checkpoint.get("zerovl")):
         return None
-    entry = dict(entry) if isinstance(entry, dict) else {}
-    written = entry.pop("format", 1)
-    if not isinstance(written, int) or written > FORMAT:
+    entry = dict(found) if isinstance(found, dict) else {}
+    if (written := entry.pop("format", FORMAT)) != FORMAT:
         raise UserError(
-            f"the checkpoint has format {_shown(written)}, and this release knows up to {FORMAT}; resume with the one that "
-            "wrote it"
+            f"the checkpoint has format {_value(written)}, and this release reads {FORMAT}; resume with the one that wrote it, "
+            "or start a new run from its weights with --init-from"
         )
-    position = _position_of(entry)
-    if written < FORMAT and position.step:
-        raise UserError(
-            f"the checkpoint was taken after step {position.step} of epoch {position.epoch} by an earlier release, whose seeds "
-            "gave other batches, so that its epoch cannot go on; move the step checkpoints away, so that --resume latest goes "
-            f"on from epoch_{position.epoch}.pt, or finish the epoch with that release"
-        )
-    return position
-
-
-_COUNTS = {
-    "epoch": 0, "step": 0, "effective_batch": 1, "world_size": 1, "workers": 1, "micro_batch": 0, "dga_steps": 0,
-}  # fmt: skip
-_LARGEST_COUNT = 1 << 50
-
-
-def _position_of(entry: dict[str, Any]) -> Position:
-    """The position that an entry tells, of the types and ranges that it must have: a file may say anything.
-
-    Raises:
-        UserError: it is none.
-    """
-    values = {"micro_batch": 0, "dga_steps": 0, "sources": "", "order": {}, "retained": {}, "read_as": (), **entry}
-    known = {field.name for field in fields(Position)}
-    wrong = sorted(map(str, known ^ values.keys()))
-    wrong += [name for name, least in _COUNTS.items() if name in values and not _is_count(values[name], least)]
-    if not isinstance(values["sources"], str):
-        wrong.append("sources")
-    if not isinstance(values["order"], dict):
-        wrong.append("order")
-    read_as, retained = values["read_as"], values["retained"]
-    if not isinstance(read_as, tuple) or (
-        read_as and not (len(read_as) == 3 and all(_is_count(value, 1) for value in read_as))
-    ):
-        wrong.append("read_as")
-    if not isinstance(retained, dict) or (
-        retained
-        and not (
-            retained.keys() == {field.name for field in fields(Decision)}
-            and _is_count(retained["graphs"], 1)
-            and all(isinstance(value, int | float) and 0 <= value < math.inf for value in retained.values())
-        )
-    ):
-        wrong.append("retained")
+    entry.pop("effective_batch", None)
+    read_as, retained = entry.get("read_as"), entry.get("retained", {})
+    good = {
+        **{name: _is_count(entry.get(name), least) for name, least in _COUNTS.items()},
+        "sources": isinstance(entry.get("sources"), str),
+        "order": isinstance(entry.get("order"), dict),
+        "read_as": isinstance(read_as, tuple) and len(read_as) in (0, 3) and all(_is_count(n, 1) for n in read_as),
+        "retained": retained == {} or _is_decision(retained),
+    }
+    wrong = [name for name, right in good.items() if not right] + sorted(map(str, entry.keys() - good.keys()))
     if wrong:
         raise UserError(
             f"the checkpoint does not say where in training it was taken: its entry 'zerovl' has no usable {wrong[0]!s:.40}; "
             "resume from another one, or start a new run from its weights with --init-from"
         )
-    return Position(**values)
+    batching = Batching(*(entry[name] for name in ("micro_batch", "dga_steps", "world_size", "workers")))
+    begun = Batching(read_as[0], read_as[1], batching.world_size, read_as[2]) if read_as else None
+    return Position(entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained, begun)
 
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT
 
 
-def entry_of(position: Position) -> dict[str, Any]:
-    """The checkpoint's entry for a position; `read_position` reads it."""
-    return {"format": FORMAT, **asdict(position)}
+def _is_decision(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {each.name for each in fields(Decision)}
+        and _is_count(value["graphs"], 1)
+        and all(isinstance(number, int | float) and 0 <= number < math.inf for number in value.values())
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
@@ -242,8 +224,6 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     """
     if os.path.isdir(file_path):
         raise UserError(f"--resume {file_path} is a folder; give a checkpoint in it, or --name with --resume latest")
-    if "://" not in file_path and not os.path.isfile(file_path):
-        raise UserError(f"--resume {file_path} does not exist; give the path of a checkpoint, or 'latest'")
     try:
         with fsspec.open(file_path, "rb") as file:
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
@@ -276,7 +256,7 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
             raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
         if trains and isinstance(optimizer, dict):
-            _require_same_temperature(optimizer, getattr(args, "temperature_parameter", LOGIT_SCALE), file_path)
+            _require_same_temperature(optimizer, "temperature-parameter" in getattr(args, "ablate", ()), file_path)
         return {**checkpoint, "state_dict": state}
     return state
 
@@ -307,11 +287,12 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     }
 
 
-def _require_same_temperature(optimizer: dict, wanted: str, path: str) -> None:
+def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
     """UserError where the temperature's moments are in another parameter's units than this run's."""
-    if (saved := marked_temperature(optimizer)) != wanted:
+    if marked_temperature(optimizer) != wanted:
+        saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(
-            f"--resume {path} was trained with --temperature-parameter {saved}, this run has {wanted}, and the optimizer's "
+            f"--resume {path} was trained {saved} --ablate temperature-parameter, this run is {here} it, and the optimizer's "
             "moments of one do not fit the other; give it as it was, or start a new run with --init-from"
         )
 

@@ -16,7 +16,7 @@ from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.losses.problem import Report
 from training.console import PROGRESS
-from training.journal import Journal, memory_bytes
+from training.run_log import RunLog, memory_bytes
 
 STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
@@ -122,7 +122,7 @@ class StepLog:
 
     Args:
         judged: whether the loss is the plain contrastive one, whose chance value is known.
-        journal: told of each step.
+        run_log: records each step.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class StepLog:
         tb_writer=None,
         sources: Sequence[str] = (),
         judged: bool = False,
-        journal: Journal | None = None,
+        run_log: RunLog | None = None,
     ) -> None:
-        self.journal = journal
+        self.run_log = run_log
         self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
         self.epoch_samples = epoch_samples
         self.judged = judged
@@ -166,8 +166,8 @@ class StepLog:
         self.counted_steps += 1
         if self.counted_steps == 0:
             self.counted_from = self.end
-        if self.journal is not None:
-            self.journal.step(self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val)
+        if self.run_log is not None:
+            self.run_log.step(self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val)
         due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
@@ -183,7 +183,7 @@ class StepLog:
         digits = math.ceil(math.log(self.epoch_samples + 1, 10))
         memory = memory_bytes(torch.device(getattr(self.args, "device", "cpu")))
         waited = self.data_time.sum / self.batch_time.sum
-        eta = self.journal.eta(self.epoch, index) if self.journal is not None else ""
+        eta = self.run_log.eta(self.epoch, index) if self.run_log is not None else ""
         logging.info(
             f"Train Epoch: {self.epoch} [{seen:>{digits}}/{self.epoch_samples} ({100.0 * (index + 1) / self.steps:.0f}%)] "
             f"Data (t): {self.data_time.avg:.3f} "
@@ -195,9 +195,9 @@ class StepLog:
             + (f" ETA: {eta}" if eta else ""),
             extra=PROGRESS,
         )
-        if self.journal is not None:
+        if self.run_log is not None:
             by_source = {name.removeprefix("loss/"): v for name, v in of_sources.items() if name.startswith("loss/")}
-            self.journal.logged(
+            self.run_log.logged(
                 self.epoch,
                 index,
                 {**values, "by_source": by_source, "lr": lr, "logit_scale": scale, "samples_per_second": rate,
@@ -237,7 +237,7 @@ class StepLog:
 
     def _first(self, kind: str) -> bool:
         """Whether the run has said nothing of the kind yet: each epoch would say the same."""
-        return self.journal is None or self.journal.first(kind)
+        return self.run_log is None or self.run_log.first(kind)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         metrics = {"train/" + name: value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Checks of open_clip's own data before its main starts; its pipeline would fail late, silently or with a traceback."""
+"""Checks of open_clip's own data before its main starts, for mistakes that its pipeline would not name, or would wait on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import pandas
 from open_clip.transform import image_transform
 from open_clip_train.data import expand_urls
-from open_clip_train.distributed import world_info_from_env
 from webdataset import autodecode
 
 from open_clip_zerovl.core.errors import UserError
@@ -23,31 +22,31 @@ from open_clip_zerovl.shards.urls import check_quotes, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
 UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member
-TABLES, SHARDS = ("csv", "tsv"), ("tar",)  # the endings by which open_clip tells them apart
+TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
 def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
-    """Make sure that the data of open_clip's own pipeline exists and has the form that it expects.
+    """Make sure that the data of open_clip's own pipeline has the form that it expects, where it would not say so itself.
 
     Args:
         args: open_clip's arguments.
         training: whether open_clip's pipeline, and not our mixture, reads `--train-data`.
 
     Raises:
-        UserError: a missing table, column, first image, shard or folder; an unknown number of samples; too few shards.
+        UserError: a missing column, first image or shard; a shard whose number of samples is not known.
     """
-    if (training and args.train_data) or args.val_data or args.imagenet_val or args.imagenet_v2:
+    named = {"--train-data": args.train_data if training else None, "--val-data": args.val_data}
+    if any(named.values()) or args.imagenet_val or args.imagenet_v2:
         guard_decoders(args.workers)
         forget_other_formats()
-    if not args.dataset_type.startswith("synthetic"):
-        if training and args.train_data and (shards := _check_data("--train-data", args.train_data, args)):
-            _check_sizes(shards, args)
-        if args.val_data:
-            _check_data("--val-data", args.val_data, args)
-    if args.imagenet_val and not os.path.isdir(args.imagenet_val):
-        raise UserError(
-            f"--imagenet-val {args.imagenet_val} is no folder; give the one that holds a folder for each class"
-        )
+    for flag, path in named.items() if not args.dataset_type.startswith("synthetic") else ():
+        ending = "" if path is None else path.rsplit(".", 1)[-1]
+        if path and (args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES)):
+            _check_table(flag, path, args)
+        elif path and (args.dataset_type == "webdataset" or ending == "tar"):
+            _check_shards(flag, path, args)
+        elif path and flag == "--train-data" and os.path.isdir(path):
+            raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
     if args.imagenet_val or args.imagenet_v2:
         _check_numpy("--imagenet-val" if args.imagenet_val else "--imagenet-v2")
 
@@ -106,38 +105,37 @@ def check_augmentation(settings: dict) -> None:
         ) from error
 
 
-def _check_data(flag: str, path: str, args: argparse.Namespace) -> list[str]:
-    """The shards that `path` names; none if it is a table."""
-    ending = path.rsplit(".", 1)[-1]
-    if args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES):
-        _check_table(flag, path, args)
-        return []
-    if args.dataset_type == "auto" and ending not in SHARDS:
+def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
+    """A shard that is not there makes open_clip's pipeline wait for ever; one that sizes.json lacks is a bare KeyError."""
+    weights = args.train_data_upsampling_factors if flag == "--train-data" and args.dataset_resampled else None
+    try:
+        shards = list(expand_urls(path, weights)[0])
+    except (AssertionError, ValueError) as error:
         raise UserError(
-            f"{flag} {path} is neither a .csv or .tsv table nor .tar shards"
-            + (
-                f"; name it to read it as a source: --train-data NAME={path.lstrip('=')}"
-                if flag == "--train-data"
-                else ""
-            )
-        )
-    shards = _shards(path, args)
+            f"{path!r} with --train-data-upsampling-factors {weights} is not understood: {error}"
+        ) from error
     for shard in shards:
         check_quotes(shard)
-    here = {shard: local_path(shard) for shard in shards}
-    missing = [shard for shard, file in here.items() if file is not None and not os.path.isfile(file)]
+    missing = [shard for shard in shards if (file := local_path(shard)) is not None and not os.path.isfile(file)]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
         )
-    return shards
+    folder = os.path.dirname(shards[0])
+    if flag != "--train-data" or args.train_num_samples is not None or local_path(folder) is None:
+        return
+    sizes = read_sizes(folder)
+    unknown = [shard for shard in shards if sizes is not None and os.path.basename(shard) not in sizes]
+    if unknown:
+        raise UserError(
+            f"{folder}/sizes.json does not give the number of samples of {unknown[0]}; count them with `zerovl data index "
+            f"{folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
+        )
 
 
 def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
-    if local_path(path) is None:
+    if local_path(path) is None or not os.path.isfile(path):
         return
-    if not os.path.isfile(path):
-        raise UserError(f"{flag} {path} does not exist; correct the path")
     try:
         head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
     except ValueError as error:  # pandas' own errors, and bytes that are no UTF-8
@@ -150,54 +148,8 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
                 f"{option}, or --csv-separator"
             )
     image = str(head[args.csv_img_key].iloc[0]) if len(head) else None
-    if image is None or not os.path.isfile(image):
-        seen = (
-            "has no rows"
-            if image is None
-            else f"begins with the image {image}, which does not exist from {os.getcwd()}"
-        )
-        advice = (
-            ""
-            if flag != "--train-data"
-            else f"; with a name, --train-data NAME={path}, paths are relative to the table"
-        )
-        raise UserError(f"{flag} {path} {seen}{advice}")
-
-
-def _check_sizes(shards: list[str], args: argparse.Namespace) -> None:
-    if args.train_data_upsampling_factors is not None and not args.dataset_resampled:
-        raise UserError(
-            f"--train-data-upsampling-factors {args.train_data_upsampling_factors} needs --dataset-resampled where sources "
-            "have no names; add it, or name them: --train-data NAME=SHARDS::NAME=SHARDS"
-        )
-    readers = args.workers * world_info_from_env()[2]
-    if not args.dataset_resampled and len(shards) < readers:
-        raise UserError(
-            f"--train-data has {len(shards)} shards for {readers} loader workers on all ranks; lower --workers, or name the "
-            "source: --train-data NAME=SHARDS does with any number"
-        )
-    folder = os.path.dirname(shards[0])
-    sizes_file = os.path.join(folder, "sizes.json")
-    if (
-        args.train_num_samples is not None
-        or local_path(folder) is None
-        or os.path.exists(os.path.join(folder, "__len__"))
-    ):
-        return
-    advice = f"count them with `zerovl data index {folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
-    if not os.path.exists(sizes_file):
-        raise UserError(f"the number of samples of --train-data is not known, {sizes_file} is missing; {advice}")
-    sizes = read_sizes(folder) or {}
-    unknown = [shard for shard in shards if os.path.basename(shard) not in sizes]
-    if unknown:
-        raise UserError(f"{sizes_file} does not give the number of samples of {unknown[0]}; {advice}")
-
-
-def _shards(path: str, args: argparse.Namespace) -> list[str]:
-    weights = args.train_data_upsampling_factors if path == args.train_data and args.dataset_resampled else None
-    try:
-        return list(expand_urls(path, weights)[0])
-    except (AssertionError, ValueError) as error:
-        raise UserError(
-            f"{path!r} with --train-data-upsampling-factors {weights} is not understood: {error}"
-        ) from error
+    if image is None:
+        raise UserError(f"{flag} {path} has no rows")
+    if not os.path.isfile(image):
+        advice = f"; with a name, --train-data NAME={path}, paths are relative to the table" * (flag == "--train-data")
+        raise UserError(f"{flag} {path} begins with the image {image}, which does not exist from {os.getcwd()}{advice}")

@@ -10,28 +10,34 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
+from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
+from open_clip_zerovl.core.wrappers import unwrapped
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
+from open_clip_zerovl.dga.inputs import on_device
+from open_clip_zerovl.dga.replay import buffers_kept
+from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
-from training.buckets import settle_buckets
 from training.checkpointing import StepCheckpoints
-from training.config import RecipeConfig
-from training.journal import Journal
-from training.preemption import Preemption, Stopped
 from training.resume import Position
+from training.run_log import Facts, RunLog
 from training.step_log import StepLog
-from training.summary import Facts
+from training.stopping import Preemption, Stopped
 
 
 def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
@@ -56,36 +62,32 @@ def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Modu
     )
 
 
-@dataclass(frozen=True)
-class TrainerInputs:
-    """What earlier seams have made before the first epoch.
+class Trainer:
+    """Trains an epoch, called like open_clip's `train_one_epoch`; keeps the `RecipeStep` between epochs.
 
-    Attributes:
+    Args:
         preemption: asked after every step whether the run is to stop.
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
         cache: of a frozen tower's features, if there is one.
-        journal: what the run tells of itself.
-    """
-
-    config: RecipeConfig
-    preemption: Preemption
-    resumed: Position | None = None
-    mixup: CoinFlipMixup | None = None
-    cache: FrozenCache | None = None
-    journal: Journal | None = None
-
-
-class Trainer:
-    """Trains an epoch, called like open_clip's `train_one_epoch`; keeps the `RecipeStep` between epochs.
+        log: the run's console lines and record.
 
     Attributes:
         epoch_end: after an epoch with `--dga-retain auto`, the position for open_clip's checkpoint of it.
     """
 
-    def __init__(self, inputs: TrainerInputs) -> None:
-        self.config, self.preemption, self.resumed = inputs.config, inputs.preemption, inputs.resumed
-        self.mixup, self.cache, self.journal = inputs.mixup, inputs.cache, inputs.journal
+    def __init__(
+        self,
+        config: RecipeConfig,
+        preemption: Preemption,
+        resumed: Position | None = None,
+        *,
+        mixup: CoinFlipMixup | None = None,
+        cache: FrozenCache | None = None,
+        log: RunLog | None = None,
+    ) -> None:
+        self.config, self.preemption, self.resumed = config, preemption, resumed
+        self.mixup, self.cache, self.log = mixup, cache, log
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
 
@@ -98,7 +100,7 @@ class Trainer:
         loader = data["train"].dataloader
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
-        here = self._position(args, epoch, 0, sources, mixture.preprocessing.teachers if mixture is not None else None)
+        here = self._position(args, epoch, sources, mixture.preprocessing.teachers if mixture is not None else None)
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -111,7 +113,7 @@ class Trainer:
                 mixup=self.mixup,
                 cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
-                temperature_parameter=self.config.temperature_parameter,
+                temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
@@ -141,14 +143,14 @@ class Trainer:
             judged=isinstance(loss, ContrastiveLoss)
             and not self.config.changes("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
             and self.config.texts_per_image == 1,
-            journal=self.journal,
+            run_log=self.log,
         )
-        if first_of_process and self.journal is not None:
+        if first_of_process and self.log is not None:
             taken = mixture.schedule(epoch).taken.tolist() if mixture is not None else ()
             counted = list(zip(sources, taken, strict=True))
             bare = getattr(model, "module", model)
             from_checkpoint = args.resume if self.resumed is not None or epoch else None
-            self.journal.begin(
+            self.log.begin(
                 Facts(args, self.config, bare, loss, counted, loader.num_samples, steps, epoch, start, from_checkpoint)
             )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
@@ -173,13 +175,13 @@ class Trainer:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         self._lost(loader, epoch + 1)
         if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, read_as=(), retained=self._retained())
+            self.epoch_end = replace(here, epoch=epoch + 1, read_as=None, retained=self._retained())
 
     def _lost(self, loader, at: float) -> None:
         """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
-        ledger = getattr(loader, "ledger", None)
-        if ledger is not None and self.journal is not None:
-            self.journal.lost(at, ledger.whole or ledger.books)
+        stats = getattr(loader, "stats", None)
+        if stats is not None and self.log is not None:
+            self.log.lost(at, stats.whole or stats.epoch)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""
@@ -203,33 +205,55 @@ class Trainer:
             pass
 
     def _position(
-        self,
-        args: argparse.Namespace,
-        epoch: int,
-        step: int,
-        sources: Sequence[Source],
-        teachers: StoredTeachers | None,
+        self, args: argparse.Namespace, epoch: int, sources: Sequence[Source], teachers: StoredTeachers | None
     ) -> Position:
         config = self.config
-        return Position(
-            epoch,
-            step,
-            effective_batch=args.batch_size * config.dga_steps * args.world_size,
-            world_size=args.world_size,
-            workers=max(1, args.workers),
-            sources=", ".join(f"{source.name} ({source.num_samples})" for source in sources),
-            micro_batch=args.batch_size,
-            dga_steps=config.dga_steps,
-            order={
-                "--seed": args.seed,
-                "--sampling": config.sampling,
-                "--debiased-draw": config.debiased_draw,
-                "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
-                "--source-order": config.source_order,
-                "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
-                "--captions": config.captions,
-                "--train-num-samples": args.train_num_samples,
-                "--dataset-resampled": args.dataset_resampled,
-                "--teacher": None if teachers is None else teachers.digest,
-            },
-        )
+        order = {
+            "--seed": args.seed,
+            "--sampling": config.sampling,
+            "--ablate iid-draw": config.draw == "iid" or None,
+            "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
+            "--source-order": config.source_order,
+            "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
+            "--captions": config.captions,
+            "--train-num-samples": args.train_num_samples,
+            "--dataset-resampled": args.dataset_resampled,
+            "--teacher": None if teachers is None else teachers.digest,
+        }
+        batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
+        names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
+        return Position(epoch, 0, batching, names, order)
+
+
+def settle_buckets(
+    model: torch.nn.Module,
+    micro_batch: Sequence[Any],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Give DDP's gradient buckets their final layout by a backward pass of zeros, which all ranks take together.
+
+    After a process's first synchronised backward pass DDP rearranges its buckets by the order in which gradients came. With
+    three ranks or more, the place of a gradient in its bucket decides in which order the ranks' parts are summed. A run that
+    resumes at step s would take that step with the first layout, a run that was never interrupted with the second: the last
+    bits would differ. Without DDP nothing is done.
+
+    Gradients are None afterwards and norm statistics as before; random numbers are drawn, so seed after it.
+
+    Args:
+        model: in DDP, perhaps compiled (then gradients come in another order); called as `model(images, texts)`, returns
+            open_clip's output dict.
+        micro_batch: some samples: images, texts and further parts for `prepare`, in host memory.
+        prepare: makes the model's inputs of them, on its device.
+    """
+    inner, ddp, _ = unwrapped(model)
+    if ddp is None:
+        return
+    device = next(model.parameters()).device
+    images, texts = prepare(*on_device(tuple(micro_batch[:2]), device), *micro_batch[2:])
+    with buffers_kept(inner):
+        with autocast():
+            outputs = model(images, texts)
+        parts = [value for value in outputs.values() if isinstance(value, Tensor) and value.requires_grad]
+        torch.stack([part.float().sum() * 0 for part in parts]).sum().backward()
+    model.zero_grad(set_to_none=True)

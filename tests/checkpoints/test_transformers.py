@@ -225,10 +225,11 @@ def test_other_towers_pass_the_exports_own_check(tmp_path, home, name):
 
 
 def test_the_exports_check_finds_a_tensor_that_was_misplaced(tmp_path, home, monkeypatch):
-    from open_clip_zerovl.checkpoints import transformers_towers
+    from open_clip_zerovl.checkpoints import layouts
 
-    swapped = {**transformers_towers._CLIP_BLOCK, "ln_1": "layer_norm2", "ln_2": "layer_norm1"}
-    monkeypatch.setattr(transformers_towers, "_CLIP_BLOCK", swapped)
+    first, *others = layouts._IN_BLOCK
+    swapped = tuple((*row[:2], first[2], row[3]) if row[1] == "ln_2." else row for row in others)
+    monkeypatch.setattr(layouts, "_IN_BLOCK", ((*first[:2], "layer_norm2.", first[3]), *swapped))
     checkpoint = write_run(tmp_path / "run", random_model("tf-native-bert"), {"model": "tf-native-bert"})
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"its image tower computes something else \(\d"):

@@ -17,7 +17,6 @@ import pytest
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
@@ -219,7 +218,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(home, command, m
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(program, "_run_bias", None)
+    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.run.name_models", None)
     with pytest.raises(TypeError):
         main(BIAS.split())
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.faults import check_report
 from support.tars import png, write_tar

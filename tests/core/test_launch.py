@@ -14,7 +14,14 @@ import pytest
 from open_clip_zerovl.cli.train import take_gpus
 from open_clip_zerovl.core import launch
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import ranks_here, training_command, visible_gpus
+from open_clip_zerovl.core.launch import (
+    gpu_memories,
+    last_error,
+    ranks_here,
+    start_training,
+    training_command,
+    visible_gpus,
+)
 from open_clip_zerovl.core.processes import children_of
 from support import ROOT
 from support.programs import COMMON
@@ -53,17 +60,18 @@ def test_a_training_program_that_is_not_ours_is_told(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not whole"):
         training_command([])
     (tmp_path / "training").mkdir()
-    (tmp_path / "training" / "__main__.py").touch()
     (tmp_path / "training" / "main.py").write_text("from open_clip import create_model")
     with pytest.raises(UserError, match="another package called training was installed over it"):
         training_command([])
 
 
 def test_the_command():
-    program = str(ROOT / "src" / "training" / "__main__.py")
+    program = str(ROOT / "src" / "training" / "main.py")
     assert training_command(["--lr", "1"]) == [sys.executable, program, "--lr", "1"]
     assert training_command(["--lr", "1"], 2)[2:] == ["--processes", "2", "--", "--lr", "1"]
     assert training_command([], None)[2:] == ["--processes", "gpus", "--"]
+    place = ["--nnodes=2", "--node-rank=1"]
+    assert training_command(["--lr", "1"], 1, place)[2:] == ["--processes", "1", *place, "--", "--lr", "1"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_a_number_of_gpus_that_is_none(words):
 @pytest.fixture
 def four_gpus(tmp_path, monkeypatch) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo \"GPU $i: NVIDIA (UUID: GPU-$i)\"; echo '  MIG 1g'; done")
+    smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo $((i * 1024)); done; echo '[N/A]'")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
@@ -99,6 +107,11 @@ def four_gpus(tmp_path, monkeypatch) -> None:
 )
 def test_visible_gpus(four_gpus, visible, count):
     assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_memory_of_the_visible_gpus(four_gpus):
+    assert gpu_memories({}) == [1.0, 2.0, 3.0, 0.0]
+    assert gpu_memories({"CUDA_VISIBLE_DEVICES": "2,0"}) == [3.0, 1.0]
 
 
 def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
@@ -233,3 +246,48 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
     os.kill(children_of(torchrun)[1], signal.SIGKILL)
     assert run.wait(timeout=60) in (1, 137)
     assert "another rank has ended" in said("ctrl-c") or "rank 1 was ended by SIGKILL" in said("ctrl-c")
+
+
+# Stands for the training program: says something, then ends with a status, or on SIGTERM with that of a stop.
+PROGRAM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
+print("training.main: error: too much", "and more", file=sys.stderr, flush=True)
+time.sleep(60 * (sys.argv[1] == "wait"))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A function that starts the stand-in with a word, and its log."""
+    monkeypatch.setattr(launch, "training_command", lambda words, processes: [sys.executable, "-c", PROGRAM, *words])
+    return lambda word: start_training([word], log=tmp_path / "log", threads=1)
+
+
+def test_a_training_that_is_started_tells_how_it_ended(program):
+    training = program("0")
+    training.check()
+    assert not training.is_running()
+    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(all of it: .*log\)"):
+        program("3").check()
+
+
+def test_a_training_that_is_started_is_stopped_with_a_checkpoint(program):
+    training = program("wait")
+    wait_until(lambda: training.log.read_text(), training.process)
+    assert training.is_running()
+    training.stop()
+    assert training.process.returncode == 85
+    with pytest.raises(UserError, match="was stopped; call the same command again"):
+        training.check()
+
+
+def test_the_last_error_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("")
+    assert last_error(log) == "it printed nothing"
+    log.write_text("a\nValueError: b\nc\n\n")
+    assert last_error(log) == "ValueError: b"
+    log.write_text("a\nc\n")
+    assert last_error(log) == "c"

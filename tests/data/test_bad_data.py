@@ -26,15 +26,13 @@ from PIL import Image
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import shard_members
-from open_clip_zerovl.data.health import JUDGED_SAMPLES, Books, Ledger, Loss, Report
-from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
+from open_clip_zerovl.data import shard_reader
 from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.stats import JUDGED_SAMPLES, BatchReport, DataStats, DroppedSample, EpochStats
 from open_clip_zerovl.shards.index import open_index
-from support import ROOT
+from support import ROOT, loading
 from support.tars import noise_jpeg, png, write_source, write_tar
 
 SIZE = 12  # samples a shard; the bad one is number BAD of the first
@@ -212,18 +210,10 @@ def ids_of(captions: list[str]) -> torch.Tensor:
     return torch.tensor([int(caption.split()[1]) for caption in captions])
 
 
-def loader_of(
-    sources: tuple[Source, ...], *, workers: int = 0, on_bad_sample: str = "replace", batch: int = 2, **options
-):
-    mixture = Mixture(
-        sources,
-        Batching(batch, workers=max(1, workers)),
-        Preprocessing(
-            transforms.Compose([transforms.Resize((6, 6)), transforms.PILToTensor()]), ids_of, with_origin=True
-        ),
-        on_bad_sample=on_bad_sample,
-    )
-    return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, **options})
+def loader_of(sources: tuple[Source, ...] | str, batch: int = 2, **options):
+    small = transforms.Compose([transforms.Resize((6, 6)), transforms.PILToTensor()])
+    wanted = {"transform": small, "tokenizer": ids_of, "preprocessing": {"with_origin": True}}
+    return loading.loader_of(sources, batch, **{**wanted, **options})
 
 
 def two_shards(folder: Path, members: Members | None = None) -> Path:
@@ -293,14 +283,14 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = shard_members._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+    read, bad = shard_reader._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
 
     def failing(descriptor, extent):
         if extent is not None and list(extent) == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, extent)
 
-    monkeypatch.setattr(shard_members, "_content", failing)
+    monkeypatch.setattr(shard_reader, "_content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}
@@ -411,13 +401,7 @@ def test_one_bad_sample_that_is_all_that_a_reader_has(tmp_path):
     (source,) = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
     seen = []
     for rank in range(2 * SIZE):
-        mixture = Mixture(
-            (source,),
-            Batching(1, world_size=2 * SIZE),
-            Preprocessing(transforms.PILToTensor(), ids_of),
-            rank=rank,
-        )
-        seen += [int(ids[0]) for _, ids in MixtureLoader(mixture, workers=0)]
+        seen += [int(ids[0]) for _, ids, _ in loader_of((source,), Batching(1, world_size=2 * SIZE), rank=rank)]
     assert len(seen) == 2 * SIZE and set(seen) == set(range(2 * SIZE)) - {BAD}
 
 
@@ -442,12 +426,7 @@ def test_too_much_rot_ends_the_run(tmp_path, caplog):
 @pytest.mark.parametrize("words, said", [(40, 1), (3, 0)])
 def test_captions_that_fill_the_context_are_told_once(tmp_path, caplog, words, said):
     shards = write_source(tmp_path / "a", 0, 12, 12, caption="word " * words)
-    mixture = Mixture(
-        parse_sources(f"long={shards}"),
-        Batching(3, workers=2),
-        Preprocessing(transforms.PILToTensor(), SimpleTokenizer(context_length=16)),
-    )
-    loader = MixtureLoader(mixture, workers=2)
+    loader = loader_of(f"long={shards}", 3, workers=2, tokenizer=SimpleTokenizer(context_length=16))
     for _ in range(2):
         list(loader)
     told = [message for message in caplog.messages if "fill the text tower's context" in message]
@@ -456,13 +435,13 @@ def test_captions_that_fill_the_context_are_told_once(tmp_path, caplog, words, s
 
 def test_the_books_are_judged_over_all_ranks():
     """A rank that loses most of its share ends nothing while the source as a whole is sound, and the other way round."""
-    losses = [Loss(0, "short shard", "", "s", "", number) for number in range(600)]
-    one = Ledger(["a"], 0.1)
+    losses = [DroppedSample(0, "short shard", "", "s", "", number) for number in range(600)]
+    one = DataStats(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
-    one.add(Report({0: 1000}, losses))  # 60 % of what this rank has seen so far
-    healthy = Books({"a": 999_000})
-    one.close_epoch([one.books, healthy])
-    uniform = Books({"a": 125_000}, {"a": {"no image": 30_000}})
+    one.add(BatchReport({0: 1000}, losses))  # 60 % of what this rank has seen so far
+    healthy = EpochStats({"a": 999_000})
+    one.close_epoch([one.epoch, healthy])
+    uniform = EpochStats({"a": 125_000}, {"a": {"no image": 30_000}})
     with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
         one.close_epoch([uniform] * 8)
 

@@ -22,13 +22,14 @@ from open_clip_zerovl.data.clusters import (
     save_clustering,
 )
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.pieces import PieceReader
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.schedule import Batching, epoch_pieces
+from open_clip_zerovl.data.sample_stream import SliceReader
+from open_clip_zerovl.data.schedule import Batching, epoch_slices
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.shards import members as tar_members
+from support.loading import loader_of
 from support.tars import ids_of, png, write_source, write_tar
 
 SAMPLES, PER_SHARD, CLUSTERS = 240, 30, 3
@@ -70,15 +71,8 @@ def epoch_of(
     """[rank][micro-batch] -> IDs of one epoch, and the ranks' loaders."""
     ranks, loaders = [], []
     for rank in range(batching.world_size):
-        mixture = Mixture(
-            sources,
-            batching,
-            Preprocessing(transforms.PILToTensor(), ids_of),
-            rank=rank,
-            sampling=Sampling(strategy),
-            on_bad_sample=policy,
-        )
-        loader = MixtureLoader(mixture, workers=workers, max_bad_share=max_bad_share)
+        options = {"rank": rank, "on_bad_sample": policy, "max_bad_share": max_bad_share}
+        loader = loader_of(sources, batching, workers=workers, strategy=strategy, **options)
         loader.set_epoch(epoch, start_step)
         ranks.append([])
         for images, ids in loader:
@@ -279,10 +273,10 @@ def test_a_piece_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch)
         )
     monkeypatch.setattr(reading.os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
     schedule = Mixture((source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)).schedule(0)
-    pieces = epoch_pieces(source.sizes, schedule, 0)
-    list(PieceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
+    pieces = epoch_slices(source.sizes, schedule, 0)
+    list(SliceReader(Reading(source, 0), pieces, pieces).samples())  # builds the indexes
     opened.clear(), bytes_read.clear(), announced.clear()
-    samples = list(PieceReader(Reading(source, 0), pieces, pieces).samples())
+    samples = list(SliceReader(Reading(source, 0), pieces, pieces).samples())
     tars = [path for path, *_ in opened if str(path).endswith(".tar")]
     assert len(tars) == len(pieces) == 7 and len(samples) > 5 * len(tars)
     assert sum(size for _, size, _ in bytes_read) == sum(len(s.image) + len(s.caption) for s in samples)

@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.data.captions import caption_starts
-from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.recipe.declare import out_of_range
 from open_clip_zerovl.recipe.flags import AllFlags
+from support import loading
 from support.tars import png, write_tar
 
 CAPTIONS = "txt=0.5,syn=0.2,other.json:long=0.3"
@@ -52,16 +50,14 @@ def folder(tmp_path_factory):
     return place
 
 
+def loader_of(folder, captions, batching=2, **options):
+    wanted = {"tokenizer": tokens_of, "preprocessing": {"with_origin": True}}
+    return loading.loader_of(f"a={folder}", batching, captions=captions, strategy="random", seed=3, **wanted | options)
+
+
 def shown(folder, *, epoch=0, start=0, workers=0, captions=CAPTIONS):
     """(sample, caption) in the order of the epoch."""
-    mixture = Mixture(
-        parse_sources(f"a={folder}", captions=captions),
-        Batching(2, 1, 1, max(1, workers)),
-        Preprocessing(transforms.PILToTensor(), tokens_of, with_origin=True),
-        sampling=Sampling("random"),
-        seed=3,
-    )
-    loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
+    loader = loader_of(folder, captions, workers=workers)
     loader.set_epoch(epoch, start)
     return [
         (int(position) % 12, text_of(tokens))
@@ -117,19 +113,8 @@ TOGETHER = "txt + syn+other.json:long"
 
 def shown_together(folder, *, epoch=0, start=0, workers=0):
     """(sample, its captions of one step), and what was lost, in the order of the epoch."""
-    mixture = Mixture(
-        parse_sources(f"a={folder}", captions=TOGETHER),
-        Batching(2, 1, 1, max(1, workers)),
-        Preprocessing(
-            transforms.PILToTensor(),
-            tokens_of,
-            augment_caption=lambda caption, seed: f"{caption}|{seed % 10**6}",
-            with_content=True,
-        ),
-        sampling=Sampling("random"),
-        seed=3,
-    )
-    loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
+    wanted = {"augment_caption": lambda caption, seed: f"{caption}|{seed % 10**6}", "with_content": True}
+    loader = loader_of(folder, TOGETHER, workers=workers, preprocessing=wanted)
     loader.set_epoch(epoch, start)
     found = []
     for images, texts, origin in loader:
@@ -174,14 +159,7 @@ def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(
     """Steps of 2 x 2 samples read as 4 x 1: the same steps."""
     found = []
     for batching, dealt in ((Batching(2, 2, 1, 1), None), (Batching(4, 1, 1, 1), Batching(2, 2, 1, 1))):
-        mixture = Mixture(
-            parse_sources(f"a={folder}", captions="txt+syn"),
-            batching,
-            Preprocessing(transforms.PILToTensor(), tokens_of, with_origin=True),
-            sampling=Sampling("random"),
-            seed=3,
-        )
-        loader = MixtureLoader(mixture, workers=0, max_bad_share=1.0)
+        loader = loader_of(folder, "txt+syn", batching)
         loader.set_epoch(0, 1, dealt)
         batches = list(loader)
         assert [len(images) for images, _, _ in batches] == [batching.micro_batch] * (8 // batching.micro_batch)
@@ -233,13 +211,7 @@ def test_json_that_no_caption_can_be_made_of_is_a_bad_sample(tmp_path, content, 
         syn = content if number == 3 else json.dumps({"syn": [f"syn {number}"] * 2}).encode()
         members += [(f"{number}.png", png((number, 0, 0))), (f"{number}.json", syn)]
     write_tar(tmp_path / "00000.tar", members)
-    mixture = Mixture(
-        parse_sources(f"a={tmp_path}", captions="syn=1"),
-        Batching(4),
-        Preprocessing(transforms.PILToTensor(), tokens_of, with_origin=True),
-        sampling=Sampling("random"),
-    )
-    loader = MixtureLoader(mixture, workers=0, max_bad_share=1.0)
+    loader = loader_of(tmp_path, "syn=1", 4)
     lost = set()
     for epoch in range(4):  # until the half caption is drawn
         loader.set_epoch(epoch)

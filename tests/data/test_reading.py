@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.reading import RawSample
+from open_clip_zerovl.data.sample_stream import LocalOrder, SampleStream
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import parse_sources
-from support.tars import ids_of, noise_jpeg, png, write_tar
+from open_clip_zerovl.data.stats import Fault
+from support import loading
+from support.tars import noise_jpeg, png, write_tar
 
 SHARDS = {"a": (90, 30), "b": (41, 41), "c": (25, 4)}
 
@@ -48,20 +48,19 @@ def rotten(tmp_path_factory):
     return parse_sources(f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2")
 
 
-def loader_of(
-    sources, batching, rank=0, *, workers=0, window=40, strategy="debiased", pixel_path="pil", **options
-) -> MixtureLoader:
+def loader_of(sources, batching, rank=0, *, window=40, pixel_path="pil", **options) -> MixtureLoader:
     crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
-    mixture = Mixture(
+    wanted = {"pixel_path": pixel_path, "with_origin": True}
+    return loading.loader_of(
         sources,
         batching,
-        Preprocessing(crop, ids_of, pixel_path=pixel_path, with_origin=True),
         rank=rank,
-        sampling=Sampling(strategy),
         seed=3,
         shuffle_window_samples=window,
+        transform=crop,
+        preprocessing=wanted,
+        **options,
     )
-    return MixtureLoader(mixture, workers=workers, max_bad_share=1.0, **options)
 
 
 def same(left, right) -> bool:
@@ -145,12 +144,12 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
 def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered():
     bad, fault = {3, 4, 5, 8, 9}, Fault("bad", "is bad")
     raw = [RawSample(b"", "", 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
-    pieces = SimpleNamespace(
-        samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_pieces=()
+    slices = SimpleNamespace(
+        samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_slices=()
     )
     in_turn = LocalOrder(10, 1, np.random.default_rng)
     for begin in range(10):
-        share = Share(pieces, in_turn, begin)
+        share = SampleStream(slices, in_turn, begin)
         shown = [share.take(lambda sample: sample.position)[1] for _ in range(begin, 10)]
         assert shown == [0, 1, 2, 2, 6, 6, 6, 7, 7, 7][begin:]
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
-from pathlib import Path
 
 import pytest
-from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.cache import ShardCache
+from support import loading
 from support.shard_server import shard_server
-from support.tars import ids_of, write_source
+from support.tars import write_source
 
 SHARDS, PER_SHARD = 4, 10
 
@@ -29,16 +24,8 @@ def server(tmp_path):
         yield server
 
 
-def loader_of(data: str, *, workers: int = 0, **options) -> MixtureLoader:
-    given = {key: options.pop(key) for key in ("on_bad_sample", "cache", "sampling") if key in options}
-    mixture = Mixture(
-        parse_sources(data),
-        Batching(5, workers=max(1, workers)),
-        Preprocessing(transforms.PILToTensor(), ids_of),
-        shuffle_window_samples=12,
-        **given,
-    )
-    return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, "stall_timeout_seconds": 20, **options})
+def loader_of(data: str, **options) -> MixtureLoader:
+    return loading.loader_of(data, 5, shuffle_window_samples=12, **{"stall_timeout_seconds": 20, **options})
 
 
 def epoch_of(loader: MixtureLoader, epoch: int = 0) -> list[list[int]]:
@@ -71,14 +58,13 @@ def test_the_same_batches_and_what_was_waited_for(server, workers, caplog):
     assert total.startswith("Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server")
 
 
-@pytest.mark.parametrize("strategy", ["random", "debiased"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("strategy", "workers"), [("random", 0), ("debiased", 2)])
 def test_through_the_cache(server, tmp_path, strategy, workers, caplog):
     """Two epochs and an entry in the middle of one, over a cache that holds half of the shards; nobody streams a shard."""
     write_source(tmp_path / "dd", 1000, SHARDS * PER_SHARD, PER_SHARD)
     data = f"{on_disk(server)}::{on_disk(server).replace('cc', 'dd')}"
     remote = data.replace(str(tmp_path), server.url().rstrip("/"))
-    options = {"workers": workers, "sampling": Sampling(strategy)}
+    options = {"workers": workers, "strategy": strategy}
     size = (tmp_path / "cc/00000.tar").stat().st_size
     cache = ShardCache(str(tmp_path / "cache"), (4 if workers == 0 else 7) * (size + size // 8 + 9000))
     entered = []
@@ -117,18 +103,6 @@ def test_a_server_that_is_gone_ends_in_one_sentence(server):
         epoch_of(strict)
 
 
-def test_a_server_that_dies_and_comes_back(server):
-    whole = epoch_of(loader_of(on_disk(server)))
-    loader = loader_of(on_server(server))
-    batches = []
-    for number, (_, ids) in enumerate(loader):
-        batches.append(ids.tolist())
-        if number == 1:
-            server.kill()
-            threading.Timer(1.0, server.start).start()
-    assert batches == whole
-
-
 def test_one_shard_that_never_comes_is_replaced(server):
     server.faults["cc/00002.tar"] = ["500"] * 1000
     loader = loader_of(on_server(server), stall_timeout_seconds=3)
@@ -143,21 +117,3 @@ def test_the_sizes_of_a_server_that_is_gone(server):
     server.faults["cc/sizes.json"] = ["404"]
     with pytest.raises(UserError, match="4 remote shards of source 'cc' have no size"):
         parse_sources(on_server(server))
-
-
-def test_a_store_of_fsspec(server):
-    """As s3: and gs:, through fsspec's store in memory, which worker processes inherit."""
-    import fsspec
-
-    store = fsspec.filesystem("memory")
-    for file in sorted(Path(server.folder, "cc").iterdir()):
-        store.pipe_file(f"/cc/{file.name}", file.read_bytes())
-    try:
-        source = "cc=memory://cc/{00000..00003}.tar"
-        assert parse_sources(source)[0].sizes == tuple(
-            json.loads((server.folder / "cc/sizes.json").read_text()).values()
-        )
-        for workers in (0, 1):
-            assert epoch_of(loader_of(source, workers=workers)) == epoch_of(loader_of(on_disk(server), workers=workers))
-    finally:
-        store.rm("/cc", recursive=True)

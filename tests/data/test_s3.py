@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.cache import ShardCache
-from support.tars import ids_of, write_source
+from support import loading
+from support.tars import write_source
 
 
 @pytest.fixture
@@ -44,15 +41,9 @@ def server(monkeypatch):
     servers[-1].stop()
 
 
-def loader_of(data: str, workers: int, cache: ShardCache | None = None) -> MixtureLoader:
-    mixture = Mixture(
-        parse_sources(data),
-        Batching(5, workers=max(1, workers)),
-        Preprocessing(transforms.PILToTensor(), ids_of),
-        cache=cache,
-        shuffle_window_samples=12,
-    )
-    return MixtureLoader(mixture, workers=workers, stall_timeout_seconds=60)
+def loader_of(data: str, workers: int, cache: ShardCache | None = None):
+    options = {"cache": cache, "shuffle_window_samples": 12, "stall_timeout_seconds": 60}
+    return loading.loader_of(data, 5, workers=workers, **options)
 
 
 @pytest.mark.slow  # moto and botocore take seconds to import, and are not among the test packages
@@ -77,6 +68,6 @@ def test_shards_in_s3(server, tmp_path):
                 server.restart(2)
         assert seen == whole and loader.lost == {}
         if workers == 0:
-            assert loader.ledger.books.waited["cc"].shards >= 1
+            assert loader.stats.epoch.waited["cc"].shards >= 1
     with pytest.raises(UserError, match=r"remote shards of source 'cc' have no size, first s3://bucket/gone"):
         parse_sources(remote.replace("bucket/cc", "bucket/gone"))

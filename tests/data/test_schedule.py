@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import stream
-from open_clip_zerovl.data.dealing import Blended, Deal, Shuffled, deal, draw_without_replacement, hypergeometric
+from open_clip_zerovl.data.assignment import Assignment, draw_without_replacement, hypergeometric
+from open_clip_zerovl.data.sample_stream import LocalOrder
 from open_clip_zerovl.data.schedule import (
     MIXED,
     STRATEGIES,
     Batching,
-    epoch_pieces,
+    epoch_slices,
     few_steps,
-    slice_pieces,
     source_schedule,
+    stretch_of,
 )
-from open_clip_zerovl.data.shares import LocalOrder
 
 batchings = st.builds(
     Batching,
@@ -32,7 +32,7 @@ batchings = st.builds(
 )
 
 
-def counts_of(dealt: Deal) -> np.ndarray:
+def counts_of(dealt: Assignment) -> np.ndarray:
     """(T*K, W, S) samples of each source in every micro-batch, put together from all readers' own."""
     workers, ranks = dealt.batching.workers, dealt.batching.world_size
     counts = np.full((dealt.micro_batches, ranks, len(dealt.schedule.taken)), -1)
@@ -49,8 +49,8 @@ def shards_of(rng: np.random.Generator, total: int) -> list[int]:
     return np.diff([0, *cuts.tolist(), total]).tolist()
 
 
-def check_readers(dealt: Deal, counts: np.ndarray, sizes: list[int], seed: int, *, step: int) -> None:
-    """What readers deliver, from any step, and that their pieces are each source's samples of the epoch, once each."""
+def check_readers(dealt: Assignment, counts: np.ndarray, sizes: list[int], seed: int, *, step: int) -> None:
+    """What readers deliver, from any step, and that their slices are each source's samples of the epoch, once each."""
     schedule, batching = dealt.schedule, dealt.batching
     readers = [(rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)]
     quotas, before = [], np.zeros(len(sizes), dtype=int)
@@ -69,12 +69,12 @@ def check_readers(dealt: Deal, counts: np.ndarray, sizes: list[int], seed: int, 
     rng = np.random.default_rng(seed)
     for source, size in enumerate(sizes):
         shards = shards_of(rng, size)
-        pieces = epoch_pieces(shards, schedule, source)
-        assert pieces.samples == schedule.taken[source]
+        slices = epoch_slices(shards, schedule, source)
+        assert slices.samples == schedule.taken[source]
         seen: list[int] = []
         low = 0
         for quota in (int(quota[source]) for quota in quotas):
-            mine = slice_pieces(pieces, low, quota)
+            mine = stretch_of(slices, low, quota)
             low += quota
             assert sum(map(len, mine)) == quota
             for piece in mine:
@@ -98,9 +98,7 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, extra, strateg
     n = batching.effective_batch
     sizes = [n + more for more in extra]
     schedule = source_schedule(sizes, n, strategy=strategy, seed=seed, epoch=epoch)
-    dealt = deal(schedule, batching)
-    if strategy == "random":
-        dealt = Shuffled(schedule, batching, leaf_samples=leaf)
+    dealt = Assignment(schedule, batching, leaf_samples=leaf)
     counts = counts_of(dealt)
     assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
     assert (counts.sum(axis=2) == batching.micro_batch).all()
@@ -141,9 +139,7 @@ def test_a_share_of_mixed_steps(batching, sizes, debiased_share, seed, epoch, le
     assert pure_steps.tolist() == [int(debiased_share * size / n + 1e-9) for size in sizes]
     assert schedule.steps == sum(sizes) // n  # as many as in random sampling
     assert (schedule.taken <= sizes).all() and sum(sizes) - schedule.taken.sum() < n
-    dealt = deal(schedule, batching)
-    if isinstance(dealt, Blended):
-        dealt = Blended(schedule, batching, leaf_samples=leaf)
+    dealt = Assignment(schedule, batching, leaf_samples=leaf)
     counts = counts_of(dealt)
     assert (counts.sum(axis=2) == batching.micro_batch).all() and (counts.sum(axis=(0, 1)) == schedule.taken).all()
     per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
@@ -161,7 +157,7 @@ def test_mixed_steps_hold_the_rest_of_every_source():
     mixed = (schedule.source_of_step == MIXED).sum()
     assert np.bincount(schedule.source_of_step[schedule.source_of_step >= 0]).tolist() == [80, 40] and mixed == 30
     assert schedule.taken.sum() == 150 * n
-    counts = counts_of(deal(schedule, Batching(16, 2, 2, 3)))
+    counts = counts_of(Assignment(schedule, Batching(16, 2, 2, 3)))
     of_mixed = counts.reshape(schedule.steps, -1, 3).sum(axis=1)[schedule.source_of_step == MIXED]
     assert (np.count_nonzero(of_mixed, axis=1) >= 2).all() and of_mixed[:, 2].sum() == schedule.taken[2] >= 39
     with pytest.raises(UserError, match=r"'tiny' gives 40 samples .* less than one effective .*--debiased-share 0.9"):
@@ -190,8 +186,8 @@ def test_the_remainder_is_the_first_of_the_next_epoch():
     left_out = None
     for epoch in range(4):
         schedule = source_schedule(sizes, n, strategy="debiased", seed=1, epoch=epoch)
-        pieces = epoch_pieces([30, 40], schedule, 0)
-        seen = {[0, 30][piece.shard] + index for piece in pieces for index in range(piece.start, piece.stop)}
+        slices = epoch_slices([30, 40], schedule, 0)
+        seen = {[0, 30][piece.shard] + index for piece in slices for index in range(piece.start, piece.stop)}
         if left_out is not None:
             assert left_out <= seen
         left_out = set(range(70)) - seen
@@ -206,7 +202,7 @@ def test_a_weight_means_passes(weight, passes):
     for epoch in range(2):
         schedule = source_schedule([size], n, strategy="debiased", seed=0, epoch=epoch, weights=[weight])
         seen = np.zeros(size, dtype=int)
-        for piece in epoch_pieces([20, 44], schedule, 0):
+        for piece in epoch_slices([20, 44], schedule, 0):
             seen[[0, 20][piece.shard] + np.arange(piece.start, piece.stop)] += 1
         assert set(seen) <= set(passes)
         total += seen
@@ -226,7 +222,7 @@ def test_random_sampling_mixes_sources_in_proportion():
     """Composition of a batch as without replacement: mean in proportion, variance hypergeometric (negative control)."""
     batching = Batching(64)
     schedule = source_schedule([64_000, 32_000], 64, strategy="random", seed=0, epoch=0)
-    first = counts_of(deal(schedule, batching))[:, 0, 0]
+    first = counts_of(Assignment(schedule, batching))[:, 0, 0]
     assert abs(first.mean() - 64 * 2 / 3) < 1e-9
     assert abs(first.var() - 64 * 2 / 9) < 2.0
     assert source_schedule([64_000, 32_000], 64, strategy="debiased", seed=0, epoch=0).source_of_step.max() == 1
@@ -237,7 +233,7 @@ def test_at_the_size_of_a_cluster():
     batching = Batching(2, 16, 1024, 8)
     sizes = [860_000, 500_000, 2_810_000, 10_060_000]
     schedule = source_schedule(sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3)
-    dealt = deal(schedule, batching)
+    dealt = Assignment(schedule, batching)
     of_rank = [dealt.quota(0, worker) for worker in range(8)]
     assert all((dealt.quota(rank, worker) == of_rank[worker]).all() for rank in (1, 500, 1023) for worker in range(8))
     assert (1024 * sum(of_rank) == schedule.taken).all()
@@ -245,10 +241,10 @@ def test_at_the_size_of_a_cluster():
     emitted = np.sum(of_rank, axis=1)
     assert emitted.max() - emitted.min() <= batching.micro_batch
     shards = [10_000] * 1006
-    pieces = epoch_pieces(shards, schedule, 3)
+    slices = epoch_slices(shards, schedule, 3)
     for rank, worker in ((0, 0), (0, 1), (511, 7), (1023, 7)):
         quota = int(dealt.quota(rank, worker)[3])
-        mine = slice_pieces(pieces, int(dealt.before(rank, worker)[3]), quota)
+        mine = stretch_of(slices, int(dealt.before(rank, worker)[3]), quota)
         assert sum(map(len, mine)) == quota
         assert len(mine) <= 2  # a boundary shard is read by its neighbours, nothing else twice
 
@@ -266,7 +262,7 @@ def test_random_batches_are_distributed_as_a_shuffled_deck():
     drawn = np.empty((rounds, 6), dtype=int)
     for seed in range(rounds):
         schedule = source_schedule(sizes, 4, strategy="random", seed=seed, epoch=0)
-        drawn[seed] = counts_of(Shuffled(schedule, batching, leaf_samples=4))[:, 0, 0]
+        drawn[seed] = counts_of(Assignment(schedule, batching, leaf_samples=4))[:, 0, 0]
     for one, other in ((0, 2), (0, 1), (4, 5)):  # numbers 0, 2 and 4 are one reader's
         theirs, ours = table(expected[:, one], expected[:, other]), table(drawn[:, one], drawn[:, other])
         cells = theirs + ours > 10
@@ -288,7 +284,7 @@ def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     scaled = (values - draws * (good / total)) / deviation
     assert abs(scaled.mean()) < 4 / np.sqrt(200) and 0.75 < scaled.var() < 1.3
     assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
-    monkeypatch.setattr("open_clip_zerovl.data.dealing._EXACT_BELOW", 0)
+    monkeypatch.setattr("open_clip_zerovl.data.assignment._EXACT_BELOW", 0)
     ours = np.bincount([hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21).astype(float)
     cells = theirs + ours > 10
     assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(2 * cells.sum())
@@ -300,13 +296,13 @@ def test_a_billion_pairs_take_no_array_of_them():
     sizes = [800_000_000, 4_000_000_000, 8_000_000_000]
     batching = Batching(64, 1, 1024, 8)
     schedule = source_schedule(sizes, batching.effective_batch, strategy="random", seed=0, epoch=1)
-    dealt = deal(schedule, batching)
+    dealt = Assignment(schedule, batching)
     step = schedule.steps // 2
     tracemalloc.start()
     row = next(dealt.counts(511, 3, step))
     before, quota, done = dealt.before(511, 3), dealt.quota(511, 3), dealt.quota(511, 3, step)
-    pieces = epoch_pieces([50_000] * 160_000, schedule, 2)
-    mine = slice_pieces(pieces, int(before[2]), int(quota[2]))
+    slices = epoch_slices([50_000] * 160_000, schedule, 2)
+    mine = stretch_of(slices, int(before[2]), int(quota[2]))
     order = LocalOrder(mine.samples, 3000, lambda block: np.random.default_rng([1, block]))
     next(order.chunks(int(done[2])))
     peak = tracemalloc.get_traced_memory()[1]
@@ -348,10 +344,10 @@ def test_impossible_schedules_are_refused(arguments, words):
 
 
 def test_cut_refuses_what_does_not_add_up():
-    pieces = epoch_pieces([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0)
+    slices = epoch_slices([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0)
     for low, length in ((4, 8), (-1, 4), (2, -1)):
         with pytest.raises(ValueError, match="add up"):
-            slice_pieces(pieces, low, length)
+            stretch_of(slices, low, length)
 
 
 def test_sequential_takes_one_source_after_the_other():
@@ -376,11 +372,11 @@ def test_iid_draw_is_proportional_in_the_mean_and_covers_without_gaps():
 
 def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
     schedule = source_schedule([300], 30, strategy="debiased", seed=0, epoch=0, weights=[100])
-    pieces = epoch_pieces([100, 200], schedule, 0, resampled=True)
-    assert sum(map(len, pieces)) == 30_000
-    drawn = np.array([piece.shard for piece in pieces])
-    assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len({piece.position for piece in pieces}) == len(pieces)
-    assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in pieces)
+    slices = epoch_slices([100, 200], schedule, 0, resampled=True)
+    assert sum(map(len, slices)) == 30_000
+    drawn = np.array([piece.shard for piece in slices])
+    assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len({piece.position for piece in slices}) == len(slices)
+    assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in slices)
 
 
 def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
@@ -388,8 +384,8 @@ def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
     positions: set[int] = set()
     for epoch in range(4):
         schedule = source_schedule([300], 30, strategy="debiased", seed=0, epoch=epoch)
-        pieces = epoch_pieces([10] * 30, schedule, 0, resampled=True)
-        own = {piece.position + sample for piece in pieces for sample in range(len(piece))}
+        slices = epoch_slices([10] * 30, schedule, 0, resampled=True)
+        own = {piece.position + sample for piece in slices for sample in range(len(piece))}
         assert len(own) == 300 and not own & positions
         positions |= own
 
@@ -399,7 +395,7 @@ def test_shards_are_read_in_another_order_in_each_epoch_and_source_and_with_each
     orders = []
     for seed, epoch, source in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0)):
         schedule = source_schedule([600, 600], 30, strategy="debiased", seed=seed, epoch=epoch)
-        orders.append([piece.shard for piece in epoch_pieces([10] * 60, schedule, source)])
+        orders.append([piece.shard for piece in epoch_slices([10] * 60, schedule, source)])
     *different, again = orders
     assert again == different[0] and all(sorted(order) == list(range(60)) for order in orders)
     assert len({tuple(order) for order in different}) == 4
@@ -411,20 +407,20 @@ def test_steps_that_are_counted_in_several_arrays_are_those_of_one(monkeypatch):
     schedule = source_schedule([400, 260], batching.effective_batch, strategy="debiased", seed=0, epoch=1)
 
     def quotas():
-        dealt = deal(schedule, batching)
+        dealt = Assignment(schedule, batching)
         return [dealt.quota(1, reader, step).tolist() for reader in range(3) for step in (8, 25, schedule.steps)]
 
     whole = quotas()
-    monkeypatch.setattr("open_clip_zerovl.data.dealing._STEPS_AT_ONCE", 7)
+    monkeypatch.setattr("open_clip_zerovl.data.assignment._STEPS_AT_ONCE", 7)
     assert quotas() == whole
 
 
 def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
     """A node of the tree and its first half would else draw the same numbers, and their counts would go together."""
     keys = []
-    monkeypatch.setattr("open_clip_zerovl.data.dealing.stream", lambda *key: keys.append(key) or stream(*key))
+    monkeypatch.setattr("open_clip_zerovl.data.assignment.stream", lambda *key: keys.append(key) or stream(*key))
     schedule = source_schedule([64, 32], 4, strategy="random", seed=0, epoch=0)
-    next(Shuffled(schedule, Batching(4), leaf_samples=4).counts(0, 0))
+    next(Assignment(schedule, Batching(4), leaf_samples=4).counts(0, 0))
     assert len(keys) >= 5 and len(set(keys)) == len(keys)
 
 

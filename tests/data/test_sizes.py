@@ -11,7 +11,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.plan.holdings import holdings
+from open_clip_zerovl.plan.dataset_report import find_datasets
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.urls import check_quotes
 from open_clip_zerovl.shards.writing import parse_sizes, read_sizes
@@ -45,7 +45,7 @@ def test_wrong_numbers_are_one_sentence_wherever_sizes_are_read(tmp_path, kind):
         lambda: parse_sources(f"a={tmp_path}"),
         lambda: parse_sources(f"a={tmp_path}/0.tar"),
         lambda: check_shards(tmp_path, progress=False),
-        lambda: holdings([tmp_path]),
+        lambda: find_datasets([tmp_path]),
     ):
         with pytest.raises(UserError, match=r"sizes\.json is not a table of shard sizes like") as raised:
             read()

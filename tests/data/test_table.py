@@ -12,31 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import reading
-from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import BLOCK_SAMPLES, CsvFormat, open_table
+from support.loading import loader_of
 from support.tars import png, write_source, write_tar
 
 
-def captions_of_epochs(
-    sources: tuple[Source, ...], epochs: int, *, batch: int = 1, workers: int = 0
-) -> list[list[str]]:
+def captions_of_epochs(sources: tuple[Source, ...], epochs: int, **options) -> list[list[str]]:
     """Captions shown in each epoch; a tokenizer of bytes brings them through the loader."""
-    mixture = Mixture(
-        sources,
-        Batching(batch, workers=max(1, workers)),
-        Preprocessing(
-            transforms.PILToTensor(),
-            lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts]),
-        ),
-    )
-    loader = MixtureLoader(mixture, workers=workers, max_bad_share=1.0)
+    tokenizer = lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts])  # noqa: E731
+    loader = loader_of(sources, options.pop("batch", 1), tokenizer=tokenizer, **options)
     shown = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)
@@ -150,10 +138,8 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", "caption"])
         writer.writerows((f"{number}.png", caption) for number, caption in enumerate(captions))
-    table = open_table(str(path))
-    with open(path, "rb") as file:
-        rows = [table.read_row(file.fileno(), row) for row in range(len(table))]
-    assert rows == [(f"{number}.png", caption.encode()) for number, caption in enumerate(captions)]
+    rows = [(sample.image, sample.captions) for sample in open_table(str(path)).samples()]
+    assert rows == [(f"{number}.png", [caption.encode()]) for number, caption in enumerate(captions)]
 
 
 @pytest.mark.parametrize(

@@ -594,7 +594,7 @@ def test_every_rank_keeps_as_many_graphs_as_the_one_with_the_least_memory(ranks)
 def test_a_failed_replay_stops_every_rank(ranks):
     _, found = ranks
     assert "Replayed image_features of micro-batch 0 differ" in found[1]["replay error"]
-    assert "Another rank's replayed features" in found[0]["replay error"]
+    assert "Another rank's replayed outputs" in found[0]["replay error"]
 
 
 @pytest.mark.slow  # two processes trace two graphs each, forward and backward

@@ -21,13 +21,12 @@ from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.distill import manifest as manifest_module
-from open_clip_zerovl.distill import store as store_module
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.distill.manifest import augmentation_of
-from open_clip_zerovl.distill.models import Teacher
-from open_clip_zerovl.distill.rows import TeacherRows
-from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
+from open_clip_zerovl.embeddings import reading as reading_module
+from open_clip_zerovl.embeddings import store as store_module
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.sources import augmentation_of
 from support.hash_teacher import HashEncoder, HashModel
 from support.tars import noise_jpeg, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
@@ -61,7 +60,7 @@ def rows_of(stored, data, settings=SETTINGS, **differing):
     sources = parse_sources(data, captions=settings.captions)
     path = differing.get("pixel_path", settings.pixel_path)
     return TeacherRows(
-        TeacherStore.open(stored), sources, augmentation=augmentation_of(transform, path), captions=settings.captions
+        open_teacher_folder(stored), sources, augmentation=augmentation_of(transform, path), captions=settings.captions
     )
 
 
@@ -77,8 +76,8 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
     for dtype, tolerance in (("float16", 1e-3), ("bfloat16", 8e-3)):
         settings = replace(SETTINGS, dtype=dtype)
         store = embed_sources(data, [Encoder(str(checkpoint))], tmp_path / dtype, settings, progress=False)
-        store = TeacherStore.open(store.folder)
-        images, texts = (store.tensor(store.rows(0, 0, kind)).float() for kind in ("images", "texts"))
+        store = open_teacher_folder(store.folder)
+        images, texts = (store.rows[f"0.{kind}"][:].float() for kind in ("images", "texts"))
         assert images.shape == (15, 2, 24) and texts.shape == (15, 24)
         assert torch.allclose(images.norm(dim=-1), torch.ones(15, 2), atol=2 * tolerance)
         with torch.no_grad():
@@ -92,10 +91,10 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
 
 def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
     """In units of five samples, killed in the third; done units are not embedded again."""
-    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
-    monkeypatch.setattr("open_clip_zerovl.distill.embed.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
     whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
-    calls, stock = [], Teacher.images
+    calls, stock = [], FrozenModel.images
 
     def images(self, pixels):
         calls.append(len(pixels))
@@ -103,11 +102,11 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
             raise KeyboardInterrupt
         return stock(self, pixels)
 
-    monkeypatch.setattr(Teacher, "images", images)
+    monkeypatch.setattr(FrozenModel, "images", images)
     with pytest.raises(KeyboardInterrupt):
         embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
-    with pytest.raises(UserError, match=r"not finished: [12] of 3 parts of source 'a' are missing"):
-        TeacherStore.open(tmp_path / "broken")
+    with pytest.raises(UserError, match=r"not finished: (5|10) of 15 samples of source 'a' are missing"):
+        open_teacher_folder(tmp_path / "broken")
     before = sum(calls)
     embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
     assert 0 < sum(calls) - before < 30
@@ -121,11 +120,11 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import open_clip_zerovl.distill.embed as embed
-import open_clip_zerovl.distill.manifest as manifest
+from open_clip_zerovl.embeddings import encoder, reading, store
 from support.hash_teacher import HashEncoder
-manifest.UNIT_SAMPLES, embed.FLUSH_SECONDS = 5, 0.0
-images = embed.Teacher.images
-embed.Teacher.images = lambda self, pixels: (time.sleep(0.5), images(self, pixels))[1]
+reading.UNIT_SAMPLES, store._FLUSH_SECONDS = 5, 0.0
+images = encoder.FrozenModel.images
+encoder.FrozenModel.images = lambda self, pixels: (time.sleep(0.5), images(self, pixels))[1]
 settings = embed.TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)})
 embed.embed_sources(sys.argv[1], [HashEncoder()], sys.argv[2], settings, progress=False)
 """
@@ -134,37 +133,37 @@ embed.embed_sources(sys.argv[1], [HashEncoder()], sys.argv[2], settings, progres
 @pytest.mark.slow  # a process of its own, which imports torch
 def test_killed_without_warning_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
     """SIGKILL as soon as one unit of three is marked as done."""
-    out, marks = tmp_path / "killed", tmp_path / "killed" / "a.done.npy"
+    out, marks = tmp_path / "killed", tmp_path / "killed" / "done.npy"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, "-c", KILLED, data, str(out)], env=environment)
     try:
         deadline = time.monotonic() + 200
-        while not ((out / "teacher.json").exists() and np.load(marks).any()):
+        while not ((out / "embeddings.json").exists() and np.load(marks).any()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         process.kill()
         process.wait()
     assert not np.load(marks).all()
-    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     for folder in ("killed", "whole"):
         embed_sources(data, [HashEncoder()], tmp_path / folder, SETTINGS, progress=False)
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
-    monkeypatch.setattr(manifest_module, "UNIT_SAMPLES", 5)
+    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     for part in ((1, 2), (0, 2)):
         embed_sources(data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False)
     parts, whole = files_of(tmp_path / "parts"), files_of(stored)
-    assert [name for name in whole if whole[name] != parts[name]] == ["a.done.npy"]  # other units
-    TeacherStore.open(tmp_path / "parts")
+    assert parts == whole
+    open_teacher_folder(tmp_path / "parts")
 
 
 def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_path, capsys):
     data = f"a={write_data(tmp_path / 'a', bad=(3, 8))}"  # 3 is empty
     store = embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
-    images, texts = store.rows(0, 0, "images"), store.rows(0, 0, "texts")
+    images, texts = store.rows["0.images"].array, store.rows["0.texts"].array
     empty = [row for row in range(15) if not images[row].any()]
     assert empty == [3, 8] == [row for row in range(15) if not texts[row].any()]
     assert "Source a: 2 samples cannot be shown (2 undecodable image)" in capsys.readouterr().out
@@ -181,14 +180,14 @@ def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_pat
     ("settings", "encoders", "sentence"),
     [
         ({"views": 3}, [HashEncoder()], "holds embeddings with views 2 and not 3"),
-        ({"seed": 1}, [HashEncoder()], "a seed of 0 and not 1"),
-        ({"dtype": "bfloat16"}, [HashEncoder()], "numbers of type float16 and not bfloat16"),
+        ({"seed": 1}, [HashEncoder()], "seed 0 and not 1"),
+        ({"dtype": "bfloat16"}, [HashEncoder()], "dtype float16 and not bfloat16"),
         ({"image_size": 20}, [HashEncoder()], "another augmentation: RandomResizedCrop"),
         ({"auto_augment": "imagenet"}, [HashEncoder()], "another augmentation: nothing and not AutoAugment"),
-        ({}, [HashEncoder("other")], "other teachers: hash and not other"),
-        ({}, [HashEncoder(), HashEncoder("two")], "other teachers: hash and not hash, two"),
-        ({}, [HashEncoder(salt=7)], "other weights, preprocessing or precision of the teacher hash"),
-        ({}, [HashEncoder(size_px=24)], "other weights, preprocessing or precision of the teacher hash"),
+        ({}, [HashEncoder("other")], "another model: hash and not other"),
+        ({}, [HashEncoder(), HashEncoder("two")], "another model: nothing and not two"),
+        ({}, [HashEncoder(salt=7)], "other weights, preprocessing or precision of the same model"),
+        ({}, [HashEncoder(size_px=24)], "other weights, preprocessing or precision of the same model"),
     ],
 )
 def test_a_folder_of_other_embeddings_is_refused_by_name(stored, data, settings, encoders, sentence):
@@ -237,42 +236,42 @@ def test_training_with_other_captions_is_refused_by_name(stored, data):
     sources = parse_sources(data, captions="all")
     augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
     with pytest.raises(UserError, match="read captions with --captions left out, and this run has all"):
-        TeacherRows(TeacherStore.open(stored), sources, augmentation=augmentation, captions="all")
+        TeacherRows(open_teacher_folder(stored), sources, augmentation=augmentation, captions="all")
 
 
 def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
-    file = stored / "a.0.images.npy"
+    file = stored / "0.images.npy"
     content = file.read_bytes()
     file.write_bytes(content[:-100])
-    with pytest.raises(UserError, match=r"a\.0\.images\.npy cannot be read, it is cut short or damaged"):
-        TeacherStore.open(stored)
+    with pytest.raises(UserError, match=r"0\.images\.npy cannot be read, it is cut short or damaged"):
+        open_teacher_folder(stored)
     np.save(file, np.zeros((15, 2, 5), np.float16))
     with pytest.raises(UserError, match=r"holds float16 of shape \(15, 2, 5\)"):
-        TeacherStore.open(stored)
+        open_teacher_folder(stored)
     file.unlink()
-    with pytest.raises(UserError, match=r"a\.0\.images\.npy is gone"):
-        TeacherStore.open(stored)
-    (stored / "teacher.json").write_text("{")
-    with pytest.raises(UserError, match=r"teacher\.json cannot be read"):
-        TeacherStore.open(stored)
-    (stored / "teacher.json").unlink()
-    with pytest.raises(UserError, match=r"holds no teacher\.json; make a folder"):
-        TeacherStore.open(stored)
+    with pytest.raises(UserError, match=r"0\.images\.npy is gone"):
+        open_teacher_folder(stored)
+    (stored / "embeddings.json").write_text("{")
+    with pytest.raises(UserError, match=r"embeddings\.json cannot be read"):
+        open_teacher_folder(stored)
+    (stored / "embeddings.json").unlink()
+    with pytest.raises(UserError, match=r"holds no embeddings\.json; make a folder"):
+        open_teacher_folder(stored)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(tmp_path, data, monkeypatch, dtype):
     stored = tmp_path / "out"
-    store = embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
-    rows = np.load(stored / "a.0.texts.npy", mmap_mode="r+")
-    rows[7, 2] = store.array(torch.tensor([np.nan]))[0]
+    embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
+    rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
+    rows[7, 2] = torch.tensor([np.nan], dtype=getattr(torch, dtype)).view(torch.int16).numpy().view(rows.dtype)[0]
     rows.flush()
-    with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
-        TeacherStore.open(stored)
-    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last: as if the file were long
+    with pytest.raises(UserError, match=r"0\.texts\.npy holds rows that are no numbers"):
+        open_teacher_folder(stored)
+    monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last: as if the file were long
     found = rows_of(stored, data)
     reading = RawSample(b"", "", 0, 7, "0007", "")
-    with pytest.raises(UserError, match=r"a\.0\.texts\.npy holds rows that are no numbers"):
+    with pytest.raises(UserError, match=r"0\.texts\.npy holds rows that are no numbers"):
         found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
     rows[7] = 0
     rows.flush()
@@ -283,7 +282,7 @@ def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_rea
 def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):
     stock = HashModel.encode_image
     monkeypatch.setattr(HashModel, "encode_image", lambda self, images: stock(self, images) * float("nan"))
-    with pytest.raises(UserError, match="the teacher hash makes no numbers"):
+    with pytest.raises(UserError, match="the model hash makes no numbers"):
         embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
 
 
@@ -304,10 +303,10 @@ def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path,
     words += ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--device", "cpu"]
     assert zerovl(words) == 0
     said = capsys.readouterr().out
-    assert "15 samples, 3 views each, of 1 sources are left to embed by 1 teachers: about" in said
+    assert "15 samples, 3 views each, of 1 sources are left to embed by 1 models: about" in said
     assert "0.0 MiB in" in said and "views/s" in said and f"Train with --teacher {tmp_path / 'out'}" in said
-    manifest = json.loads((tmp_path / "out" / "teacher.json").read_text())
-    assert manifest["teachers"][0]["width"] == 24 and "scale=(0.6, 1.0)" in str(manifest["augmentation"])
+    manifest = json.loads((tmp_path / "out" / "embeddings.json").read_text())
+    assert manifest["arrays"]["0.texts"][1] == [15, 24] and "scale=(0.6, 1.0)" in str(manifest["facts"]["augmentation"])
     assert zerovl(words) == 0 and "0 samples" in capsys.readouterr().out
     assert zerovl([*words[:-2], "--device", "cpu", "--seed", "4"]) == 2
-    assert "a seed of 0 and not 4" in capsys.readouterr().err
+    assert "seed 0 and not 4" in capsys.readouterr().err

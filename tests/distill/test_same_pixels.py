@@ -10,23 +10,27 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import open_clip_zerovl.distill.store as store_module
+import open_clip_zerovl.embeddings.store as store_module
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, stream_seed
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.images import crop_of
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.pixels import pictures
+from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.distill.manifest import augmentation_of
-from open_clip_zerovl.distill.rows import TeacherRows
-from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
+from open_clip_zerovl.embeddings.sources import augmentation_of
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 
@@ -69,7 +73,7 @@ def batches(data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, st
     sources = parse_sources(data, captions=settings.captions)
     transform = settings.transform()
     rows = TeacherRows(
-        TeacherStore.open(store.folder),
+        open_teacher_folder(store.folder),
         sources,
         augmentation=augmentation_of(transform, settings.pixel_path),
         captions=settings.captions,
@@ -108,6 +112,24 @@ def test_embeddings_are_of_the_pixels_and_captions_beside_them(place, ranks, wor
             assert torch.equal(embeddings[3], as_kept(hashed(tokens.to(torch.uint8), 2)))
             shown |= set(origin[:, 0].tolist())
     assert shown == {0, 1, 2}
+
+
+def test_a_view_is_the_draw_of_its_own_number_and_the_step_shows_the_drawn_one(place):
+    """Picture and embedding of view v + 1 would fit each other, too."""
+    _, data, store = place
+    sources = parse_sources(data, captions=SETTINGS.captions)
+    transform, decode = pictures(SETTINGS.transform(), SETTINGS.pixel_path)
+    augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
+    rows = TeacherRows(store, sources, augmentation=augmentation, captions=SETTINGS.captions)
+    for number, sample in enumerate(islice(Reading(sources[0], 0).samples(1, 0, 8), 3)):
+        image = decode(sample.image, crop_of(SETTINGS.transform()))
+        for view in range(3):
+            with preserved():
+                reseed(stream_seed(SETTINGS.seed, Purpose.VIEW_IMAGE, 0, 8 + number, view))
+                expected = hashed(transform(image)[None], 1)[0]
+                picture, embeddings = rows.show(sample, image, transform, 3 * 7 + view)
+            assert torch.equal(store.rows["0.images"][8 + number, view], as_kept(expected))
+            assert torch.equal(embeddings[0], as_kept(expected)) and torch.equal(hashed(picture[None], 1)[0], expected)
 
 
 def test_a_teacher_of_another_size_sees_the_view_resized(place):
@@ -161,7 +183,7 @@ def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place,
 def test_views_change_over_epochs_and_each_is_seen(place):
     """The control of the tests above: views of one picture differ, so that an embedding of another view would not fit."""
     _, data, store = place
-    rows = store.rows(0, 0, "images")
+    rows = store.rows["0.images"].array
     assert all(len({bytes(view) for view in picture}) == 3 for picture in rows)
     seen: dict[int, set[bytes]] = {}
     for epoch in range(8):
@@ -187,25 +209,23 @@ def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_pat
     """Rows between those that are looked at on opening; the other teacher is not blamed."""
     _, data, store = place
     shutil.copytree(store.folder, tmp_path / "teacher")
-    rows = np.load(tmp_path / "teacher" / "a.1.images.npy", mmap_mode="r+")
+    rows = np.load(tmp_path / "teacher" / "1.images.npy", mmap_mode="r+")
     rows[1:-1, :, 3] = np.inf
     rows.flush()
-    monkeypatch.setattr(store_module, "_LOOKED_AT", 2)  # the first and the last, as if the file were long
-    damaged = TeacherStore.open(tmp_path / "teacher")
-    with pytest.raises(
-        UserError, match=r"teacher/a\.1\.images\.npy holds rows that are no numbers.*make the teachers'"
-    ):
+    monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last, as if the file were long
+    damaged = open_teacher_folder(tmp_path / "teacher")
+    with pytest.raises(UserError, match=r"teacher/1\.images\.npy holds rows that are no numbers.*make the embeddings"):
         batches(data, damaged, workers=workers)
 
 
 def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
     _, _, store = place
     shutil.copytree(store.folder, tmp_path / "teacher")
-    starts = np.load(tmp_path / "teacher" / "a.captions.npy", mmap_mode="r+")
+    starts = np.load(tmp_path / "teacher" / "starts.npy", mmap_mode="r+")
     starts[10:] = 0  # a copy that ended early in a file of full length
     starts.flush()
-    with pytest.raises(UserError, match=r"a\.captions\.npy does not say where the captions of each sample begin"):
-        TeacherStore.open(tmp_path / "teacher")
+    with pytest.raises(UserError, match=r"starts\.npy does not say where the captions of each sample begin"):
+        open_teacher_folder(tmp_path / "teacher")
 
 
 def test_pils_path_too(place, tmp_path):

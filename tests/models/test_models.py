@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.prepare.drawn.vocabulary import write_bert
+from scripts.drawn.vocabulary import write_bert
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
 CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]
@@ -193,7 +193,7 @@ def test_a_name_that_is_not_registered_ends_with_a_sentence(name, words):
 def test_the_demo_model_without_its_text_folder_says_what_to_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match="data/emoji/bert does not exist .*`zerovl data emoji --out data/emoji` writes it"
+        UserError, match="data/emoji/bert does not exist .*`python -m scripts.drawn emoji --out data/emoji` writes it"
     ):
         check_model("zerovl-emoji")
 

@@ -19,8 +19,7 @@ from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
-from open_clip_zerovl.recipe.token_drop import check_token_drop
-from open_clip_zerovl.recipe.towers import GROUPS, freeze, group_of, lock_text_layers
+from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
 from training.model import create_model

@@ -123,8 +123,7 @@ def watched_steps(
         source = Source("s", ("0.tar",), (sum(sizes),))
         cache = FrozenCache(folder, [source], tower="text", width=24, fingerprint="f")
         cache.attach(model)
-        for filled in cache._filled:
-            filled[:] = True
+        cache._filled[:] = True
     mixup = Fixed(mix) if mix else None
     if mixup:
         mixup.attach(model)

@@ -14,12 +14,12 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
-from training.config import RecipeConfig
 from training.params import parse
-from training.train import Trainer, TrainerInputs, create_loss
+from training.train import Trainer, create_loss
 
 CPU = torch.device("cpu")
 STEPS, K, SEED = 8, 2, 5
@@ -69,7 +69,7 @@ def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.
     )  # fmt: skip
     config = RecipeConfig(sampling="random", dga_steps=K)
     never = SimpleNamespace(agreed=lambda distributed: False)
-    trainer = Trainer(TrainerInputs(config, never, mixup=planned.mixup))
+    trainer = Trainer(config, never, mixup=planned.mixup)
     trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, args)
 
 

@@ -1,4 +1,4 @@
-"""`--temperature-parameter temperature`: the steps that a plain torch parameter tau would take, in a stock model."""
+"""`--ablate temperature-parameter`: the steps that a plain torch parameter tau would take, in a stock model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
-from open_clip_zerovl.recipe.optimizer import MARK, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import MARK, as_temperatures, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import batches, bert_clip
 from training.params import parse
@@ -68,7 +68,7 @@ def by_torch(model: nn.Module, tau: float, steps: list, clip: float | None) -> l
     return seen
 
 
-def by_the_recipe(model: nn.Module, steps: list, clip: float | None, parameter: str) -> list[float]:
+def by_the_recipe(model: nn.Module, steps: list, clip: float | None, parameter: bool) -> list[float]:
     optimizer = adamw(groups_of(model))
     step = RecipeStep(
         model, ContrastiveLoss(), optimizer, precision="fp32", grad_clip_norm=clip, temperature_parameter=parameter
@@ -87,13 +87,13 @@ def test_steps_are_those_of_a_parameter_tau(tau, clip):
     steps = [batches((4, 4), seed=seed) for seed in range(6)]
     expected_model, other = copy.deepcopy(model), copy.deepcopy(model)
     expected = by_torch(expected_model, tau, steps, clip)
-    found = by_the_recipe(model, steps, clip, "temperature")
+    found = by_the_recipe(model, steps, clip, True)
     assert found == pytest.approx(expected, rel=1e-11)
     for (name, weight), reference in zip(model.named_parameters(), expected_model.parameters(), strict=True):
         if name != "logit_scale":
             torch.testing.assert_close(weight, reference, rtol=1e-9, atol=1e-11)
     # Negative control: Adam on the logit scale takes other steps.
-    assert by_the_recipe(other, steps, clip, "logit-scale") != pytest.approx(expected, rel=1e-2)
+    assert by_the_recipe(other, steps, clip, False) != pytest.approx(expected, rel=1e-2)
     assert max(abs(value - tau) for value in expected) > 1e-4
     if tau == 0.0035:
         assert min(expected) >= LOW
@@ -112,11 +112,20 @@ def test_the_bounds_hold_and_a_skipped_step_moves_nothing(given, expected):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
     before = model.logit_scale.item()
-    optimizer_step(model, optimizer, scaler=scaler, temperature_parameter="temperature")
+    optimizer_step(model, optimizer, scaler=scaler, temperature_parameter=True)
     assert scaler.get_scale() == 4.0
     assert model.logit_scale.item() == pytest.approx(expected, abs=1e-6)
     if given == 3.9:
         assert model.logit_scale.item() == before  # to the bit
+
+
+def test_a_step_that_changes_nothing_leaves_each_logit_scale_to_the_bit():
+    values = torch.linspace(0.7, 6.9, 200)  # tau from 0.5 to 0.001
+    scales = [torch.nn.Parameter(value.clone()) for value in values]
+    with as_temperatures(scales):
+        pass
+    assert torch.equal(torch.stack([scale.detach() for scale in scales]), values)
+    assert not torch.equal(-(-values).exp().log(), values)  # the control: there and back rounds
 
 
 def test_the_scaled_gradient_is_that_of_tau():
@@ -127,7 +136,7 @@ def test_the_scaled_gradient_is_that_of_tau():
         if scaler is not None:
             scaler.scale(torch.zeros(()))
         model.logit_scale.grad = torch.tensor(0.5 * (scale or 1.0), dtype=torch.float64)
-        optimizer_step(model, optimizer, scaler=scaler, temperature_parameter="temperature")
+        optimizer_step(model, optimizer, scaler=scaler, temperature_parameter=True)
         # d loss / d tau = -0.5 / 0.02 = -25, so tau rises by 25e-4
         assert math.exp(-model.logit_scale.item()) == pytest.approx(0.02 + 25e-4, rel=1e-9)
 
@@ -137,14 +146,14 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     steps = [batches((4, 4), torch.float32, seed=seed) for seed in range(4)]
     whole, model = start(0.02, torch.float32), start(0.02, torch.float32)
     stock_names = set(model.state_dict())
-    expected = by_the_recipe(whole, steps, None, "temperature")
+    expected = by_the_recipe(whole, steps, None, True)
 
     def run(model: nn.Module, part: list, state: dict | None) -> torch.optim.Optimizer:
         optimizer = adamw(groups_of(model))
         if state is not None:
             optimizer.load_state_dict(state)
         step = RecipeStep(
-            model, ContrastiveLoss(), optimizer, precision="fp32", temperature_parameter="temperature"
+            model, ContrastiveLoss(), optimizer, precision="fp32", temperature_parameter=True
         )  # fmt: skip
         for number, micro_batches in enumerate(part):
             step.take(micro_batches, number)
@@ -154,7 +163,7 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     file = tmp_path / "epoch_1.pt"
     torch.save({"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     resumed = start(0.5, torch.float32)
-    args = argparse.Namespace(model="tiny", train_data="a=x", temperature_parameter="temperature")
+    args = argparse.Namespace(model="tiny", train_data="a=x", ablate=("temperature-parameter",))
     checkpoint = load_checkpoint(resumed, args, str(file))
     assert (
         set(checkpoint["state_dict"]) == stock_names
@@ -166,24 +175,22 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
     # The other parameter is refused, both ways, and also by a run of open_clip's own flags, whose namespace has none of ours.
-    for other in (argparse.Namespace(**{**vars(args), "temperature_parameter": "logit-scale"}),
+    for other in (argparse.Namespace(**{**vars(args), "ablate": ()}),
                   argparse.Namespace(model="tiny", train_data="a=x")):  # fmt: skip
-        with pytest.raises(
-            UserError, match="trained with --temperature-parameter temperature, this run has logit-scale"
-        ):
+        with pytest.raises(UserError, match="trained with --ablate temperature-parameter, this run is without it"):
             load_checkpoint(resumed, other, str(file))
     plain = start(0.02, torch.float32)
     by_log = adamw(groups_of(plain))
     RecipeStep(plain, ContrastiveLoss(), by_log, precision="fp32").take(steps[0], 0)
     assert MARK not in by_log.param_groups[0]
     torch.save({"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file)
-    with pytest.raises(UserError, match="--temperature-parameter logit-scale, this run has temperature"):
+    with pytest.raises(UserError, match="trained without --ablate temperature-parameter, this run is with it"):
         load_checkpoint(plain, args, str(file))
 
 
 def test_stock_open_clip_loads_what_was_trained(tmp_path):
     model = start(0.0012)
-    by_the_recipe(model, [batches((4, 4), seed=3)], None, "temperature")
+    by_the_recipe(model, [batches((4, 4), seed=3)], None, True)
     same = bert_clip(torch.float64)
     open_clip.load_checkpoint(same, str(saved(tmp_path, model)), strict=True)
     assert same.logit_scale.exp().item() == pytest.approx(model.logit_scale.exp().item(), rel=1e-12)
@@ -198,15 +205,15 @@ def saved(folder, model: nn.Module):
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ("--temperature-constant", "--temperature-constant does not work with --temperature-parameter temperature"),
-        ("--siglip", "--siglip does not work with --temperature-parameter temperature"),
-        ("--precision pure_bf16", "--precision pure_bf16 does not work with --temperature-parameter temperature"),
+        ("--temperature-constant", "--temperature-constant does not work with --ablate temperature-parameter"),
+        ("--siglip", "--siglip does not work with --ablate detached-gather"),
+        ("--precision pure_bf16", "--precision pure_bf16 does not work with --ablate temperature-parameter"),
         ("--distill-model x --distill-pretrained y", "--distill-model does not work with"),
         ("--model coca_ViT-B-32", "--model coca_ViT-B-32 does not work with"),
     ],
 )
 def test_what_it_does_not_work_with(other, sentence):
-    words = ["--train-data", "a=/x", "--temperature-parameter", "temperature", *other.split()]
+    words = ["--train-data", "a=/x", "--ablate", "temperature-parameter", *other.split()]
     with pytest.raises(UserError) as refused:
         parse(words)
     assert str(refused.value).startswith(sentence)

@@ -19,7 +19,7 @@ import timm
 import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.cli.program import main as zerovl_main
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
@@ -258,13 +258,13 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
         assert [found.get(f"retrieval-{what}") for what in ("transform", "captions")] == (
             ["paper", "5"] if own else [None, None]
         )
-        assert found.get("temperature-parameter") == ("temperature" if own else None)
+        assert ("temperature-parameter" in (found.get("ablate") or "")) == own
         assert not any(flag.startswith("retrieval-") for flag in flags(name, "retrieval-data="))
         # One's own sets are scored alike, whether the paper's are there or not.
         mine = [flags(name, "retrieval-data=a=/d/a", data=data) for data in (tmp_path, tmp_path / "none")]
         assert [one.get("retrieval-transform") for one in mine] == [found.get("retrieval-transform")] * 2
     assert flags("train-14m")["token-drop"] == "0.25" and "token-drop" not in flags("train-100m")
-    assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == ("no-replay", "0")
+    assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == ("no-replay temperature-parameter", "0")
 
 
 def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
@@ -336,7 +336,7 @@ def test_stored_teachers_are_asked_for_and_planned_with_the_run(tmp_path):
     missing = missing_for(recipe, tmp_path, {})
     assert missing.startswith(f"{tmp_path}/teacher holds no teachers' embeddings; --plan (make plan-...) prints the")
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "teacher.json").touch()
+    (tmp_path / "teacher" / "embeddings.json").touch()
     assert missing_for(recipe, tmp_path, {}) is None
     assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None

@@ -9,9 +9,9 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import normalize
 
-from open_clip_zerovl.prepare.drawn.make import DrawnSample
 from scripts.ablation import replay
 from scripts.ablation.replay import gradient_bias, set_dropout
+from scripts.drawn.make import DrawnSample
 from support.tiny_clip import bert_text, random_model, register, write_bert, write_run
 
 

@@ -15,7 +15,7 @@ from open_clip_zerovl.shards import cache as cache_module
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.index import FOLDER, TarIndex, open_index
 from open_clip_zerovl.shards.members import locate_samples
-from open_clip_zerovl.shards.remote import Patience
+from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import StalledShard, Unreachable
 from support.shard_server import shard_server
 from support.tars import write_source
@@ -31,8 +31,8 @@ def server(tmp_path):
         yield server
 
 
-def patient(**options) -> Patience:
-    return Patience(**{"first_wait_seconds": 0.01, "longest_wait_seconds": 0.05, "stall_seconds": 1.0, **options})
+def patient(**options) -> RetryPolicy:
+    return RetryPolicy(**{"first_wait_seconds": 0.01, "longest_wait_seconds": 0.05, "stall_seconds": 1.0, **options})
 
 
 def used(folder: Path) -> int:

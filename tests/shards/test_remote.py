@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from open_clip_zerovl.shards.remote import Patience, RemoteStream, Wait, open_url
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, Wait, open_url
 from open_clip_zerovl.shards.transfers import Unreachable
 from support.shard_server import shard_server
 
@@ -21,14 +21,14 @@ def server(tmp_path):
         yield server
 
 
-def patient(waits: list[Wait] | None = None, **options) -> Patience:
+def patient(waits: list[Wait] | None = None, **options) -> RetryPolicy:
     quick = {"first_wait_seconds": 0.01, "longest_wait_seconds": 0.05, "stall_seconds": 1.0, **options}
-    return Patience(**quick, waits=(waits if waits is not None else []).append)
+    return RetryPolicy(**quick, waits=(waits if waits is not None else []).append)
 
 
-def read_all(url: str, patience: Patience, size: int = 70_001) -> bytes:
+def read_all(url: str, policy: RetryPolicy, size: int = 70_001) -> bytes:
     parts = []
-    with open_url(url, patience) as stream:
+    with open_url(url, policy) as stream:
         while part := stream.read(size):
             parts.append(part)
     return b"".join(parts)
@@ -79,9 +79,9 @@ def test_a_slow_drip_that_ends_is_no_break(server):
 
 def test_a_server_that_dies_and_comes_back(server):
     waits: list[Wait] = []
-    patience = patient(waits, first_wait_seconds=0.05, longest_wait_seconds=0.1, retries=200, stall_seconds=30)
+    policy = patient(waits, first_wait_seconds=0.05, longest_wait_seconds=0.1, retries=200, stall_seconds=30)
     server.faults["0.tar"] = ["hold:100000"]
-    with RemoteStream(server.url("0.tar"), patience) as stream:
+    with RemoteStream(server.url("0.tar"), policy) as stream:
         content = stream.read(90_000)
         server.kill()
         threading.Timer(2, server.start).start()
@@ -92,28 +92,28 @@ def test_a_server_that_dies_and_comes_back(server):
 
 def test_a_shard_that_does_not_come_ends_after_its_retries(server):
     server.fault = "503"
-    patience = patient(retries=3)
+    policy = patient(retries=3)
     with pytest.raises(Unreachable, match=r"^server answered 503 after 3 retries in 0 s$") as raised:
-        read_all(server.url("0.tar"), patience)
+        read_all(server.url("0.tar"), policy)
     assert raised.value.passing and len(server.requests["0.tar"]) == 4
     # The outage has been waited out once: the next shard is asked once, and the first that comes ends it.
     with pytest.raises(Unreachable, match=r"^server answered 503$"):
-        read_all(server.url("0.tar"), patience)
+        read_all(server.url("0.tar"), policy)
     assert len(server.requests["0.tar"]) == 5
     server.fault = ""
-    assert read_all(server.url("0.tar"), patience) == CONTENT and not patience.failed
+    assert read_all(server.url("0.tar"), policy) == CONTENT and not policy.failed
     server.kill()
     with pytest.raises(Unreachable, match=r"^no connection after 3 retries"):
-        read_all(server.url("0.tar"), patience)
+        read_all(server.url("0.tar"), policy)
 
 
 def test_what_a_server_says_for_good_is_not_asked_again(server):
     for name, fault, words in (("gone.tar", "", "no such file"), ("0.tar", "403", "server answered 403")):
         server.fault = fault
-        patience = patient()
+        policy = patient()
         with pytest.raises(Unreachable, match=words) as raised:
-            read_all(server.url(name), patience)
-        assert not raised.value.passing and len(server.requests[name]) == 1 and not patience.failed
+            read_all(server.url(name), policy)
+        assert not raised.value.passing and len(server.requests[name]) == 1 and not policy.failed
 
 
 def test_a_shard_that_changes_while_it_is_read_is_not_mended_together(server):
@@ -125,9 +125,9 @@ def test_a_shard_that_changes_while_it_is_read_is_not_mended_together(server):
 def test_patience_ends_before_the_loader_does(server):
     server.fault = "503"
     begin = time.monotonic()
-    patience = Patience.within(2)
+    policy = RetryPolicy.within(2)
     with pytest.raises(Unreachable, match=r"server answered 503 after \d retries"):
-        read_all(server.url("0.tar"), patience)
+        read_all(server.url("0.tar"), policy)
     assert time.monotonic() - begin < 2
 
 

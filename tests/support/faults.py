@@ -15,7 +15,7 @@ from open_clip_zerovl import losses
 from open_clip_zerovl.data import mixture
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from training.preemption import Preemption
+from training.stopping import Preemption
 
 _step = 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class HashEncoder(Encoder):
     model: str = "hash"
     salt: int = 1
     size_px: int = 16
-    batch_size: int = 4
+    batch_size: int = field(default=4, kw_only=True)
 
     def load(self, *, local_rank: int = 0):
         cfg = PreprocessCfg(size=self.size_px, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))

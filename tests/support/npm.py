@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from open_clip_zerovl.prepare.drawn.packages import NpmPackage
+from scripts.drawn.packages import NpmPackage
 
 
 def tarball(path: Path, package: NpmPackage, files: dict[str, str]) -> None:
@@ -41,7 +41,7 @@ class Registry:
     def stand_in(self, monkeypatch, packages: dict[str, NpmPackage]) -> Registry:
         """Put it in npm's place for this test; the made-up tarballs have other hashes."""
         monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setattr("open_clip_zerovl.prepare.drawn.packages.sleep", lambda seconds: None)
+        monkeypatch.setattr("scripts.drawn.packages.sleep", lambda seconds: None)
         for key, package in packages.items():
             monkeypatch.setitem(packages, key, replace(package, sha512=""))
         return self

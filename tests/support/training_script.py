@@ -71,13 +71,13 @@ def main() -> int:
         from open_clip_train.main import main as stock_main
 
         return stock_main(arguments) or 0
-    from training import ending
+    from training import stopping
     from training.main import main as our_main
 
     open_clip.add_model_config(config)
     if rest:
         {"--record": record_steps, "--gradient": record_gradients}[rest[0]](rest[1])
-    return ending.run(lambda: our_main(arguments))
+    return stopping.run(lambda: our_main(arguments))
 
 
 if __name__ == "__main__":

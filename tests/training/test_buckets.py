@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.buckets import settle_buckets
+from training.train import settle_buckets
 
 
 class Towers(nn.Module):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
 import stat
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +19,14 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
-from training.config import RecipeConfig
 from training.console import Console
-from training.lock import LOCK, RunLock
-from training.main import Run
 from training.params import parse
-from training.preemption import Preemption
 from training.resume import Position
-from training.train import Trainer, TrainerInputs
+from training.run import Run, lock_folder
+from training.stopping import Preemption
+from training.train import Trainer
 
 
 def write(folder: Path, name: str, *, cut: bool = False, flipped: bool = False) -> Path:
@@ -55,7 +54,7 @@ def checkpoints(folder: Path, keep: int, **more) -> StepCheckpoints:
 
 def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     model = torch.nn.Linear(2, 2)
-    position = Position(epoch, step, 8, 1, 1)
+    position = Position(epoch, step, Batching(8))
     checkpoints(folder, keep).write(model, torch.optim.AdamW(model.parameters()), None, position)
 
 
@@ -139,7 +138,7 @@ def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, mon
 
 
 TAKEN = Position(
-    1, 10, 24, 1, 2, "a (100)", micro_batch=8, dga_steps=3,
+    1, 10, Batching(8, 3, 1, 2), "a (100)",
     order={"--seed": 0, "--sampling": "debiased", "--train-data-upsampling-factors": "1", "--captions": None},
 )  # fmt: skip
 
@@ -160,7 +159,7 @@ TAKEN = Position(
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
     now = replace(TAKEN, order={**TAKEN.order, flag: value})
-    with pytest.raises(UserError, match="the rest of the epoch would show other samples") as refused:
+    with pytest.raises(UserError, match="the remaining batches would contain different samples") as refused:
         TAKEN.start_step(now)
     assert words in str(refused.value)
     assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
@@ -175,8 +174,8 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
     source = Source("a", ("0.tar",), (100,), captions=None)
 
     def order(arguments=args, sources=(source,), **config):
-        trainer = Trainer(TrainerInputs(RecipeConfig(**{"sampling": "debiased", **config}), Preemption()))
-        return trainer._position(arguments, 0, 0, sources, None).order
+        trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption())
+        return trainer._position(arguments, 0, sources, None).order
 
     before = order()
     for flag, after in (
@@ -185,7 +184,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
         ("--dataset-resampled", order(argparse.Namespace(**{**vars(args), "dataset_resampled": True}))),
         ("--train-data-upsampling-factors", order(sources=(replace(source, weight=2.0),))),
         ("--sampling", order(sampling="random")),
-        ("--debiased-draw", order(debiased_draw="iid")),
+        ("--ablate iid-draw", order(ablate=("iid-draw",))),
         ("--debiased-share", order(debiased_share=0.8)),
         ("--source-order", order(source_order="a")),
         ("--captions", order(captions="all")),
@@ -199,64 +198,66 @@ def test_kept_graphs_are_taken_over_by_the_same_split_only():
     taken = replace(TAKEN, retained=asdict(decision))
     assert taken.graphs_for(TAKEN) == decision and TAKEN.graphs_for(TAKEN) is None
     for other in ({"world_size": 2}, {"micro_batch": 4}, {"dga_steps": 6}):
-        assert taken.graphs_for(replace(TAKEN, **other)) is None
+        assert taken.graphs_for(replace(TAKEN, batching=replace(TAKEN.batching, **other))) is None
 
 
 def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begun(caplog):
     """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice when the readers were dealt anew."""
     with caplog.at_level(logging.INFO):
         assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
-        now = replace(TAKEN, step=0, micro_batch=24, dga_steps=1, workers=1)
+        now = replace(TAKEN, step=0, batching=Batching(24))
         assert TAKEN.start_step(now) == 10
     assert (
         "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "read as it was begun" in caplog.text
     )
     begun = TAKEN.read_on(now)
-    assert begun.dealt == Batching(8, 3, 1, 2) and (begun.micro_batch, begun.dga_steps) == (24, 1)
+    assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
     # stopped again in this epoch and resumed with a third split
-    third = replace(now, micro_batch=4, dga_steps=6)
+    third = replace(now, batching=Batching(4, 6))
     assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
-    assert TAKEN.read_on(replace(now, world_size=2)).dealt == Batching(24, 1, 2, 1)  # approximate, and said
+    assert TAKEN.read_on(replace(now, batching=Batching(24, 1, 2))).dealt == Batching(24, 1, 2)  # approximate, and said
 
 
-def test_two_runs_with_one_made_up_name(tmp_path, monkeypatch):
-    """Without --name, open_clip's main names a run by the second in which it starts, after our checks."""
-    monkeypatch.setattr(RunLock.acquire, "__defaults__", (0.2,))
-    args, config = parse(["--model", "ViT-B-32", "--logs", str(tmp_path), "--dataset-type", "synthetic"])
-    run = Run(args, config, None, Console())
-    args.name, args.rank = "2026_01_01-00_00_00-model", 0
+@pytest.fixture
+def held(tmp_path):
+    """A run's folder that another process has locked, until it is killed by the function that comes with it."""
+    folder, (ready, done) = tmp_path / "run", os.pipe()
     holder = os.fork()
     if holder == 0:
-        RunLock(tmp_path / args.name).acquire()
+        lock = lock_folder(folder)
+        os.write(done, b"x" if lock.is_locked else b"-")
         os.read(os.pipe()[0], 1)  # waits for ever
-    try:
-        while not (tmp_path / args.name / LOCK).exists() or not (tmp_path / args.name / LOCK).read_text():
-            time.sleep(0.01)
-        with pytest.raises(UserError, match="is training the run in .*2026_01_01"):
-            run._create_model("ViT-B-32")
-    finally:
+
+    def kill() -> None:
         os.kill(holder, 9)
         os.waitpid(holder, 0)
 
+    assert os.read(ready, 1) == b"x"
+    yield folder, kill
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        kill()
 
-def test_one_process_at_a_time(tmp_path, caplog):
-    ready, done = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        RunLock(tmp_path / "run").acquire()
-        os.write(done, b"x")
-        os.read(os.pipe()[0], 1)  # waits for ever
-    try:
-        os.read(ready, 1)
-        with pytest.raises(UserError, match=f"another process .process {holder} on .* is training the run"):
-            RunLock(tmp_path / "run").acquire(wait_seconds=0.3)
-    finally:
-        os.kill(holder, 9)
-        os.waitpid(holder, 0)
+
+def test_one_process_at_a_time(held, caplog):
+    folder, kill = held
+    with pytest.raises(UserError, match="another process is training the run in"):
+        lock_folder(folder, wait_seconds=0.3)
     assert "Waiting for the process" in caplog.text
-    lock = RunLock(tmp_path / "run")
-    lock.acquire(wait_seconds=5)  # the system has given it back
+    kill()
+    lock = lock_folder(folder, wait_seconds=5)  # the system has given it back
+    assert lock.is_locked
     lock.release()
+
+
+def test_two_runs_with_one_made_up_name(held, monkeypatch):
+    """Without --name, open_clip's main names a run by the second in which it starts, after our checks."""
+    monkeypatch.setattr(lock_folder, "__defaults__", (0.2,))
+    folder, _ = held
+    args, config = parse(["--model", "ViT-B-32", "--logs", str(folder.parent), "--dataset-type", "synthetic"])
+    run = Run(args, config, None, Console())
+    args.name, args.rank = folder.name, 0
+    with pytest.raises(UserError, match="is training the run in"):
+        run.create_model("ViT-B-32")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from training import console
-from training.console import DETAIL, PROGRESS, Console, ProgressLine, seconds_in_words
-from training.summary import _device
+from training.console import DETAIL, PROGRESS, Console, ProgressLine
+from training.run_log import _device
 
 
 class Terminal(io.StringIO):
@@ -24,22 +24,6 @@ class Terminal(io.StringIO):
 def quiet_root(monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setenv("TERM", "xterm")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (41.4, "41 s"),
-        (200, "3 min 20 s"),
-        (3600, "1 h"),
-        (18_750, "5 h 12 min"),
-        (190_000, "2 d 4 h"),
-        (-3, "0 s"),
-    ],
-)
-def test_seconds_in_words(seconds, words):
-    assert seconds_in_words(seconds) == words
 
 
 def test_the_progress_line_makes_room_for_a_message_and_comes_back(monkeypatch):
@@ -119,7 +103,7 @@ def test_weights_that_follow_are_not_called_random(quiet_root):
 
 
 def test_more_loader_processes_than_cores_are_told_in_the_summary(monkeypatch):
-    monkeypatch.setattr("training.summary.usable_cores", lambda: 2)
+    monkeypatch.setattr("training.run_log.usable_cores", lambda: 2)
     args = argparse.Namespace(device="cpu", precision="fp32", workers=4, world_size=1)
     assert _device(args) == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"
     args.workers = 2

@@ -16,7 +16,7 @@ from open_clip_zerovl.core.errors import UserError
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training import data as training_data
-from training.device import check_device, settle_device
+from training.model import check_device, settle_device
 from training.params import parse
 
 HEAVY = ("torch", "timm", "transformers", "open_clip", "pandas", "numpy")

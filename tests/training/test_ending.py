@@ -23,9 +23,9 @@ from scripts.soak import processes_of
 from support.programs import SCRIPT, ForkedTrainings
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
-from training import ending
 from training import main as training_main
-from training.preemption import new_cpu_group
+from training import stopping
+from training.stopping import new_cpu_group
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
 LIMIT_SECONDS = 90
@@ -89,10 +89,14 @@ CAUSES = {
     "loader worker killed": (2, "loader worker 0 of rank 0 was lost"),
     "full disk": (2, "cannot be written"),
 }
+# One of each way out in the fast tests: an exception, a status, both signals, a lost child, an error of the system.
+QUICK = ("defect in the step", "ctrl-c", "sigterm", "loader worker killed", "full disk")
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize(
+    "fault", [cause if cause in QUICK else pytest.param(cause, marks=pytest.mark.slow) for cause in CAUSES]
+)
 def test_one_rank_ends(train, fault):
     status, words = CAUSES[fault]
     done, printed, folder = train(fault)
@@ -121,10 +125,30 @@ def test_a_process_ends_where_nothing_can_be_printed(program, status):
         atexit._clear()
         sys.stderr = Full()
         try:
-            ending.run(program)
+            stopping.run(program)
         finally:
             os._exit(77)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+            "memory is full (CUDA out of memory. Tried); lower",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left", "a.pt"),
+            "a.pt: No space left; make room there or choose another place, then",
+        ),
+        (RuntimeError("Connection closed by peer [::1]"), "another rank has ended, its own message says why"),
+        (ZeroDivisionError("1 / 0"), None),
+    ],
+)
+def test_errors_that_need_no_traceback(error, words):
+    said = stopping.sentence_of(error)
+    assert (said is None) if words is None else (words in str(said))
 
 
 def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
@@ -144,8 +168,8 @@ def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
     [
         ("defect in the step", 1, [1, 1], "[rank 0] training.main: error: another rank has ended"),
         ("killed", 1, [1, -9], "[rank 0] training.main: error: another rank has ended"),
-        ("killed", 0, [-9, 1], "[rank 1] training.main: error: another rank has ended"),
-        ("killed after the first step", 1, [1, -9], "[rank 0] training.main: error: another rank has ended"),
+        pytest.param("killed", 0, [-9, 1], "[rank 1] training.main: error: another rank", marks=pytest.mark.slow),
+        pytest.param("killed after the first step", 1, [1, -9], "another rank has ended", marks=pytest.mark.slow),
         ("full disk", 0, [2, 1], "cannot be written"),
         ("ctrl-c", 1, [130, 130], "is saved. The same command goes on"),
     ],
@@ -179,7 +203,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
                     try:
                         new_cpu_group(1.0)
                     except RuntimeError as error:
-                        os.write(done, f"{ending.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
+                        os.write(done, f"{stopping.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
                 else:
                     time.sleep(20)
             finally:
@@ -210,6 +234,7 @@ def test_without_logs_nothing_is_said_to_be_saved(train):
     assert not (train.folder / "none" / "unlogged" / "requeue").exists()
 
 
+@pytest.mark.slow(reason="two trainings of a rare flag")
 def test_remote_sync_ends_and_has_the_last_checkpoint(train):
     remote = train.folder / "remote"
     extra = ["--remote-sync", str(remote), "--remote-sync-protocol", "fsspec", "--remote-sync-frequency", "1000"]
@@ -228,6 +253,7 @@ def test_a_failed_sync_leaves_the_name_free(train):
     assert done["statuses"] == [2] and "gave up with status -1" in printed and not folder.exists(), printed[-3000:]
 
 
+@pytest.mark.slow(reason="three trainings; damage, seed and split are tested one by one in test_checkpointing")
 def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of_an_epoch(train):
     done, printed, folder = train("sigterm", name="damaged", fault_step=5)
     steps = sorted((folder / "checkpoints").glob("step_*.pt"))
@@ -246,6 +272,7 @@ def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of
     assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
 
 
+@pytest.mark.slow(reason="four trainings; the adopted decision is tested in tests/dga and test_checkpointing")
 def test_what_auto_decided_holds_after_a_resume(train):
     """With another number of retained graphs, gradients are added up in another order, and the last bits differ."""
     extra = ["--dga-retain", "auto", "--batch-size", "2", "--dga-steps", "4", "--keep-checkpoints", "99"]
@@ -301,7 +328,9 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
     assert record["start"][0]["settings"]["dga_steps"] == "2"
 
 
-@pytest.mark.parametrize(("fault", "how"), [("sigterm", "stopped"), ("defect in the step", "failed")])
+@pytest.mark.parametrize(
+    ("fault", "how"), [("sigterm", "stopped"), pytest.param("defect in the step", "failed", marks=pytest.mark.slow)]
+)
 def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(train, fault, how):
     name = f"page-{how}"
     done, printed, folder = train(fault, name=name, fault_step=5)
@@ -318,6 +347,7 @@ def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
     assert "goes on after step" in printed and sum(line["kind"] == "start" for line in record) == 2
 
 
+@pytest.mark.slow(reason="torchrun and a rank that import torch, 12 s; tests/core holds the end with a parent")
 @pytest.mark.timeout(200)
 def test_ranks_end_with_a_torchrun_that_is_killed(train):
     """They would train on, and write into the folder in which a restart writes."""

@@ -12,13 +12,13 @@ import torch
 
 from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.data.images import normalize
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from support.fake_cuda import FakeDDP, Waits, fake_cuda, fake_ranks, to_fake_cuda
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
-from training.config import RecipeConfig
 from training.data import TrainData
-from training.train import Trainer, TrainerInputs, create_loss
+from training.train import Trainer, create_loss
 
 W, K, B, STEPS = 8, 3, 4, 3
 # What may wait in the epoch, by a part of its line: (how often, why). A fake tensor gives a list number by number.
@@ -74,7 +74,7 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
         to_fake_cuda(model)
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
         train = TrainData(Loader(32, 32), partial(normalize, mean=(0.5,) * 3, std=(0.5,) * 3))
-        trainer = Trainer(TrainerInputs(config, never, mixup=mixup))
+        trainer = Trainer(config, never, mixup=mixup)
         waits = Waits(read=K * B)
         with waits:
             trainer(FakeDDP(model), {"train": train}, create_loss(config, args), 0, optimizer, None, steps.append, args)

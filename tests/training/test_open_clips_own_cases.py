@@ -16,6 +16,8 @@ from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert
 from training.main import main
 
+# Whole trainings; the unlocked layers are tested in tests/recipe, --torchscript stands in the table of test_every_flag.
+pytestmark = pytest.mark.slow
 OF_3 = pytest.mark.line("3.3", reason="open_clip 4 has no --torchscript")
 FLAGS = [
     "--save-frequency", "1", "--zeroshot-frequency", "1", "--dataset-type", "synthetic", "--train-num-samples", "16",
@@ -81,7 +83,6 @@ def test_training_mt5(tmp_path):
     assert changed(whole, again) == {"0", "1", "2", "3"}
 
 
-@pytest.mark.slow  # ViT-B-32, 151 million weights, on a CPU
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "extra", [[], pytest.param(["--torchscript"], marks=OF_3), ["--lock-image", "--lock-image-unlocked-groups", "5"]]

@@ -18,7 +18,6 @@ from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 
 DOWN_SECONDS = 2.0
-SLOW = pytest.mark.slow(reason="half a minute for all three; one stays in the fast tests")
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +74,9 @@ def weights_of(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow(reason="half a minute; tests/shards reads through the same faults without training")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "ranks, cached", [pytest.param(1, False, marks=SLOW), (1, True), pytest.param(2, True, marks=SLOW)]
-)
+@pytest.mark.parametrize("ranks, cached", [(1, False), (1, True), (2, True)])
 def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
     folder, train = place
     disk, remote = f"disk{ranks}", f"remote{ranks}{cached}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 
-import numpy as np
 import open_clip
 import pytest
 import torch
@@ -211,48 +209,10 @@ def test_two_ranks_killed_and_resumed_with_teachers_end_with_the_same_weights(pl
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.slow  # three starts of the program
-@pytest.mark.parametrize("damage", ["cut short", "no numbers", "other data"])
-def test_damaged_embeddings_end_the_program_with_a_sentence_before_its_first_step(place, tmp_path, damage):
-    folder, data = place
-    shutil.copytree(folder / "teacher", tmp_path / "teacher")
-    shutil.copytree(folder / "a", tmp_path / "a")
-    file = tmp_path / "teacher" / "a.0.images.npy"
-    if damage == "cut short":
-        os.truncate(file, file.stat().st_size // 2)
-        sentence = f"{file} cannot be read, it is cut short or damaged"
-    elif damage == "no numbers":
-        rows = np.load(file, mmap_mode="r+")
-        rows[5, 1] = np.nan
-        rows.flush()
-        sentence = f"{file} holds rows that are no numbers (NaN or infinite)"
-    else:
-        write_tar(tmp_path / "a" / "00000.tar", [(f"{n:04d}.{end}", content) for n in range(32) for end, content in (
-            ("jpg", noise_jpeg(500 + n, 50, 44)), ("txt", b"another picture"))])  # fmt: skip
-        sentence = "do not fit source 'a': they are of other data: shard 00000.tar"
-    words = arguments_of(
-        folder, data.replace(f"a={folder}/a", f"a={tmp_path}/a"), f"damaged-{damage[:2]}", "--workers", "1"
-    )
-    words[words.index("--teacher") + 1] = str(tmp_path / "teacher")
-    done = launch("ours", folder / "tiny.json", words, cwd=folder)
-    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
-    assert not (folder / "logs" / f"damaged-{damage[:2]}").exists()
-
-
 def unit(rows, teacher):
     begin = (0, 4)[teacher]
     part = torch.from_numpy(rows.astype("float32"))[begin : begin + (4, 3)[teacher]]
     return torch.nn.functional.normalize(part, dim=0).half()
-
-
-@pytest.mark.slow  # a whole run in another precision, 15 s; the one above reads the same shards
-def test_shards_that_carry_their_teachers_train(place):
-    """DataCompDR's layout, one of both kinds of captions a step, in bf16 and on one rank with workers."""
-    folder, _ = place
-    words = reinforced(folder, "reinforced", "txt=0.5,syn.json:syn_text=0.5", "--precision", "amp_bf16")
-    done = launch("ours", folder / "tiny.json", words, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"Train Epoch: 0 .*\(100%\)", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +237,9 @@ def test_what_does_not_go_with_a_teacher_is_refused_by_name(words, sentence):
 
 
 def test_flags_of_teachers_without_one_and_unnamed_sources_are_refused():
-    with pytest.raises(UserError, match="no --teacher does not work with --distill-weight"):
+    with pytest.raises(UserError, match="--distill-weight needs --teacher$"):
         parse(["--model", "tiny", "--train-data", "a=/d", "--distill-weight", "0.5"])
-    with pytest.raises(UserError, match="open_clip's own data pipeline does not work with --teacher"):
+    with pytest.raises(UserError, match="--teacher needs named sources: --train-data NAME=SHARDS"):
         parse(["--model", "tiny", "--train-data", "/d/0.tar", "--teacher", "/t"])
 
 
@@ -289,7 +249,7 @@ def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, caps
     open_clip.add_model_config(str(folder / "tiny.json"))
     words = arguments_of(folder, data, "refused", "--workers", "0")
     assert main([*words, "--teacher", str(folder / "nowhere")]) == 2
-    assert "nowhere holds no teacher.json; make a folder of teachers' embeddings" in capsys.readouterr().err
+    assert "nowhere holds no embeddings.json; make a folder of embeddings" in capsys.readouterr().err
     words[words.index(AUGMENTED[1])] = "scale=(0.5,1.0)"
     done = launch("ours", folder / "tiny.json", words, cwd=folder)  # open_clip's main has begun to log by then
     assert done.returncode == 2

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
 from open_clip_zerovl.checkpoints.loading import Encoder, Preprocess, Tokenizer
 from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.configs import ClipModel
 
 # Entries of a model's config that say where files lie or how it was trained, and nothing of the function that it computes.
 _PLACES = frozenset({"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"})
@@ -43,7 +44,7 @@ class Ends:
 
     names: tuple[str, str]
     spec: ModelSpec
-    model: nn.Module
+    model: ClipModel
     preprocess: Preprocess
     tokenizer: Tokenizer
     device: torch.device
@@ -54,7 +55,7 @@ class Ends:
         """`weights_between` the two ends."""
         return weights_between(self.before, self.after, alpha)
 
-    def at(self, alpha: float) -> nn.Module:
+    def at(self, alpha: float) -> ClipModel:
         """The model with the weights at `alpha`; the next call changes it."""
         self.model.load_state_dict(self.weights(alpha))
         return self.model.eval()

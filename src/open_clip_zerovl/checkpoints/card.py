@@ -1,7 +1,7 @@
 """The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
 
-It holds only what was read from the run's `params.txt`, from the `results.jsonl` that open_clip writes beside the checkpoints,
-and from the model's config. The licence is what the model's owner gives; without one the card names none.
+`card.md.j2` is the text. A card holds only facts that were read: from the run's `params.txt`, from the `results.jsonl` that
+open_clip writes beside the checkpoints, and from the model's config. Its owner gives the licence, or the card names none.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
@@ -58,34 +60,74 @@ _MODEL = "## Model"  # the heading from which on a card speaks of the model alon
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 
 
-# How a model is loaded by the library that its folder is for: the sentence after its origin, and the lines.
-_LOADING = {
-    "open_clip": (
-        "It loads in stock [open_clip](https://github.com/mlfoundations/open_clip):",
-        "import open_clip\n\n"
-        f'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{FOLDER_HERE}")\n'
-        f'tokenizer = open_clip.get_tokenizer("local-dir:{FOLDER_HERE}")',
-    ),
-    "transformers": (
-        "It loads in [transformers](https://github.com/huggingface/transformers), 4.45 and later:",
-        "from transformers import AutoModel, AutoProcessor\n\n"
-        f'model = AutoModel.from_pretrained("{FOLDER_HERE}")\n'
-        f'processor = AutoProcessor.from_pretrained("{FOLDER_HERE}")\n'
-        'inputs = processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt")\n'
-        "output = model(**inputs)  # image_embeds and text_embeds of length 1, logits_per_image",
-    ),
-}
+@dataclass(frozen=True)
+class ModelCard:
+    """The contents of a card.
+
+    Attributes:
+        weights: of the model.
+        origin: a sentence that says where the weights come from.
+        params: arguments of the run, by name.
+        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
+        notes: sentences for the end.
+        library: the one that the folder is for, of `open_clip` and `transformers`.
+        licence: as a hub names it, such as `mit`.
+        title, body: of another card of the model, which replace what params, metrics and notes would give.
+
+    Raises:
+        UserError: a licence that is no name.
+    """
+
+    spec: ModelSpec
+    weights: Mapping[str, Tensor]
+    origin: str
+    params: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] | None = None
+    notes: Sequence[str] = ()
+    library: str = "open_clip"
+    licence: str | None = None
+    title: str = ""
+    body: str = ""
+
+    def __post_init__(self) -> None:
+        if self.licence is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", self.licence):
+            raise UserError(
+                f"the licence '{self.licence}' is no name as a hub takes it; give one such as mit, apache-2.0, cc-by-4.0"
+            )
+
+    def text(self, *, needs_import: bool = False) -> str:
+        """The card as Markdown with the front matter that a hub reads.
+
+        Args:
+            needs_import: open_clip 3.3 builds the model only after this package's import.
+        """
+        params, metrics = self.params or {}, self.metrics or {}
+        name = _public(self.spec.name)
+        folder = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            undefined=StrictUndefined,
+        )
+        return folder.get_template("card.md.j2").render(
+            vars(self)
+            | {
+                "title": self.title or (f"{params['name']} ({name})" if params.get("name") else name),
+                "about": _MODEL,
+                "here": FOLDER_HERE,
+                "import_line": IMPORT_LINE,
+                "needs_import": needs_import,
+                "model": _model_facts(self.spec, self.weights),
+                "recipe": _recipe_facts(params) if params else [],
+                "data": _data(params),
+                **_measured(metrics),
+            }
+        )
 
 
-def run_card(
-    checkpoint: Path,
-    spec: ModelSpec,
-    weights: Mapping[str, Tensor],
-    *,
-    library: str = "open_clip",
-    licence: str | None = None,
-) -> str:
-    """The card of a training checkpoint, with the metrics of its own epoch. Arguments as `model_card`.
+def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any) -> ModelCard:
+    """The card of a training checkpoint, with the metrics of its own epoch; `options` are attributes of `ModelCard`.
 
     Raises:
         UserError: `results.jsonl` beside the checkpoint is not JSON, or `params.txt` holds a value that no training writes.
@@ -95,15 +137,28 @@ def run_card(
     metrics = read_results(checkpoint.parent / "results.jsonl", epoch) if epoch is not None else {}
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
+    card = ModelCard(spec, weights, origin, params, metrics, **options)
     try:
-        return model_card(
-            spec, weights, origin=origin, params=params, metrics=metrics, library=library, licence=licence
-        )
+        card.text()
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise UserError(
             f"the params.txt of {checkpoint} holds a value that training does not write ({error}); mend it, or move it away "
             "and name the model"
         ) from error
+    return card
+
+
+def folder_card(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any) -> ModelCard:
+    """The card of an exported folder for another library, with the model, recipe, data and scores of the folder's own card.
+
+    A folder without a card of ours has the facts of its model alone; `options` are attributes of `ModelCard`.
+    """
+    file = folder / CARD_FILE
+    own = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", own, re.MULTILINE | re.DOTALL)
+    if found is None:
+        return ModelCard(spec, weights, f"Made from {_public(spec.name)}, a model of open_clip.", **options)
+    return ModelCard(spec, weights, found[2], title=found[1], body=found[3].rstrip("\n"), **options)
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
@@ -121,115 +176,6 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
         if isinstance(row, dict) and row.pop("epoch", None) == epoch:
             metrics.update({name: value for name, value in row.items() if isinstance(value, (int, float))})
     return metrics
-
-
-def model_card(
-    spec: ModelSpec,
-    weights: Mapping[str, Tensor],
-    *,
-    origin: str,
-    params: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, float] | None = None,
-    notes: Sequence[str] = (),
-    library: str = "open_clip",
-    licence: str | None = None,
-) -> str:
-    """The card as Markdown with the front matter that a hub reads.
-
-    Args:
-        origin: a sentence that says where the weights come from.
-        params: arguments of the run, by name.
-        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
-        notes: sentences for the end.
-        library: the one that the folder is for, of `open_clip` and `transformers`.
-        licence: as a hub names it, such as `mit`.
-
-    Raises:
-        UserError: a licence that is no name.
-    """
-    parts = [
-        *_head(f"# {_title(spec, params or {})}", origin, library, licence),
-        _MODEL + "\n\n" + _list(_model_facts(spec, weights)),
-    ]
-    if params:
-        parts.append("## Recipe\n\n" + _list(_recipe_facts(params)))
-        parts.append("## Data\n\n" + _data(params))
-    parts.append(
-        "## Measured\n\n" + (_measured(metrics) if metrics else "No metrics were recorded with this checkpoint.")
-    )
-    if notes:
-        parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
-    return "\n\n".join(parts) + "\n"
-
-
-def folder_card(
-    folder: Path,
-    spec: ModelSpec,
-    weights: Mapping[str, Tensor],
-    *,
-    library: str = "open_clip",
-    licence: str | None = None,
-) -> str:
-    """The card of an exported folder for another library: what its own card says of model, recipe, data and scores.
-
-    Arguments as `model_card`. A folder without a card of ours has the facts of its model alone.
-
-    Raises:
-        UserError: as `model_card`.
-    """
-    file = folder / CARD_FILE
-    own = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    top, found, rest = own.partition(f"\n{_MODEL}\n")
-    title = next((line for line in top.splitlines() if line.startswith("# ")), None)
-    if not found or title is None:
-        return model_card(
-            spec,
-            weights,
-            origin=f"Made from {_public(spec.name)}, a model of open_clip.",
-            library=library,
-            licence=licence,
-        )
-    return "\n\n".join([*_head(title, _origin(top), library, licence), f"{_MODEL}\n{rest}"])
-
-
-def with_import(card: str) -> str:
-    """`model_card`'s text for a model that open_clip 3.3 builds only after this package's import: with that line."""
-    sentence, lines = _LOADING["open_clip"]
-    card = card.replace(
-        lines, lines.replace("import open_clip\n", f"import open_clip\n{IMPORT_LINE}  # its text tower\n")
-    )
-    return card.replace(
-        sentence,
-        sentence.replace("stock ", "").replace("):", "); the import of `open_clip_zerovl` registers its text tower:"),
-    )
-
-
-def _origin(top: str) -> str:
-    """The first sentence of a card, which says where the weights come from."""
-    lines = [line for line in top.splitlines() if " It loads in " in line]
-    return lines[0].partition(" It loads in ")[0] if lines else ""
-
-
-def _head(title: str, origin: str, library: str, licence: str | None) -> list[str]:
-    """Front matter, title, and how to load the model."""
-    if licence is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", licence):
-        raise UserError(
-            f"the licence '{licence}' is no name as a hub takes it; give one such as mit, apache-2.0, cc-by-4.0"
-        )
-    front = [f"library_name: {library}", "pipeline_tag: zero-shot-image-classification"]
-    front += [f"license: {licence}"] if licence else []
-    sentence, lines = _LOADING[library]
-    return [
-        "\n".join(["---", *front, "tags:", "- clip", "- zerovl", "---"]),
-        title,
-        f"{origin} {sentence}".strip(),
-        f"```python\n{lines}\n```",
-    ]
-
-
-def _title(spec: ModelSpec, params: Mapping[str, Any]) -> str:
-    name = params.get("name")
-    return f"{name} ({_public(spec.name)})" if name else _public(spec.name)
 
 
 def _public(name: str) -> str:
@@ -279,13 +225,11 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _data(params: Mapping[str, Any]) -> str:
-    train_data = params.get("train_data")
-    if not train_data:
-        return "The run named no training data."
+def _data(params: Mapping[str, Any]) -> list[str]:
+    """The sources of a run with their weights."""
     factors = str(params.get("train_data_upsampling_factors") or "").split("::")
     lines = []
-    for i, entry in enumerate(str(train_data).split("::")):
+    for i, entry in enumerate(str(params.get("train_data") or "").split("::")):
         name, equals, _ = entry.partition("=")
         if not equals or "/" in name:
             # open_clip's unnamed data, shown by its folder's name: a folder, a file in one, or a pattern of shards in one.
@@ -293,30 +237,23 @@ def _data(params: Mapping[str, Any]) -> str:
             folder = entry if is_folder else entry.partition("{")[0].rpartition("/")[0]
             name = Path(folder).name
         weight = f", weight {factors[i]}" if i < len(factors) and factors[i] else ""
-        lines.append(f"- {name}{weight}")
-    return "\n".join(lines)
+        lines += [f"{name}{weight}"] if entry else []
+    return lines
 
 
-def _measured(metrics: Mapping[str, float]) -> str:
+def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The template's `recalls` (set -> cells of a row), `ks` and `others`."""
     tables: dict[str, dict[tuple[str, int], float]] = {}
-    others: list[tuple[str, str]] = []
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):
             tables.setdefault(match[1] or "validation pairs", {})[match[2], int(match[3])] = value
-        elif not name.endswith("rsum"):
-            others.append((name, f"{value:.4f}"))
-    lines = []
-    if tables:
-        ways = ("image_to_text", "text_to_image")
-        ks = sorted({k for row in tables.values() for _, k in row})
-        heads = [f"{'I2T' if way == ways[0] else 'T2I'} R@{k}" for way in ways for k in ks]
-        lines += [f"| retrieval, zero-shot | {' | '.join(heads)} | RSUM |", "|---" + "|---:" * (len(heads) + 1) + "|"]
-        for name, row in tables.items():
-            cells = [f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks]
-            total = 100 * sum(row.get((way, k), float("nan")) for way in ways for k in (1, 5, 10))
-            lines.append(f"| {name} | {' | '.join(cells)} | {total:.1f} |")
-    return "\n".join(lines) + ("\n\n" if lines and others else "") + _list(others)
-
-
-def _list(facts: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"- {label}: {value}" for label, value in facts)
+    ks, ways = sorted({k for row in tables.values() for _, k in row}), ("image_to_text", "text_to_image")
+    recalls = {
+        name: [
+            *(f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks),
+            f"{100 * sum(row.get((way, k), float('nan')) for way in ways for k in (1, 5, 10)):.1f}",
+        ]
+        for name, row in tables.items()
+    }
+    others = [(name, value) for name, value in metrics.items() if not _RECALL.fullmatch(name) and name[-4:] != "rsum"]
+    return {"recalls": recalls, "ks": ks, "others": others}

@@ -11,7 +11,7 @@ open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also with `modul
 same pieces. A tensor that has no place is refused, unless no embedding depends on it; the card then names it.
 
 open_clip builds a timm ViT at the size of its name only. Weights for another size, trained at it or interpolated to it
-(`--image-size`), go into open_clip's own ViT, which computes the same (native_vit.py).
+(`--image-size`), go into open_clip's own ViT, which computes the same (`layouts`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import torch
 import torch.nn.functional as F
 from open_clip.factory import get_model_config
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
@@ -147,7 +147,7 @@ def convert_checkpoint(
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
     spec = _spec(encoder, vision_cfg, timm_name, source, side, normalization)
     notes = _notes(encoder, trained_side, side, normalization)
-    card = model_card(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
+    card = ModelCard(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
     folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
     if verify:
         image_tower, text_tower = _own_towers(encoder, timm_name, side, source)
@@ -273,7 +273,7 @@ def _logit_scale(temperature: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _timm_skeleton(image_model: str) -> tuple[nn.Module, str]:
+def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str]:
     """The ViT without memory for its weights (on the meta device), and timm's name of it."""
     name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
     if not timm.is_model(name):
@@ -309,7 +309,7 @@ def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
 
 
 def _placed(
-    encoder: DualEncoder, trunk: nn.Module, timm_name: str, side: int, checkpoint: Path
+    encoder: DualEncoder, trunk: timm.models.VisionTransformer, timm_name: str, side: int, checkpoint: Path
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All weights under the names of open_clip's model, and its vision config."""
     expected = trunk.state_dict()
@@ -341,7 +341,7 @@ def _placed(
     return placed, native_vision_config(trunk, side)
 
 
-def _sides(trunk: nn.Module, side: int) -> tuple[int, int]:
+def _sides(trunk: timm.models.VisionTransformer, side: int) -> tuple[int, int]:
     return trunk.patch_embed.img_size[0], side
 
 

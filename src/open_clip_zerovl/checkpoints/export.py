@@ -31,7 +31,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.card import CARD_FILE, run_card, with_import
+from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble, load_model
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, read_params, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
@@ -105,7 +105,7 @@ def write_local_dir(
     spec: ModelSpec,
     out_dir: str | os.PathLike[str],
     *,
-    card: str,
+    card: ModelCard,
     precision: str | None = None,
     force: bool = False,
     beside: Mapping[str, bytes | str] | None = None,
@@ -114,7 +114,7 @@ def write_local_dir(
 
     Args:
         origin: what the weights came from, for messages.
-        card: the text of the model card.
+        card: of the model.
         beside: further files of the folder, name -> content.
 
     Raises:
@@ -144,7 +144,7 @@ def write_local_dir(
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         # safetensors makes files that only their owner may read.
         shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
-        text = with_import(card) if is_registered_here(built) else card
+        text = card.text(needs_import=is_registered_here(built))
         for name, content in {CARD_FILE: text, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("Wrote %s (%s) to %s.", origin, spec.name, final)

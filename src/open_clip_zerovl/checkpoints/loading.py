@@ -21,13 +21,14 @@ from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_mod
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
+from open_clip_zerovl.checkpoints.settings import EncoderFlags
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
 
 Preprocess = Callable[[Any], Tensor]
@@ -66,7 +67,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
     return device
 
 
-def _skeleton(spec: ModelSpec) -> nn.Module:
+def _skeleton(spec: ModelSpec) -> ClipModel:
     """The model without its weights, built by open_clip from the config that an export would hold."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
@@ -108,7 +109,7 @@ def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     return tokenizer
 
 
-def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Path, spec: ModelSpec) -> None:
+def _check_weights(weights: dict[str, Tensor], model: ClipModel, checkpoint: Path, spec: ModelSpec) -> None:
     """UserError unless checkpoint and model have the same tensors, of the same shapes."""
     expected = model.state_dict()
     # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
@@ -119,17 +120,14 @@ def _check_weights(weights: dict[str, Tensor], model: nn.Module, checkpoint: Pat
     reshaped = sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
     if not (missing or unexpected or reshaped):
         return
-    found = []
-    if missing:
-        found.append(f"{len(missing)} tensors are missing (first: {', '.join(missing[:3])})")
-    if unexpected:
-        found.append(f"{len(unexpected)} are unexpected (first: {', '.join(unexpected[:3])})")
+    found = [
+        f"{len(keys)} {what} (first: {', '.join(keys[:3])})"
+        for keys, what in ((missing, "tensors are missing"), (unexpected, "are unexpected"))
+        if keys
+    ]
     if reshaped:
-        key = reshaped[0]
-        found.append(
-            f"{len(reshaped)} have another shape (first: {key} {tuple(weights[key].shape)} instead of "
-            f"{tuple(expected[key].shape)})"
-        )
+        shapes = f"{reshaped[0]} {tuple(weights[reshaped[0]].shape)} instead of {tuple(expected[reshaped[0]].shape)}"
+        found.append(f"{len(reshaped)} have another shape (first: {shapes})")
     hint = ""
     if spec.force_image_size is not None and "timm_model_name" in spec.model_cfg["vision_cfg"]:
         hint = (
@@ -146,7 +144,7 @@ def load_model(
     model_name: str | None = None,
     text_model: str | None = None,
     device: str | torch.device = "cpu",
-) -> tuple[nn.Module, Preprocess, Tokenizer]:
+) -> tuple[ClipModel, Preprocess, Tokenizer]:
     """A model ready for evaluation, in float32 and eval mode, with its own evaluation transform and tokenizer.
 
     Args:
@@ -157,18 +155,34 @@ def load_model(
     Raises:
         UserError: something cannot be found, does not fit, or would leave the model at random weights.
     """
-    text = os.fspath(name_or_path)
-    folder = Path(text.removeprefix(LOCAL_DIR)).expanduser()
-    if not text.startswith(LOCAL_DIR) and folder.is_file():
-        model, preprocess, tokenizer = _load_checkpoint(folder, model_name, text_model)
-        return model.to(device).eval(), preprocess, tokenizer
+    kind, text, path = _kind_of(name_or_path)
+    if kind == "checkpoint":
+        weights = read_state_dict(path)
+        model, tokenizer = assemble(path, read_model_spec(path, model=model_name, text_model=text_model), weights)
+        return model.to(device).eval(), evaluation_transform(model), tokenizer
     if model_name or text_model:
-        if not (text.startswith((LOCAL_DIR, "hf-hub:")) or folder.is_dir()):
+        if kind == "name":
             _name_and_tag(text)  # the error for a path that leads nowhere
         raise UserError(f"a model name or a text tower goes with a training checkpoint, but '{text}' is no such file")
-    if text.startswith(LOCAL_DIR) or folder.is_dir():
-        return _load_local_dir(folder, device)
-    return _load_stock(text, device)
+    if kind == "folder":
+        check_local_dir(path)
+        # Without weights open_clip would go on with random ones.
+        if not any(any(path.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
+            raise UserError(f"{path} holds no weights: {WEIGHTS_FILE} is missing")
+        text = LOCAL_DIR + str(path)
+    name, tag = _name_and_tag(text) if kind == "name" else (text, None)
+    try:
+        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=tag, device=device)
+        return model.eval(), preprocess, open_clip.get_tokenizer(name)
+    except UserError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the weights of {text} are no plain file of tensors and were refused, since loading them could run code: "
+            f"{unpickling_reason(error)}"
+        ) from error
+    except UNBUILDABLE as error:
+        raise UserError(f"open_clip cannot load {text}: {first_line(error)}") from error
 
 
 def spec_of(
@@ -179,14 +193,13 @@ def spec_of(
     Raises:
         UserError: as `load_model`; a model of the hub, whose config lies there.
     """
-    text = os.fspath(name_or_path)
-    folder = Path(text.removeprefix(LOCAL_DIR)).expanduser()
-    if not text.startswith(LOCAL_DIR) and folder.is_file():
-        return read_model_spec(folder, model=model_name, text_model=text_model)
-    if text.startswith(LOCAL_DIR) or folder.is_dir():
-        check_local_dir(folder)
-        return named_model_spec(LOCAL_DIR + str(folder.absolute()))
-    if text.startswith("hf-hub:"):
+    kind, text, path = _kind_of(name_or_path)
+    if kind == "checkpoint":
+        return read_model_spec(path, model=model_name, text_model=text_model)
+    if kind == "folder":
+        check_local_dir(path)
+        return named_model_spec(LOCAL_DIR + str(path.absolute()))
+    if kind == "hub":
         raise UserError(
             f"the config of '{text}' lies on the hub: download it (hf download {text.removeprefix('hf-hub:')} --local-dir "
             "FOLDER) and give the folder"
@@ -194,32 +207,28 @@ def spec_of(
     return named_model_spec(*_name_and_tag(text))
 
 
+def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
+    """Which kind of model a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
+    text = os.fspath(name_or_path)
+    path = Path(text.removeprefix(LOCAL_DIR)).expanduser()
+    if text.startswith(LOCAL_DIR) or path.is_dir():
+        return "folder", text, path
+    if path.is_file():
+        return "checkpoint", text, path
+    return "hub" if text.startswith("hf-hub:") else "name", text, path
+
+
 @dataclass(frozen=True)
-class Encoder:
+class Encoder(EncoderFlags):
     """A model that encodes pictures and captions, and the settings of its loader.
 
     Attributes:
         model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
-        model_name, text_model: for a checkpoint without its run's `params.txt` beside it.
-        device: see `choose_device`.
-        batch_size: samples at once, on each rank.
-        workers: loader processes of each rank.
     """
 
     model: str
-    model_name: str | None = None
-    text_model: str | None = None
-    device: str = "auto"
-    batch_size: int = 64
-    workers: int = 0
 
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.workers < 0:
-            raise UserError(
-                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
-            )
-
-    def load(self, *, local_rank: int = 0) -> tuple[nn.Module, Preprocess, Tokenizer, torch.device]:
+    def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
         """`load_model` on the device, and the device. UserError as there."""
         device = choose_device(self.device, local_rank=local_rank)
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
@@ -234,19 +243,10 @@ class Encoder:
         return spec_of(self.model, model_name=self.model_name, text_model=self.text_model)
 
 
-def _load_checkpoint(
-    checkpoint: Path, model_name: str | None, text_model: str | None
-) -> tuple[nn.Module, Preprocess, HFTokenizer | SimpleTokenizer]:
-    weights = read_state_dict(checkpoint)
-    spec = read_model_spec(checkpoint, model=model_name, text_model=text_model)
-    model, tokenizer = assemble(checkpoint, spec, weights)
-    return model, evaluation_transform(model), tokenizer
-
-
 @no_code_from_data()
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
-) -> tuple[nn.Module, HFTokenizer | SimpleTokenizer]:
+) -> tuple[ClipModel, HFTokenizer | SimpleTokenizer]:
     """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
@@ -255,42 +255,9 @@ def assemble(
     return model, tokenizer
 
 
-def evaluation_transform(model: nn.Module) -> Preprocess:
+def evaluation_transform(model: ClipModel) -> Preprocess:
     """The transform that an open_clip model's own settings describe."""
     return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
-
-
-def _load_local_dir(folder: Path, device: str | torch.device) -> tuple[nn.Module, Preprocess, Tokenizer]:
-    check_local_dir(folder)
-    # Without weights open_clip would go on with random ones.
-    if not any(any(folder.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
-        raise UserError(f"{folder} holds no weights: {WEIGHTS_FILE} is missing")
-    name = LOCAL_DIR + str(folder)
-    try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, device=device)
-        tokenizer = open_clip.get_tokenizer(name)
-    except UserError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"the weights in {folder} are no plain file of tensors and were refused, since loading them could run code: "
-            f"{unpickling_reason(error)}"
-        ) from error
-    except UNBUILDABLE as error:
-        raise UserError(f"open_clip cannot load {name}: {first_line(error)}") from error
-    return model.eval(), preprocess, tokenizer
-
-
-def _load_stock(text: str, device: str | torch.device) -> tuple[nn.Module, Preprocess, Tokenizer]:
-    name, tag = (text, None) if text.startswith("hf-hub:") else _name_and_tag(text)
-    try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=tag, device=device)
-        tokenizer = open_clip.get_tokenizer(name)
-    except UserError:
-        raise
-    except UNBUILDABLE as error:
-        raise UserError(f"open_clip cannot load {text}: {first_line(error)}") from error
-    return model.eval(), preprocess, tokenizer
 
 
 def _name_and_tag(text: str) -> tuple[str, str]:

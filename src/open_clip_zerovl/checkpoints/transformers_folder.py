@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_zerovl.checkpoints.card import CARD_FILE, folder_card, run_card
+from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, folder_card, run_card
 from open_clip_zerovl.checkpoints.export import (
     PRECISIONS,
     PROBE_TEXTS,
@@ -50,6 +50,7 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 class _Opened:
     """A checkpoint or an exported folder, and what its card says."""
 
-    model: nn.Module
+    model: ClipModel
     tokenizer: HFTokenizer | SimpleTokenizer
     spec: ModelSpec
     weights: dict[str, Tensor]
@@ -113,7 +114,7 @@ def export_transformers(
         _verify(folder, opened)
         if precision is not None:
             _save_weights(tensors, folder, PRECISIONS[precision])
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        (folder / CARD_FILE).write_text(card.text(), encoding="utf-8")
     log.info("Wrote %s (%s) to %s.", source, opened.spec.name, final)
     return final
 
@@ -140,14 +141,13 @@ def _open(source: str, model_name: str | None, text_model: str | None) -> _Opene
     return _Opened(model.float().eval(), tokenizer, spec, weights)
 
 
-def _card(source: str, opened: _Opened, licence: str | None) -> str:
+def _card(source: str, opened: _Opened, licence: str | None) -> ModelCard:
     path = Path(source.removeprefix(LOCAL_DIR)).expanduser()
-    if path.is_file():
-        return run_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
-    return folder_card(path, opened.spec, opened.weights, library="transformers", licence=licence)
+    card_of = run_card if path.is_file() else folder_card
+    return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
 
 
-def whole_model(model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor]]:
     """The config and the state dict of the whole model in transformers. UserError for what it has no place for."""
     from transformers import CLIPConfig, VisionTextDualEncoderConfig
 

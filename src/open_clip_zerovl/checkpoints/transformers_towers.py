@@ -33,30 +33,13 @@ from open_clip.timm_model import TimmModel
 from open_clip.transformer import QuickGELU, ResidualAttentionBlock, TextTransformer, VisionTransformer
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.native_vit import as_native_vit
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, renamed
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.configs import ClipModel
 
 # Text towers whose pooler is a linear map of the first token's state and a tanh.
 POOLED_TYPES = ("bert", "roberta", "xlm-roberta")
 _HEADROOM_BITS = 10  # x < 2^-10, so that tanh(x) = x to 2^-21
-
-# Part of a block in open_clip -> the same in transformers. The attention's first map is split in three there.
-_CLIP_BLOCK = {
-    "ln_1": "layer_norm1",
-    "attn.in_proj_": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.out_proj": "self_attn.out_proj",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-_VIT_BLOCK = {
-    "ln_1": "layernorm_before",
-    "attn.in_proj_": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "attn.out_proj": "attention.output.dense",
-    "ln_2": "layernorm_after",
-    "mlp.c_fc": "intermediate.dense",
-    "mlp.c_proj": "output.dense",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +64,7 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def image_tower(model: nn.Module) -> Tower:
+def image_tower(model: ClipModel) -> Tower:
     """The image tower of an open_clip model.
 
     Raises:
@@ -120,7 +103,7 @@ def image_tower(model: nn.Module) -> Tower:
     return layout(weights, sizes, projection.float())
 
 
-def text_tower(model: nn.Module) -> Tower:
+def text_tower(model: ClipModel) -> Tower:
     """The text tower of an open_clip model.
 
     Raises:
@@ -150,42 +133,20 @@ def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Te
     from transformers import ViTConfig
 
     pooler, factor = straight_pooler(weights["ln_post.weight"], weights["ln_post.bias"])
-    width = len(weights["ln_post.weight"])
-    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layer.", _VIT_BLOCK)
-    tensors = {
-        "embeddings.cls_token": weights["class_embedding"].reshape(1, 1, width),
-        "embeddings.position_embeddings": weights["positional_embedding"][None],
-        "embeddings.patch_embeddings.projection.weight": weights["conv1.weight"],
-        "embeddings.patch_embeddings.projection.bias": torch.zeros(width),
-        "layernorm.weight": weights["ln_post.weight"],
-        "layernorm.bias": weights["ln_post.bias"],
-        **blocks,
-        **pooler,
-    }
-    return Tower(ViTConfig(hidden_size=width, **shape, **sizes), tensors, projection * factor)
+    tensors, shape = _transformer(weights, "ViT")
+    tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(shape["hidden_size"])
+    return Tower(ViTConfig(**shape, **sizes), tensors | pooler, projection * factor)
 
 
 def _clip_vision(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
     from transformers import CLIPVisionConfig
 
-    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layers.", _CLIP_BLOCK)
-    tensors = {
-        "embeddings.class_embedding": weights["class_embedding"],
-        "embeddings.position_embedding.weight": weights["positional_embedding"],
-        "embeddings.patch_embedding.weight": weights["conv1.weight"],
-        "pre_layrnorm.weight": weights["ln_pre.weight"],
-        "pre_layrnorm.bias": weights["ln_pre.bias"],
-        "post_layernorm.weight": weights["ln_post.weight"],
-        "post_layernorm.bias": weights["ln_post.bias"],
-        **blocks,
-    }
+    tensors, shape = _transformer(weights, "CLIP")
     named = {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
-    width, embedding = len(weights["class_embedding"]), len(projection)
-    config = CLIPVisionConfig(hidden_size=width, projection_dim=embedding, **shape, **sizes)
-    return Tower(config, named, projection)
+    return Tower(CLIPVisionConfig(projection_dim=len(projection), **shape, **sizes), named, projection)
 
 
-def _clip_text(text: nn.Module) -> Tower:
+def _clip_text(text: ClipModel | TextTransformer) -> Tower:
     from transformers import CLIPTextConfig
 
     pool = getattr(text, "pool_type", getattr(text, "text_pool_type", None))
@@ -197,22 +158,21 @@ def _clip_text(text: nn.Module) -> Tower:
         refuse("its text tower appends a class token (embed_cls)")
     _check_blocks(text.transformer.resblocks, "text")
     weights = text.state_dict()
-    blocks, shape = _blocks(weights, "transformer.resblocks.", "encoder.layers.", _CLIP_BLOCK)
-    tensors = {
-        "embeddings.token_embedding.weight": weights["token_embedding.weight"],
-        "embeddings.position_embedding.weight": weights["positional_embedding"],
-        "final_layer_norm.weight": weights["ln_final.weight"],
-        "final_layer_norm.bias": weights["ln_final.bias"],
-        **blocks,
-    }
-    projection, width = text.text_projection, len(weights["ln_final.weight"])
+    tensors, shape = _transformer(
+        {
+            name: tensor
+            for name, tensor in weights.items()
+            if name.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final."))
+        },
+        "CLIP",
+    )
+    projection, width = text.text_projection, shape["hidden_size"]
     if isinstance(projection, nn.Linear):
         matrix = _linear(projection)
     else:
         matrix = torch.eye(width) if projection is None else projection.detach().T
     words = len(weights["token_embedding.weight"])
     config = CLIPTextConfig(
-        hidden_size=width,
         vocab_size=words,
         max_position_embeddings=len(weights["positional_embedding"]),
         projection_dim=len(matrix),
@@ -247,27 +207,17 @@ def _hugging_face_text(text: HFTextEncoder) -> Tower:
     return Tower(config, tensors, projection)
 
 
-def _blocks(
-    weights: Mapping[str, Tensor], start: str, new_start: str, names: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The tensors of open_clip's blocks under other names, and their number and inner width as a config has them."""
-    placed: dict[str, Tensor] = {}
-    for key, tensor in weights.items():
-        if not key.startswith(start):
-            continue
-        number, part = key.removeprefix(start).split(".", 1)
-        old = next((name for name in names if part.startswith(name)), None)
-        if old is None:
-            refuse(f"'{key}' is no tensor of a plain block")
-        new, kind = names[old], part.removeprefix(old).removeprefix(".")
-        thirds = zip(new, tensor.chunk(3), strict=True) if isinstance(new, tuple) else ((new, tensor),)
-        placed |= {f"{new_start}{number}.{name}.{kind}": third for name, third in thirds}
-    layers = 1 + max(int(key.removeprefix(new_start).split(".")[0]) for key in placed)
-    inner = len(weights[f"{start}0.mlp.c_fc.weight"])
+def _transformer(weights: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The tensors of an open_clip transformer under the names of a layout, and its sizes as a config has them."""
+    placed, unknown = renamed({name: tensor for name, tensor in weights.items() if name != "proj"}, "open_clip", layout)
+    if unknown:
+        refuse(f"'{unknown[0]}' is no tensor of a plain block")
     # An attention without biases is one with biases of zero.
-    for key in [key for key in placed if key.endswith(".weight")]:
+    for key in [key for key in placed if key.startswith("encoder.") and key.endswith(".weight")]:
         placed.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(placed[key])))
-    return placed, {"num_hidden_layers": layers, "intermediate_size": inner}
+    inner, width = weights["transformer.resblocks.0.mlp.c_fc.weight"].shape
+    layers = len({name.split(".")[2] for name in weights if name.startswith("transformer.resblocks.")})
+    return placed, {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
 
 
 def _check_native(visual: VisionTransformer) -> None:
@@ -286,7 +236,7 @@ def _check_blocks(blocks: nn.ModuleList, tower: str) -> None:
             refuse(f"its {tower} tower scales its layers (ls_init_value)")
 
 
-def _check_timm(trunk: nn.Module, visual: TimmModel) -> None:
+def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
     kind = type(trunk).__name__
     if type(trunk) is not timm_vit.VisionTransformer:
         refuse(f"its image tower, timm's {kind}, is no plain ViT")

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
-from open_clip_zerovl.recipe.declare import add_flags, flags_of
+from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.recipe.arguments import check_known
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
-from open_clip_zerovl.recipe.open_clip_flags import check_known
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,17 +25,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"zerovl plan: {sentence}")
 
 
-def add_plan(commands) -> None:
-    """Add `zerovl plan`. `parse_plan` reads its flags, because argparse cannot ignore unknown flags in a subcommand."""
-    plan = commands.add_parser(
-        "plan", help="what a training run needs, and how long it takes", add_help=False, prefix_chars="+"
-    )
-    plan.add_argument("arguments", nargs=argparse.REMAINDER)
-    plan.set_defaults(run=_run_plan)
-
-
-def _run_plan(arguments: argparse.Namespace) -> int:
-    values = parse_plan(arguments.arguments)
+def run_plan(words: Sequence[str]) -> int:
+    """Print the plan of a training with these words; 1 if something is missing."""
+    values = parse_plan(words)
     from open_clip_zerovl.plan.make import make_plan
     from open_clip_zerovl.plan.report import report
     from open_clip_zerovl.plan.settings import PlanSettings

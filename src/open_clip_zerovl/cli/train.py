@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import training_command
@@ -12,38 +12,25 @@ from open_clip_zerovl.core.launch import training_command
 _GPUS = "--gpus"
 
 
-def add_train(commands) -> None:
-    """Add the line of `zerovl --help`. The command's words are read by `become_training`, before there is a parser."""
-    commands.add_parser(
-        "train",
-        add_help=False,
-        help="train a model: the flags of python -m training.main, in one process for each visible GPU",
-    )
-
-
-def become_training(words: Sequence[str]) -> int:
+def become_training(words: Sequence[str]) -> NoReturn:
     """Put the training program in this process's place: signals, terminal and exit status are its own.
 
     Args:
         words: those of `python -m training.main`, and `--gpus N`.
 
-    Returns:
-        2, after one sentence: `--gpus` without a number, or a training program that is not whole.
+    Raises:
+        UserError: `--gpus` without a number, or a training program that is not whole.
     """
-    try:
-        gpus, arguments = take_gpus(words)
-        asks_help = any(word in ("-h", "--help") for word in arguments)
-        command = training_command(arguments, 1 if asks_help else gpus)
-    except UserError as error:
-        print(f"zerovl: error: {error}", file=sys.stderr)
-        return 2
+    gpus, arguments = take_gpus(words)
+    asks_help = any(word in ("-h", "--help") for word in arguments)
+    command = training_command(arguments, 1 if asks_help else gpus)
     if asks_help:
         print(
             "zerovl train [--gpus N] FLAGS: one process for each GPU that CUDA_VISIBLE_DEVICES leaves visible, or N; with "
             "--device cpu one, or N.\nThe flags are those of python -m training.main:\n",
             flush=True,
         )
-    return os.execv(command[0], command)
+    os.execv(command[0], command)
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:

@@ -108,6 +108,46 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
         save(content, file, **options)
 
 
+def lock_file(
+    path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True, create: bool = False, forked: bool = True
+) -> int | None:
+    """A descriptor of a file that holds a lock on it, until the descriptor is closed or the process ends, in whatever way.
+
+    Args:
+        shared: several processes may hold the lock together, instead of one alone.
+        wait: for processes that hold it.
+        create: the file if it is absent.
+        forked: forks of this process hold the lock too, until they end; False: they do not (an exclusive lock only).
+
+    Returns:
+        None where there is no file, or, without `wait`, where another process holds the lock.
+
+    Raises:
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+        except FileNotFoundError:
+            if create:  # its folder is absent
+                raise
+            return None
+        try:
+            (fcntl.flock if forked else fcntl.lockf)(descriptor, kind)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except (BlockingIOError, PermissionError):  # lockf may give either for a lock that is held
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the file was renamed or removed before it was locked
+
+
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None) -> Iterator[None]:
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
@@ -121,12 +161,13 @@ def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | No
         OSError: the folder cannot be made or written.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder, name), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise UserError(busy or "") from error
+    descriptor = lock_file(Path(folder, name), wait=busy is None, create=True)
+    if descriptor is None:
+        raise UserError(busy or "")
+    try:
         yield
+    finally:
+        os.close(descriptor)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

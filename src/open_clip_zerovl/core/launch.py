@@ -1,40 +1,57 @@
-"""Training as a command: what `zerovl train` and others start as a process of its own. The library never imports `training`.
+"""Training as a command: one way to start and watch it for `zerovl train`, fine-tuning, recipes, demo and ablation.
 
-The command names a file of the package `training` that lies beside this package, in a checkout as in an installed wheel. So
-neither a `training.py` in the current folder nor a fork of open_clip with a package of that name is ever taken for it.
+    training_command(arguments, processes)         the command line; its signals and its exit status are the training's
+    start_training(arguments, processes, log=...)  the same as a child of this process, with its words in a file
+
+The library never imports `training`. The command names a file of that package which lies beside this one, in a checkout as in
+an installed wheel. So neither a `training.py` in the current folder nor a fork of open_clip with a package of that name is ever
+taken for it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, end_with_parent
 
-PROCESSES = "--processes"  # the first words of training/__main__.py: --processes N --, or --processes gpus --
+PROCESSES = "--processes"  # the first words of training/main.py: --processes N --, or --processes gpus --
 EACH_GPU = "gpus"
 _FOLDER = Path(__file__).resolve().parents[2]
 # open_clip's older releases have a package `training` with a main.py, too: installed later, it overwrites files of ours.
 _MARK = "open_clip_zerovl"
+CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
+_STOP_SECONDS = 600.0  # for a step and its checkpoint
+_LAST_LINES = 40  # of a log, in which an error is looked for
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def training_command(arguments: Sequence[str], processes: int | None = 1) -> list[str]:
+def training_command(arguments: Sequence[str], processes: int | None = 1, rendezvous: Sequence[str] = ()) -> list[str]:
     """The command line of a training; its exit status is the training's, and stop signals to it reach all of its processes.
 
     Args:
         arguments: the flags of `python -m training.main`.
-        processes: ranks; torchrun starts more than one. None: one for each visible GPU, counted when the command runs.
+        processes: ranks on this machine; torchrun starts more than one. None: one for each visible GPU, counted when the
+            command runs.
+        rendezvous: torchrun's flags for a job of several machines (`--nnodes`, `--node-rank`, `--master-addr`,
+            `--master-port`). With any, torchrun also starts a single rank.
 
     Raises:
         UserError: the training program is not where it was installed.
     """
-    program = _FOLDER / "training" / "__main__.py"
+    program = _FOLDER / "training" / "main.py"
     try:
-        ours = program.is_file() and _MARK in (program.parent / "main.py").read_text(encoding="utf-8")
+        ours = _MARK in program.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         ours = False
     if not ours:
@@ -42,28 +59,123 @@ def training_command(arguments: Sequence[str], processes: int | None = 1) -> lis
             f"the training program is not whole in {program.parent}: another package called training was installed over it, "
             "or the installation is cut short; install open_clip_zerovl again"
         )
-    how = [] if processes == 1 else [PROCESSES, EACH_GPU if processes is None else str(processes), "--"]
+    count = EACH_GPU if processes is None else str(processes)
+    how = [] if processes == 1 and not rendezvous else [PROCESSES, count, *rendezvous, "--"]
     return [sys.executable, str(program), *how, *arguments]
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """How many NVIDIA GPUs a process sees: those of nvidia-smi, as far as CUDA_VISIBLE_DEVICES lets it. Needs no torch."""
+# ---------------------------------------------------------------------------------------------------------------------
+# A child process that trains
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingProcess:
+    """A training that runs as a child of this process.
+
+    Attributes:
+        process: the child.
+        log: the file with its words (standard output and standard error).
+    """
+
+    process: subprocess.Popen
+    log: Path
+
+    def is_running(self) -> bool:
+        """Whether the training has not ended yet."""
+        return self.process.poll() is None
+
+    def ask_to_stop(self) -> None:
+        """Ask the training to save a checkpoint and end; returns at once."""
+        if self.is_running():
+            self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Ask the training to save a checkpoint and end, and wait for it; after ten minutes it is killed."""
+        self.ask_to_stop()
+        try:
+            self.process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def check(self) -> None:
+        """Wait for the training's end.
+
+        Raises:
+            UserError: it was stopped, or it failed (its last error is in the sentence).
+        """
+        status = self.process.wait()
+        if status in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
+            raise UserError("the training was stopped; call the same command again to go on")
+        if status != 0:
+            raise UserError(f"the training ended with status {status}: {last_error(self.log)} (all of it: {self.log})")
+
+
+def start_training(
+    arguments: Sequence[str], processes: int | None = 1, *, log: Path, threads: int | None = None
+) -> TrainingProcess:
+    """Start a training as a child of this process. It saves a checkpoint and ends when this process is killed.
+
+    Args:
+        arguments, processes: as of `training_command`.
+        log: a file to which the training's words are appended.
+        threads: CPU threads of a rank; None: torch's choice for one rank, an equal share of the cores for several.
+
+    Raises:
+        UserError: see `training_command`.
+    """
+    environment = None if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with open(log, "ab") as file:
+        command = training_command(arguments, processes)
+        child = subprocess.Popen(command, stdout=file, stderr=file, env=environment, preexec_fn=_end_with_parent)
+    return TrainingProcess(child, log)
+
+
+def _end_with_parent() -> None:
+    end_with_parent(signal.SIGTERM)
+
+
+def last_error(log: Path) -> str:
+    """The last error that a training printed, without the program's name; its last line where it printed none."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines[-_LAST_LINES:] if "error" in line.lower()]
+    return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPUs and ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
+    """GiB of each NVIDIA GPU that a process sees: those of nvidia-smi, as far as CUDA_VISIBLE_DEVICES lets it. Needs no torch.
+
+    A GPU or a part of one that is named (GPU-..., MIG-...) counts with the memory of the smallest.
+    """
     named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is not None and not named.strip():
-        return 0
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    found = sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
-    if named is None or found == 0:
+    if (named is not None and not named.strip()) or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    found = [
+        int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
+    ]  # "[N/A]" where it is shared with the CPU
+    if named is None or not found:
         return found
-    count = 0
+    visible: list[float] = []
     for name in map(str.strip, named.split(",")):
-        # As the driver reads it: up to the first that does not exist. Names (GPU-..., MIG-...) are taken as they are.
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= found):
+        # As the driver reads it: up to the first that does not exist.
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= len(found)):
             break
-        count += 1
-    return count
+        visible.append(found[int(name)] if name.isdecimal() else min(found))
+    return visible
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """How many NVIDIA GPUs a process sees; see `gpu_memories`."""
+    return len(gpu_memories(environment))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -90,21 +202,18 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
                 f"--gpus {asked} does not work within torchrun, srun or mpirun, which start the processes; leave it out"
             )
         return 1
+    if device not in ("cuda", "cpu") and asked not in (None, 1):
+        raise UserError(
+            f"--gpus {asked} does not work with --device {device}; leave --device out, or give --device cpu"
+        )
     if device != "cuda":
-        several = device != "cpu" and asked not in (None, 1)
-        if several:
-            raise UserError(
-                f"--gpus {asked} does not work with --device {device}; leave --device out, or give --device cpu"
-            )
         return asked or 1
     visible = visible_gpus(environment)
     if asked is None:
         return max(1, visible)
     if asked > max(1, visible):
-        seen = (
-            f"{visible} GPU{'s are' if visible != 1 else ' is'} visible here" if visible else "no GPU is visible here"
-        )
         only = environment.get("CUDA_VISIBLE_DEVICES")
+        seen = f"{visible} GPU{'s are' if visible > 1 else ' is'} visible here" if visible else "no GPU is visible here"
         raise UserError(
             f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; give at most that many, or "
             "--device cpu for that many processes on the CPU"

@@ -29,15 +29,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RngState:
-    """State of torch's CPU generator and, for an accelerator, of that device's default generator.
-
-    Python's and NumPy's generators are not part of it, since models draw from torch's.
+    """States of the process's default generators: Python's, NumPy's, torch's and, for an accelerator, that device's.
 
     Attributes:
-        cpu: state of the CPU generator.
+        python, numpy, cpu: states of `random`, NumPy's and torch's CPU generator.
         device, device_state: the accelerator and its generator's state; None on the CPU.
     """
 
+    python: Any
+    numpy: Any
     cpu: Tensor
     device: torch.device | None
     device_state: Tensor | None
@@ -45,12 +45,15 @@ class RngState:
     @classmethod
     def capture(cls, device: torch.device) -> RngState:
         """The present states of the generators that a forward pass on `device` draws from."""
+        host = random.getstate(), np.random.get_state(), torch.get_rng_state()
         if device.type == "cpu":
-            return cls(torch.get_rng_state(), None, None)
-        return cls(torch.get_rng_state(), device, _module(device).get_rng_state(*_index(device)))
+            return cls(*host, None, None)
+        return cls(*host, device, _module(device).get_rng_state(*_index(device)))
 
     def restore(self) -> None:
         """Put the generators back to this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             _module(self.device).set_rng_state(self.device_state, *_index(self.device))
@@ -132,13 +135,11 @@ def reseed_torch(seed: int) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore the process's CPU generators (torch, numpy, `random`) after the block, also after an error."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    state = RngState.capture(torch.device("cpu"))
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        state.restore()
 
 
 @contextmanager

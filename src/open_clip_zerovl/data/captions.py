@@ -1,19 +1,140 @@
-"""The number of captions of each sample of a source."""
+"""Captions that come from several fields of a sample: the `txt`, keys of its json, keys of other JSON members.
+
+    --captions txt=0.5,syn=0.5        000.txt "a dog"      000.json {"syn": ["a brown dog runs", "a dog on grass"]}
+    -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown with shares 0.5, 0.25, 0.25
+
+The share of a field that a sample lacks goes to its other fields, in proportion to theirs.
+
+    --captions txt+syn                one caption of each field is shown in every step
+    -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown: number 0, and number 1 or 2
+
+A sample that lacks one of these fields is a bad one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.fields import captions_of, member_of
-from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.names import caption_fields, caption_sets, field_names
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import ShardError, locate_samples, opened
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, locate_samples, opened
 from open_clip_zerovl.shards.urls import local_path
+
+JSON_EXTENSION = "json"
+
+
+class DrawnCaptions(list[bytes]):
+    """Captions of a sample, of which one is drawn each time.
+
+    Attributes:
+        shares: probability of each caption; they sum to 1.
+    """
+
+    def __init__(self, captions: Iterable[bytes], shares: Iterable[float]) -> None:
+        super().__init__(captions)
+        self.shares = list(shares)
+
+    def at(self, u: float) -> int:
+        """The number of the caption that u, uniform in [0, 1), draws."""
+        for number, share in enumerate(self.shares):
+            u -= share
+            if u < 0:
+                return number
+        return len(self) - 1
+
+
+class CaptionSets(list[bytes]):
+    """Captions of a sample in sets, of which each shows one.
+
+    Attributes:
+        begins: the number of each set's first caption.
+    """
+
+    def __init__(self, sets: Iterable[list[bytes]]) -> None:
+        super().__init__()
+        self.begins: list[int] = []
+        for texts in sets:
+            self.begins.append(len(self))
+            self += texts
+
+    def shown(self, draw: Callable[[int], int]) -> tuple[int, ...]:
+        """The numbers of the captions that a step shows, one of each set.
+
+        Args:
+            draw: number of a set -> a random number, whose remainder chooses.
+        """
+        ends = [*self.begins[1:], len(self)]
+        return tuple(
+            begin + draw(number) % (end - begin)
+            for number, (begin, end) in enumerate(zip(self.begins, ends, strict=True))
+        )
+
+
+def member_of(field: str) -> str:
+    """The member of a sample that holds a field: `syn.json:syn_text` -> `syn.json`."""
+    if field == TEXT_EXTENSION:
+        return TEXT_EXTENSION
+    return field.partition(":")[0] if ":" in field else JSON_EXTENSION
+
+
+def captions_of(
+    members: Mapping[str, bytes | None], captions: str | None
+) -> DrawnCaptions | CaptionSets | Fault | None:
+    """All captions of a sample, field by field; None where it has none of the fields.
+
+    A Fault where a member is no JSON, or where one of several fields that are shown together is missing.
+
+    Args:
+        members: suffix -> content, of at least the members that `member_of` names.
+        captions: `--captions`, which names fields.
+    """
+    sets = caption_sets(captions)
+    fields = caption_fields(captions)
+    found: list[tuple[list[bytes], float]] = []
+    for field, share in fields or [(name, 1.0) for name in sets]:
+        texts = _texts_of(members, field)
+        if isinstance(texts, Fault):
+            return texts
+        if texts:
+            found.append((texts, share))
+        elif sets:
+            return Fault("no caption", f"has no caption {field}, and --captions {captions} shows one of each")
+    if sets:
+        return CaptionSets(texts for texts, _ in found)
+    if not found:
+        return None
+    total = sum(share for _, share in found)
+    return DrawnCaptions(
+        [text for texts, _ in found for text in texts],
+        [share / total / len(texts) for texts, share in found for _ in texts],
+    )
+
+
+def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | Fault:
+    """The captions of one field, [] where the sample lacks it."""
+    member = member_of(field)
+    content = members.get(member)
+    if content is None:
+        return []
+    if field == TEXT_EXTENSION:
+        return [content]
+    try:
+        value: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, thousands deep
+        return Fault("bad json", f"has a member {member} that is no JSON ({error})")
+    value = value.get(field.rpartition(":")[2]) if isinstance(value, dict) else None
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    # JSON may hold half of a character, "\ud83d": its bytes are no UTF-8, and the caption is refused if it is to be shown.
+    return [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
 def caption_starts(source: Source) -> np.ndarray | None:

@@ -24,7 +24,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Fault
+from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.health import Ledger
-from open_clip_zerovl.data.lending import Lending, Lent
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.waiting import told_waits
-from open_clip_zerovl.data.workers import begin_worker, explain_worker_error, reading_words
+from open_clip_zerovl.data.stats import DataStats
+from open_clip_zerovl.data.workers import explain_worker_error, reading_words, stall_watchdog, worker_start
 
 
 class MixtureLoader:
@@ -77,10 +73,10 @@ class MixtureLoader:
         self.num_batches = first.steps
         self.num_samples = first.steps * first.effective_batch
         self.batch_size = mixture.batching.micro_batch
-        self.ledger = Ledger([source.name for source in mixture.sources], max_bad_share)
+        self.stats = DataStats([source.name for source in mixture.sources], max_bad_share)
         if prefetch is None:
             prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
-        mixture.lending = self._lending = Lending(workers) if workers > 0 else None
+        mixture.pool = self._pool = BufferPool(workers) if workers > 0 else None
         mixture.timeout_seconds = stall_timeout_seconds
         self._loader: DataLoader = DataLoader(
             mixture,
@@ -96,9 +92,9 @@ class MixtureLoader:
         atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
-    def lost(self) -> dict[str, dict[str, int]]:
+    def lost(self) -> Mapping[str, Mapping[str, int]]:
         """source -> reason -> samples that this rank has replaced since it began with the epoch."""
-        return self.ledger.books.lost
+        return self.stats.epoch.lost
 
     def __len__(self) -> int:
         return self.num_batches
@@ -131,7 +127,7 @@ class MixtureLoader:
                 stall_timeout_seconds=self.stall_timeout_seconds,
                 gather=self.gather,
             )
-            self._begun.ledger = self.ledger
+            self._begun.stats = self.stats
             self._begun.set_epoch(epoch, start_step)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -148,34 +144,33 @@ class MixtureLoader:
     def _micro_batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
         epoch, step = self.mixture.start.get()
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
-        self.ledger.open_epoch(self.mixture.schedule(epoch).taken.tolist())
+        self.stats.open_epoch(self.mixture.schedule(epoch).taken.tolist())
         seen = 0
         for item in self._items():
             if isinstance(item, Failure):
                 raise UserError(item.message)
             *batch, report = item
-            self.ledger.add(report)
+            self.stats.add(report)
             seen += 1
-            if isinstance(batch[0], Lent):
-                assert self._lending is not None
-                batch[:] = self._lending.receive(batch[0])
+            if isinstance(batch[0], PooledBatch):
+                assert self._pool is not None
+                batch[:] = self._pool.receive(batch[0])
             yield tuple(batch)
         if seen != micro_batches:
             raise UserError(
                 f"the loader ended after {seen} of {micro_batches} micro-batches; a worker process was lost"
             )
-        mine = self.ledger.books
+        mine = self.stats.epoch
         all_ranks = self.gather(mine) if self.gather is not None else None
-        self.ledger.close_epoch(all_ranks, log=all_ranks is None or self.mixture.rank == 0)
+        self.stats.close_epoch(all_ranks, log=all_ranks is None or self.mixture.rank == 0)
 
     def _items(self) -> Iterator[Any]:
         count = 0
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._loader.worker_init_fn = partial(begin_worker, parent=os.getpid() if in_main_thread else None)
+        self._loader.worker_init_fn = worker_start()
         try:
             iterator = iter(self._loader)
             self._processes = list(getattr(iterator, "_workers", ()))
-            for item in told_waits(iterator, self._wait_sentence):
+            for item in stall_watchdog(iterator, self._wait_sentence):
                 yield item
                 count += 1
         except RuntimeError as error:

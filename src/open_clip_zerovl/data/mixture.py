@@ -1,7 +1,7 @@
 """The data engine: webdataset shards of several sources in, micro-batches of (images, texts) out (section 3.1).
 
-    schedule (schedule.py) --> this reader's pieces of each source --> raw samples (reading.py)
-        --> shuffled, bad ones replaced (shares.py) --> decode, transform, tokenize, collate
+    schedule (schedule.py) --> this reader's slices of each source --> raw samples (reading.py)
+        --> shuffled, bad ones replaced (sample_stream.py) --> decode, transform, tokenize, collate
         --> (images (B, C, H, W), texts (B, L))
 
 Each reader reads its own stretch of every source and emits the micro-batches that the schedule gives to it. Batches of one
@@ -33,28 +33,27 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
-from open_clip_zerovl.data.dealing import deal
-from open_clip_zerovl.data.health import Report
+from open_clip_zerovl.data.assignment import Assignment
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
-from open_clip_zerovl.data.lending import Lending, Lent
 from open_clip_zerovl.data.names import POLICIES
-from open_clip_zerovl.data.pieces import PieceReader
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
 from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
+from open_clip_zerovl.data.sample_stream import LocalOrder, SampleStream, SliceReader
 from open_clip_zerovl.data.schedule import (
     Batching,
     Schedule,
-    epoch_pieces,
-    slice_pieces,
+    epoch_slices,
     source_schedule,
+    stretch_of,
 )
-from open_clip_zerovl.data.shares import LocalOrder, Share
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import BatchReport
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
-from open_clip_zerovl.shards.remote import Patience, Wait
+from open_clip_zerovl.shards.remote import RetryPolicy, Wait
 
 SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 
@@ -68,7 +67,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How sources make batches: the arguments of `source_schedule` and `epoch_pieces` that a run chooses.
+    """How sources make batches: the arguments of `source_schedule` and `epoch_slices` that a run chooses.
 
     Attributes:
         strategy: of STRATEGIES.
@@ -192,8 +191,8 @@ class Mixture(IterableDataset):
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
-        (images (B, C, H, W), texts (B, L), `Report`), with the third and fourth items of `Preprocessing` before the report; in
-        a loader's worker (`Lent`, `Report`); or a `Failure`. `MixtureLoader` yields the batches without the report.
+        (images (B, C, H, W), texts (B, L), `BatchReport`), with the third and fourth items of `Preprocessing` before the
+        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `Failure`. `MixtureLoader` yields batches without it.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.
@@ -231,7 +230,7 @@ class Mixture(IterableDataset):
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
         # Pictures on the array path draw from torch's generator alone; seeding the others takes most of the time.
         self.reseed = reseed_torch if isinstance(self.transform, PixelTransform) else reseed
-        self.lending: Lending | None = None  # set by a loader with worker processes
+        self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
@@ -269,7 +268,7 @@ class Mixture(IterableDataset):
             V = 2, entered at 3      process 0 runs reader 1: micro-batches 3, 5 ...       process 1 runs reader 0: 4, 6 ...
         """
         schedule = self.schedule(epoch)
-        dealt = deal(schedule, self.batching)
+        dealt = Assignment(schedule, self.batching)
         number = (step * self.batching.dga_steps + worker) % self.batching.workers
         reader = _Reader(
             number,
@@ -279,16 +278,16 @@ class Mixture(IterableDataset):
             done=dealt.quota(self.rank, number, step),
         )
         if self.cache is not None and get_worker_info() is not None:
-            reader.ahead = FetchAhead(self.cache, Patience.within(self.timeout_seconds))
-        shares = [self._share(schedule, index, reader) for index in range(len(self.sources))]
+            reader.ahead = FetchAhead(self.cache, RetryPolicy.within(self.timeout_seconds))
+        streams = [self._stream(schedule, index, reader) for index in range(len(self.sources))]
         left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
         try:
             for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
-                takes = [shares[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
+                takes = [streams[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
                 batch = self._batch(takes, worker)
                 if count == left:
-                    for share in shares:
-                        share.finish()
+                    for one in streams:
+                        one.finish()
                 batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
                 batch[-1].notes, reader.notes[:] = list(reader.notes), []
                 batch[-1].waits, reader.waits[:] = list(reader.waits), []
@@ -297,12 +296,12 @@ class Mixture(IterableDataset):
             if reader.ahead is not None:
                 reader.ahead.close()
 
-    def _share(self, schedule: Schedule, index: int, reader: _Reader) -> Share:
+    def _stream(self, schedule: Schedule, index: int, reader: _Reader) -> SampleStream:
         """What a reader delivers of source `index`: its quota, after what the readers before it deliver."""
         source, epoch = self.sources[index], schedule.epoch
         quota = int(reader.quota[index])
-        pieces = epoch_pieces(source.sizes, schedule, index, resampled=self.sampling.resampled)
-        mine = slice_pieces(pieces, int(reader.before[index]), quota)
+        slices = epoch_slices(source.sizes, schedule, index, resampled=self.sampling.resampled)
+        mine = stretch_of(slices, int(reader.before[index]), quota)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
         of_all = self.rank * self.batching.workers + reader.number  # the reader's number over all ranks
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
@@ -313,7 +312,7 @@ class Mixture(IterableDataset):
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
             teachers=self.preprocessing.shard_teachers,
-            patience=Patience.within(
+            policy=RetryPolicy.within(
                 self.timeout_seconds,
                 watched=get_worker_info() is not None,
                 waits=lambda wait: reader.waits.append((index, wait)),
@@ -323,15 +322,15 @@ class Mixture(IterableDataset):
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )
-        return Share(PieceReader(reading, mine, pieces), order, int(reader.done[index]))
+        return SampleStream(SliceReader(reading, mine, slices), order, int(reader.done[index]))
 
-    def _batch(self, shares: Sequence[Share], worker: int) -> tuple[Any, ...]:
-        """The next sample of each share: (images, texts, origin and embeddings where wanted, report), or (`Lent`, report)."""
+    def _batch(self, streams: Sequence[SampleStream], worker: int) -> tuple[Any, ...]:
+        """The next sample of each stream: (images, texts, origin and embeddings, report), or (`PooledBatch`, report)."""
         wanted, teachers = self.preprocessing, self.preprocessing.teachers
-        images, captions, origins, embeddings, report = [], [], [], [], Report()
+        images, captions, origins, embeddings, report = [], [], [], [], BatchReport()
         with preserved():
-            for share in shares:
-                sample, image, loss = share.take(self._decode)
+            for one in streams:
+                sample, image, dropped = one.take(self._decode)
                 if teachers is None:
                     self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                     images.append(self.transform(image))  # at once: decoded images are large
@@ -343,8 +342,8 @@ class Mixture(IterableDataset):
                 captions.append(self._captions(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
-                if loss is not None:
-                    report.losses.append(loss)
+                if dropped is not None:
+                    report.dropped.append(dropped)
         texts = [caption for beside in zip(*captions, strict=True) for caption in beside]
         others: list[Any] = [self.tokenize(texts)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
@@ -352,11 +351,11 @@ class Mixture(IterableDataset):
             others.append(torch.tensor(origins))
         if teachers is not None:
             others.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
-        found = self.lending.block(worker, batch_layout(images)) if self.lending is not None else None
+        found = self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
         if found is None:
             return (collate_images(images), *others, report)
         block, memory = found
-        return (Lent.of(worker, block, collate_images(images, memory), others), report)
+        return (PooledBatch.of(worker, block, collate_images(images, memory), others), report)
 
     def _captions(self, sample: RawSample) -> list[str]:
         augment = self.preprocessing.augment_caption

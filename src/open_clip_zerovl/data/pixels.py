@@ -5,8 +5,12 @@
 For the same random draws the picture is that of PIL and torchvision to rounding: at most 2 grey levels in 99.9 % of the pixels
 (`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
 `simplejpeg` decodes JPEGs in grey or colour. Everything else (CMYK, PNG, WebP, torn files) goes through `images.decode_image`,
-and so the same pictures are refused on both paths. AutoAugment's operations stay PIL's, on the small crop: torch's
-nearest-neighbour rotation and shear pick other pixels.
+and so the same pictures are refused on both paths.
+
+AutoAugment draws as torchvision's, with tables that are made once for each picture size instead of for each picture. Its
+operations on single bytes (invert, posterize, solarize) run on the array. The others stay PIL's, for which the picture becomes
+a PIL image: torch's nearest-neighbour rotation and shear pick other pixels, its blends round differently, and its histograms
+are no faster.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,12 +36,12 @@ from torchvision.transforms import (
     RandomResizedCrop,
     Resize,
 )
+from torchvision.transforms.autoaugment import _apply_op
 from torchvision.transforms.functional import _compute_resized_output_size
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
 from open_clip_zerovl.data.names import PIXEL_PATHS
-from open_clip_zerovl.data.policies import ArrayAutoAugment
 
 try:
     import simplejpeg
@@ -48,6 +52,7 @@ _MODES = {InterpolationMode.BICUBIC: "bicubic", InterpolationMode.BILINEAR: "bil
 _JPEG = b"\xff\xd8\xff"
 
 Step = Callable[[torch.Tensor], torch.Tensor]
+Rows: TypeAlias = torch.Tensor  # (H, W, 3) uint8
 
 
 @cache
@@ -218,3 +223,85 @@ class _Resize:
         if len(size) == 1:
             size = _compute_resized_output_size((height, width), size, self.step.max_size)
         return _resized(picture, (int(size[0]), int(size[1])), self.step.interpolation)
+
+
+class ArrayAutoAugment:
+    """AutoAugment on pictures (3, H, W) uint8.
+
+    Args:
+        step: torchvision's AutoAugment.
+    """
+
+    def __init__(self, step: AutoAugment) -> None:
+        self.step = step
+        self._sizes: dict[tuple[int, int], list[list[tuple[str, float, float, bool]]]] = {}
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        number, chances, signs = self.step.get_params(len(self.step.policies))
+        shown: Rows | Image.Image = picture.permute(1, 2, 0)
+        operations = self._policies(int(picture.shape[1]), int(picture.shape[2]))[number]
+        for (name, probability, strength, signed), chance, sign in zip(
+            operations, chances.tolist(), signs.tolist(), strict=True
+        ):
+            if chance > probability:
+                continue
+            strength = -strength if signed and sign == 0 else strength
+            if name in _ON_BYTES:
+                shown = _ON_BYTES[name](_rows(shown), strength)
+            else:
+                shown = _apply_op(_image(shown), name, strength, self.step.interpolation, self.step.fill)
+        return _rows(shown).permute(2, 0, 1)
+
+    def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
+        """For each policy its operations: (name, probability, strength, whether the strength has a random sign)."""
+        found = self._sizes.get((height, width))
+        if found is None:
+            space: dict[str, Any] = self.step._augmentation_space(10, (height, width))
+            found = self._sizes[height, width] = [
+                [
+                    (
+                        name,
+                        float(np.float32(probability)),  # the draws are fp32
+                        0.0 if level is None else float(space[name][0][level].item()),
+                        space[name][1],
+                    )
+                    for name, probability, level in policy
+                ]
+                for policy in self.step.policies
+            ]
+        return found
+
+
+def _rows(shown: Rows | Image.Image) -> Rows:
+    if isinstance(shown, Image.Image):
+        return torch.from_numpy(np.array(shown))
+    return shown.contiguous()
+
+
+def _image(shown: Rows | Image.Image) -> Image.Image:
+    if isinstance(shown, Image.Image):
+        return shown
+    height, width, _ = shown.shape
+    return Image.frombuffer("RGB", (width, height), shown.contiguous().numpy(), "raw", "RGB", 0, 1)
+
+
+def _invert(rows: Rows, _strength: float) -> Rows:
+    return 255 - rows
+
+
+def _posterize(rows: Rows, strength: float) -> Rows:
+    """Keep the `strength` highest bits of each byte."""
+    return rows & (0xFF << (8 - int(strength)) & 0xFF)
+
+
+def _solarize(rows: Rows, strength: float) -> Rows:
+    """Invert the bytes from `strength` on."""
+    flip = torch.ge(rows, strength).to(torch.uint8).neg_()  # 0 or 255
+    return flip.bitwise_xor_(rows)
+
+
+_ON_BYTES: dict[str, Callable[[Rows, float], Rows]] = {
+    "Invert": _invert,
+    "Posterize": _posterize,
+    "Solarize": _solarize,
+}

@@ -1,13 +1,13 @@
 """Shards to raw samples: still encoded, in the order of the shard, bad ones marked.
 
-    piece of a shard --> members of its samples --> RawSample (image bytes, caption)
+    part of a shard --> members of its samples --> RawSample (image bytes, caption)
 
 Sample number i of a shard is the same whether the shard is streamed from its first byte or entered through its index. What
 replaces a lost sample follows from the seed. An epoch can therefore be entered at any step (invariant 4).
 
-    a bad sample (no caption, say)                    is yielded with its `Fault`; `shares` shows a neighbour instead
-    a shard that gives fewer samples than counted     raises ShardError; `pieces` takes as many samples of the epoch's other
-    (missing, torn, miscounted)                       pieces of the source and marks them with the `Loss`
+    a bad sample (no caption, say)                    is yielded with its `Fault`; `sample_stream` shows a neighbour instead
+    a shard that gives fewer samples than counted     raises ShardError; `sample_stream` takes as many samples of other slices
+    (missing, torn, miscounted)                       of the source and marks them with a `DroppedSample`
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from typing import Any, Protocol
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.fields import CaptionSets, DrawnCaptions
-from open_clip_zerovl.data.health import Fault, Loss
+from open_clip_zerovl.data.captions import CaptionSets, DrawnCaptions
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.shard_members import ShardMembers
+from open_clip_zerovl.data.shard_reader import ShardReader
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
-from open_clip_zerovl.shards.members import (
-    ShardError,
-    opened,
-    unreadable,
-)
-from open_clip_zerovl.shards.remote import Patience
+from open_clip_zerovl.shards.members import ShardError, unreadable
+from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
@@ -66,7 +62,7 @@ class RawSample:
     key: str
     shard: str
     fault: Fault | None = None
-    stands_for: Loss | None = None
+    stands_for: DroppedSample | None = None
     caption_number: int = 0
     beside: tuple[tuple[int, str], ...] = ()
     captions: tuple[str, ...] = ()
@@ -114,7 +110,7 @@ class Reading:
         source, index: what is read, and its index in the mixture.
         seed: of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
-        patience: how long to wait for its remote shards.
+        policy: how long to wait for its remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
         ahead: fetches shards into the cache before they are read; None to fetch each when it is read.
         every_caption: give samples all their captions, besides the one to show.
@@ -127,7 +123,7 @@ class Reading:
     index: int
     seed: int = 0
     fail: bool = True
-    patience: Patience = field(default_factory=Patience)
+    policy: RetryPolicy = field(default_factory=RetryPolicy)
     cache: ShardCache | None = None
     ahead: FetchAhead | None = None
     every_caption: bool = False
@@ -136,9 +132,9 @@ class Reading:
     notes: Callable[[str], None] = _ignore
 
     @functools.cached_property
-    def _members(self) -> ShardMembers:
+    def _shards(self) -> ShardReader:
         others = () if self.teachers is None else self.teachers.members
-        return ShardMembers(self.source, others, self.patience, self.cache, self.notes)
+        return ShardReader(self.source, others, self.policy, self.cache, self.notes)
 
     def announce(self, shard: int) -> None:
         """A shard will be read soon: a remote one is fetched meanwhile."""
@@ -169,7 +165,7 @@ class Reading:
 
     def _raise_if_gone(self, error: ShardError) -> None:
         """UserError where so many remote shards have failed that their host must be down, and no shard can replace another."""
-        failed = self.patience.failed
+        failed = self.policy.failed
         if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
             shard, why = next(iter(failed.items()))
             others = f", nor have {len(failed) - 1} others that were asked for after it" if len(failed) > 1 else ""
@@ -183,7 +179,7 @@ class Reading:
         if source.table is not None:
             yield from self._rows(shard, start, position)
             return
-        with closing(self._members.of(shard, start)) as members:
+        with closing(self._shards.members(shard, start)) as members:
             for offset, (key, texts, image, others) in enumerate(members, start):
                 if offset == size:
                     raise Surplus
@@ -198,22 +194,17 @@ class Reading:
     def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
         table, first = self.source.table, int(self.source.starts[block])
         assert table is not None
-        with opened(table.path) as descriptor:
-            table.check_unchanged(descriptor)
-            for offset in range(start, self.source.sizes[block]):
-                numbers = table.rows_of(first + offset).tolist()
-                rows = [table.read_row(descriptor, row) for row in numbers]
-                path = table.image_path(rows[0][0])
-                if not table.is_readable(numbers[0]):
-                    fault = Fault(
-                        "unreadable row",
-                        "is a row that cannot be read (a warning named its line when the table was opened)",
-                    )
-                    yield RawSample(b"", "", self.index, position + offset - start, path, table.path, fault)
-                    continue
-                image = picture_file(path)
-                texts = [text for _, text in rows if text is not None]
-                yield self._raw(image, texts or None, path, table.path, position + offset - start)
+        samples = table.samples(first + start, first + self.source.sizes[block])
+        for place, sample in enumerate(samples, position):
+            path = table.image_path(sample.image)
+            if sample.readable:
+                yield self._raw(picture_file(path), sample.captions or None, path, table.path, place)
+            else:
+                fault = Fault(
+                    "unreadable row",
+                    "is a row that cannot be read (a warning named its line when the table was opened)",
+                )
+                yield RawSample(b"", "", self.index, place, path, table.path, fault)
 
     def _raw(
         self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int

@@ -18,7 +18,7 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, opened, read_samples
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, read_samples
 from open_clip_zerovl.shards.urls import local_path
 
 
@@ -51,22 +51,15 @@ def _rows(source: Source, block: int) -> Iterator[Sample]:
     table, first = source.table, int(source.starts[block])
     assert table is not None
     try:
-        with opened(table.path) as descriptor:
-            table.check_unchanged(descriptor)
-            for number in range(first, first + source.sizes[block]):
-                members = table.rows_of(number).tolist()
-                rows = [table.read_fields(descriptor, row) for row in members]
-                image, _ = table.image_and_caption(rows[0])
-                captions = [caption for _, caption in map(table.image_and_caption, rows) if caption is not None]
-                files: dict[str, bytes] = {}
-                if table.is_readable(members[0]):
-                    if (content := picture_file(table.image_path(image))) is not None:
-                        files[_extension(image)] = content
-                    if captions:
-                        files[TEXT_EXTENSION] = b"\n".join(captions)
-                    columns = dict(zip(table.columns, rows[0], strict=False))
-                    files["json"] = json.dumps(columns).encode()
-                yield Sample(_key(members[0], image), files)
+        for sample in table.samples(first, first + source.sizes[block]):
+            files: dict[str, bytes] = {}
+            if sample.readable:
+                if (content := picture_file(table.image_path(sample.image))) is not None:
+                    files[_extension(sample.image)] = content
+                if sample.captions:
+                    files[TEXT_EXTENSION] = b"\n".join(sample.captions)
+                files["json"] = json.dumps(dict(zip(table.columns, sample.rows[0], strict=False))).encode()
+            yield Sample(_key(sample.numbers[0], sample.image), files)
     except ShardError as error:
         raise UserError(f"table {table.path} cannot be read ({error}); correct its path") from error
 

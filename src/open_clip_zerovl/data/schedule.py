@@ -15,8 +15,8 @@ Three layers:
                  source independently, as the paper's released code does. debiased_share=S < 1: each source gives S of its
                  samples, in whole effective batches, to such steps, and the rest of all sources is mixed as in random
    - sequential: as debiased, one source after the other (A.4)
-2. `dealing`: what each micro-batch holds, and so what each reader must deliver.
-3. `slice_pieces`: which stretch of a source's shards each reader reads to deliver it.
+2. `assignment`: what each micro-batch holds, and so what each reader must deliver.
+3. `stretch_of`: which stretch of a source's shards each reader reads to deliver it.
 
 A source is an endless cycle over its shards. An epoch takes the next `taken[s]` samples of source s, from `begin[s]` on, which
 is how many all epochs before took (invariant 3):
@@ -235,7 +235,7 @@ def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """Samples [start, stop) of a shard, whose first sample is number `position` in the source's endless cycle."""
 
     shard: int
@@ -247,12 +247,12 @@ class Piece:
         return self.stop - self.start
 
 
-class Pieces(Sequence[Piece]):
-    """Pieces of a source's shards, kept as arrays: those of a quarter of a million shards take 8 MiB.
+class ShardSlices(Sequence[ShardSlice]):
+    """ShardSlices of a source's shards, kept as arrays: those of a quarter of a million shards take 8 MiB.
 
     Attributes:
-        rows: (pieces, 4) shard, start, stop, position, as in `Piece`.
-        ends: (pieces + 1,) samples before each piece; the last entry is the samples of all pieces.
+        rows: (slices, 4) shard, start, stop, position, as in `ShardSlice`.
+        ends: (slices + 1,) samples before each part; the last entry is the samples of all slices.
     """
 
     def __init__(self, rows: np.ndarray) -> None:
@@ -263,22 +263,22 @@ class Pieces(Sequence[Piece]):
         return len(self.rows)
 
     @overload
-    def __getitem__(self, index: int) -> Piece: ...
+    def __getitem__(self, index: int) -> ShardSlice: ...
     @overload
-    def __getitem__(self, index: slice) -> Pieces: ...
-    def __getitem__(self, index: int | slice) -> Piece | Pieces:
+    def __getitem__(self, index: slice) -> ShardSlices: ...
+    def __getitem__(self, index: int | slice) -> ShardSlice | ShardSlices:
         if isinstance(index, slice):
-            return Pieces(self.rows[index])
-        return Piece(*self.rows[index].tolist())
+            return ShardSlices(self.rows[index])
+        return ShardSlice(*self.rows[index].tolist())
 
     @property
     def samples(self) -> int:
-        """Samples of all pieces."""
+        """Samples of all slices."""
         return int(self.ends[-1])
 
 
-def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> Pieces:
-    """The pieces of shards that make up one source's epoch; each pass over the source is shuffled for itself.
+def epoch_slices(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> ShardSlices:
+    """The slices of shards that make up one source's epoch; each pass over the source is shuffled for itself.
 
     Args:
         sizes: samples in each shard of the source.
@@ -292,7 +292,7 @@ def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
     begin = int(schedule.begin[source])
     end = begin + int(schedule.taken[source])
     if resampled:
-        return Pieces(_resampled_pieces(starts, end - begin, rng, schedule.epoch))
+        return ShardSlices(_resampled_slices(starts, end - begin, rng, schedule.epoch))
     laps = [np.zeros((0, 4), dtype=np.int64)]
     for lap in range(begin // total, -(-end // total)):
         low, high = max(begin - lap * total, 0), min(end - lap * total, total)
@@ -301,10 +301,10 @@ def epoch_pieces(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
         start, stop, offset = start[shard], stop[shard], starts[shard]
         in_lap = np.stack([shard, start - offset, stop - offset, lap * total + start], axis=1)
         laps.append(in_lap[rng.permutation(len(in_lap))])
-    return Pieces(np.concatenate(laps))
+    return ShardSlices(np.concatenate(laps))
 
 
-def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> np.ndarray:
+def _resampled_slices(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> np.ndarray:
     total, missing = int(starts[-1]), taken
     rows: list[tuple[int, int, int, int]] = []
     while missing > 0:
@@ -319,29 +319,29 @@ def _resampled_pieces(starts: np.ndarray, taken: int, rng: np.random.Generator, 
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def slice_pieces(pieces: Pieces, low: int, length: int) -> Pieces:
-    """Samples low .. low + length - 1 of the sequence of pieces, as pieces.
+def stretch_of(slices: ShardSlices, low: int, length: int) -> ShardSlices:
+    """Samples low .. low + length - 1 of the sequence of slices, as slices.
 
-    Readers get consecutive stretches (`dealing.Deal.before` and `quota`). All shards of a stretch are whole but the first and
+    Readers get consecutive stretches (`Assignment.before` and `quota`). All shards of a stretch are whole but the first and
     the last; a shard on the boundary of two stretches is read by both readers, each its own part. All stretches together are
     the sequence, nothing twice:
 
-        pieces of 10, 10 and 10 samples, 3 readers of 8  ->  [0..7]; [8..9], [10..15]; [16..19], [20..23]
+        slices of 10, 10 and 10 samples, 3 readers of 8  ->  [0..7]; [8..9], [10..15]; [16..19], [20..23]
 
     Raises:
-        ValueError: the stretch does not lie within the pieces.
+        ValueError: the stretch does not lie within the slices.
     """
     high = low + length
-    if low < 0 or length < 0 or high > pieces.samples:
-        raise ValueError(f"samples {low} to {high} do not add up with the pieces, which hold {pieces.samples}")
-    first = int(np.searchsorted(pieces.ends, low, side="right")) - 1
-    last = int(np.searchsorted(pieces.ends, high, side="left"))
+    if low < 0 or length < 0 or high > slices.samples:
+        raise ValueError(f"samples {low} to {high} do not add up with the slices, which hold {slices.samples}")
+    first = int(np.searchsorted(slices.ends, low, side="right")) - 1
+    last = int(np.searchsorted(slices.ends, high, side="left"))
     if length == 0:
-        return pieces[:0]
-    rows = pieces.rows[first:last].copy()
-    rows[-1, 2] -= pieces.ends[last] - high
-    rows[0, [1, 3]] += low - pieces.ends[first]
-    return Pieces(rows)
+        return slices[:0]
+    rows = slices.rows[first:last].copy()
+    rows[-1, 2] -= slices.ends[last] - high
+    rows[0, [1, 3]] += low - slices.ends[first]
+    return ShardSlices(rows)
 
 
 def _apportion(share: np.ndarray, total: int) -> np.ndarray:

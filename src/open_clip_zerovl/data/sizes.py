@@ -14,32 +14,20 @@ import logging
 import os
 import re
 import shlex
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.remote import Patience, open_url
+from open_clip_zerovl.core.threads import call_within
+from open_clip_zerovl.shards.remote import RetryPolicy, open_url
 from open_clip_zerovl.shards.transfers import Unreachable
-from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
+from open_clip_zerovl.shards.urls import is_command, local_path
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes, read_sizes
 
-_NAMED_FILE = re.compile(r"(?P<shards>.+)@(?P<file>[^@]+\.json)", re.DOTALL)
 _TAR = re.compile(
     r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$"
 )  # the end of a path or URL that names a tar
 _LARGEST_BYTES = 1 << 26  # of a remote sizes.json
-
-
-def split_sizes_file(pattern: str) -> tuple[str, str | None]:
-    """`SHARDS@FILE.json` -> (SHARDS, FILE.json) for remote shards; (pattern, None) for anything else.
-
-    An at sign in a local path is part of the path.
-    """
-    match = _NAMED_FILE.fullmatch(pattern)
-    if match is None or local_path(pattern) is not None:
-        return pattern, None
-    return match["shards"], match["file"]
 
 
 def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: float = 0) -> dict[str, int]:
@@ -111,29 +99,21 @@ def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
 
 
 def _fetch(url: str, seconds: float) -> bytes:
-    """The content behind a URL, read in a thread, since not every opener has a time-out; a late thread is left to itself."""
-    assert REMOTE.match(url)
+    """The content behind a URL, read in a thread, since not every opener has a time-out."""
     if is_command(url):
         return b""  # no command is run here
-    found: list[bytes] = []
-    failed: list[Exception] = []
 
-    def read() -> None:
-        try:
-            with open_url(url, Patience.within(seconds)) as file:
-                found.append(file.read(_LARGEST_BYTES))
-        except Exception as error:  # handed to the waiting thread
-            failed.append(error)
+    def read() -> bytes:
+        with open_url(url, RetryPolicy.within(seconds)) as file:
+            return file.read(_LARGEST_BYTES)
 
-    thread = threading.Thread(target=read, daemon=True, name="sizes")
-    thread.start()
-    thread.join(seconds or None)
-    late = next((error for error in failed if isinstance(error, Unreachable) and error.passing), None)
-    if thread.is_alive() or late is not None:
+    try:
+        return call_within(seconds, read, "sizes")
+    except (TimeoutError, Unreachable) as error:
+        if isinstance(error, Unreachable) and not error.passing:
+            raise
+        late = f" ({error})" if isinstance(error, Unreachable) else ""
         raise UserError(
-            f"{url} has not come{f' within {seconds:g} s' if seconds else ''}{f' ({late})' if late else ''}; check the host, "
-            f"name a local copy (SHARDS@/path/{SIZES_FILE}), or raise --loader-timeout"
-        )
-    if failed:
-        raise failed[0]
-    return found[0]
+            f"{url} has not come{f' within {seconds:g} s' if seconds else ''}{late}; check the host, name a local copy "
+            f"(SHARDS@/path/{SIZES_FILE}), or raise --loader-timeout"
+        ) from error

@@ -4,12 +4,8 @@
 
     sbu=/d/sbu/{00000..00099}.tar::vg=/d/vg::/d/cc3m/{00000..00331}.tar
 
-Components are separated by `::`. A component is one of
-
-    webdataset shards, as a brace-expanded list or a folder with *.tar
-    a table of pairs (.csv or .tsv), or a folder with one
-    a folder that `zerovl cluster` wrote: each of its clusters is a source
-    where models are evaluated: a retrieval set in CLIP_benchmark's layout, which stands for the shards of its test split
+Components are separated by `::`; `components` lists their kinds. Each cluster of a clustering is a source. Where models are
+evaluated, a retrieval set in CLIP_benchmark's layout stands for the shards of its test split.
 
 A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
@@ -25,22 +21,23 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-import braceexpand
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Cluster, Clustering, find_clustering, open_clusters
+from open_clip_zerovl.data.clusters import Clustering, open_clusters
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
-from open_clip_zerovl.data.sizes import listed_sizes, split_sizes_file
-from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, find_table, open_table
+from open_clip_zerovl.data.sizes import listed_sizes
+from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.remote import check_openable
 from open_clip_zerovl.shards.urls import REMOTE, local_path
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT, read_sizes
+from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
 @dataclass(frozen=True)
@@ -121,134 +118,110 @@ def parse_sources(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
     check_separators(train_data)
-    strict = on_bad_sample == "fail"
-    named: dict[str, _Content] = {}
+    how = _Opening(captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation)
+    sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
     for position, component in enumerate(train_data.split("::"), start=1):
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
         if not pattern.strip():
             raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
-        name, contents = _contents(match["name"] if match else None, pattern, strict, evaluation)
-        if name in members or contents.keys() & named.keys():
+        name, found = _open(match["name"] if match else None, pattern, how)
+        names = [source.name for source in found]
+        if name in members or sources.keys() & names:
             raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
-        named.update(contents)
-        members[name] = list(contents)
+        members[name] = names
+        sources.update(zip(names, found, strict=True))
     factors = _parse_weights(weights, members)
-    tables: dict[str, CsvTable] = {}  # those whose clusters are sources: scanned once
+    return tuple(replace(source, weight=factors[name]) for name, source in sources.items())
 
-    def table_of(content: _Content) -> CsvTable | None:
-        if content.table is None:
-            return None
-        if content.cluster is None or content.cluster.picked is None:
-            return open_table(content.table, table_format, by_image=captions == "one-per-epoch", strict=strict)
-        if captions == "one-per-epoch":
+
+class _Opening(NamedTuple):
+    """Arguments of `parse_sources` that apply to every component."""
+
+    captions: str | None
+    table_format: CsvFormat | None
+    strict: bool
+    timeout_seconds: float
+    evaluation: bool
+
+
+def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
+    """The name of a component, given or found, and its sources: several for a clustering, else one."""
+    found = kind_of(pattern)
+    path = found.path
+    if found.kind == "clusters":
+        return _open_clusters(name, found, how)
+    if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
+        raise UserError(
+            f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
+            "shards, a list of shards, or a table beside its pictures (`zerovl data coco` and `f30k` write shards of "
+            "Karpathy's JSON)"
+        )
+    if found.kind == "table":
+        name = name or _folder_name(path)
+        table = open_table(path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict)
+        return name, [_of_table(name, table, how.captions)]
+    if found.kind == "benchmark":
+        splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
+        test = os.path.join(path, "test")
+        if not how.evaluation or test not in splits:
             raise UserError(
-                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {content.table} are of "
-                "single rows; leave it out"
+                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
+                f"{' or '.join(splits) or test}"
             )
-        if content.table not in tables:
-            tables[content.table] = open_table(content.table, table_format, strict=strict)
-        return tables[content.table].part(content.cluster.picked)
-
-    return tuple(
-        _source(name, content, table_of(content), factors[name], captions, strict, timeout_seconds)
-        for name, content in named.items()
-    )
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a source is made of: shards with the file of their sizes, a cluster, or a table."""
-
-    shards: tuple[str, ...] = ()
-    sizes_file: str | None = None
-    table: str | None = None
-    cluster: Cluster | None = None
-
-
-def _contents(
-    name: str | None, pattern: str, strict: bool, evaluation: bool = False
-) -> tuple[str, dict[str, _Content]]:
-    """The name of a component, given or found, and its sources by name: several for a clustering, else one."""
-    name, pattern = _retrieval_set(name, pattern, evaluation)
-    if (clustering := find_clustering(pattern)) is not None:
-        source, clusters = open_clusters(*clustering, strict=strict)
-        name = name or source
-        tables = [c.shards[0] if c.shards and c.shards[0].lower().endswith(EXTENSIONS) else None for c in clusters]
-        contents = (_Content(c.shards, table=t, cluster=c) for c, t in zip(clusters, tables, strict=True))
-        return name, {f"{name}-{i:03d}": content for i, content in enumerate(contents)}
-    if (table := find_table(pattern)) is not None:
-        name = name or _folder_name(table)
-        return name, {name: _Content(table=table)}
-    pattern, sizes_file = split_sizes_file(pattern)
-    shards = expand_shards(pattern)
-    name = name or _folder_name(shards[0])
+        name, path = name or Path(path).absolute().name, test
+    shards = expand_shards(path)
     for shard in shards:
         check_openable(shard)
-    return name, {name: _Content(shards, sizes_file)}
+    name = name or _folder_name(shards[0])
+    return name, [_of_shards(name, shards, found.beside, how)]
 
 
-def _retrieval_set(name: str | None, pattern: str, evaluation: bool) -> tuple[str | None, str]:
-    """Name and pattern of a component; for a retrieval set in CLIP_benchmark's layout those of its test split.
-
-    Raises:
-        UserError: a retrieval set where a source to train on is asked for, or annotations of a form that sources do not have.
-    """
-    if re.match(r"[^@]+\.json(@|$)", pattern, re.IGNORECASE) and not REMOTE.match(pattern):
-        raise UserError(
-            f"{pattern!r} names annotations as JSON, which `zerovl retrieval` and --retrieval-data take; a source is a folder "
-            "of shards, a list of shards or a table (`zerovl data coco` and `f30k` write shards of Karpathy's JSON)"
-        )
-    folder = Path(pattern)
-    if REMOTE.match(pattern) or not (folder / RETRIEVAL_MARK).is_file() or any(folder.glob("*.tar")):
-        return name, pattern
-    splits = [str(entry) for entry in sorted(folder.iterdir()) if (entry / SHARD_COUNT).is_file()]
-    test = str(folder / "test")
-    if not evaluation or test not in splits:
-        raise UserError(
-            f"{pattern} is a retrieval set, whose shards are in its splits; name the shards to read: "
-            f"{' or '.join(splits) or test}"
-        )
-    return name or folder.absolute().name, test
-
-
-def _source(
-    name: str,
-    content: _Content,
-    table: CsvTable | None,
-    weight: float,
-    captions: str | None,
-    strict: bool,
-    timeout_seconds: float,
-) -> Source:
-    if table is not None:
-        if field_names(captions):
+def _open_clusters(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
+    source, clusters = open_clusters(Path(component.path), component.beside, strict=how.strict)
+    name = name or source
+    first = next((cluster.shards[0] for cluster in clusters if cluster.shards), "")
+    table = None
+    if first.lower().endswith(EXTENSIONS):
+        if how.captions == "one-per-epoch":
             raise UserError(
-                f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
+                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {first} are of single "
+                "rows; leave it out"
             )
-        sizes = block_sizes(len(table))
-        return Source(name, (table.path,) * len(sizes), sizes, weight, table, captions)
-    cluster, each_caption = content.cluster, captions == "all"
-    if cluster is not None and cluster.picked is not None:
-        if each_caption:
+        table = open_table(first, how.table_format, strict=how.strict)
+    found = []
+    for number, cluster in enumerate(clusters):
+        of_cluster = f"{name}-{number:03d}"
+        if cluster.picked is None:
+            found.append(_of_shards(of_cluster, cluster.shards, None, how))
+        elif table is not None:
+            found.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
+        elif how.captions == "all":
             raise UserError(
-                f"'--captions all' cannot count the captions of source {name!r}, a cluster whose shards hold other samples "
-                "too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
+                f"'--captions all' cannot count the captions of source {of_cluster!r}, a cluster whose shards hold other "
+                "samples too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
                 "one-per-epoch'"
             )
-        return Source(name, cluster.shards, cluster.sizes, weight, None, captions, cluster.picked)
-    known = {} if each_caption else listed_sizes(content.shards, content.sizes_file, seconds=timeout_seconds)
-    return Source(
-        name, content.shards, _sizes(name, content.shards, known, each_caption, strict), weight, captions=captions
-    )
+        else:
+            found.append(
+                Source(of_cluster, cluster.shards, cluster.sizes, captions=how.captions, picked=cluster.picked)
+            )
+    return name, found
+
+
+def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source:
+    if field_names(captions):
+        raise UserError(
+            f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
+        )
+    sizes = block_sizes(len(table))
+    return Source(name, (table.path,) * len(sizes), sizes, table=table, captions=captions)
 
 
 def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
     """A table as a source, each row a sample. UserError where it cannot be read."""
-    table = open_table(path, style)
-    sizes = block_sizes(len(table))
-    return Source(name, (table.path,) * len(sizes), sizes, table=table)
+    return _of_table(name, open_table(path, style))
 
 
 def clustered_source(clustering: Clustering) -> Source:
@@ -309,26 +282,6 @@ def count_tar_captions(path: str | Path) -> int:
         ) from error
 
 
-def expand_shards(pattern: str) -> tuple[str, ...]:
-    """The shards of a folder, or of a brace pattern.
-
-    Raises:
-        UserError: a folder without tars, or braces that do not match.
-    """
-    if not REMOTE.match(pattern) and os.path.isdir(pattern):
-        # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
-        listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
-        names = {path.name for path in Path(pattern).glob("*.tar")} | listed
-        shards = tuple(str(Path(pattern, name)) for name in sorted(names))
-        if not shards:
-            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
-        return shards
-    try:
-        return tuple(braceexpand.braceexpand(pattern))
-    except ValueError as error:  # its UnbalancedBracesError
-        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
-
-
 def _folder_name(shard: str) -> str:
     """The name of a shard's folder. UserError where it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
@@ -337,10 +290,10 @@ def _folder_name(shard: str) -> str:
     return folder
 
 
-def _sizes(
-    name: str, shards: Sequence[str], known: dict[str, int], each_caption: bool, strict: bool
-) -> tuple[int, ...]:
-    """Samples (or captions) in each shard: those known from `sizes.json`, the others counted."""
+def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
+    """A source of shards with the samples (or captions) in each: those that a `sizes.json` lists, the others counted."""
+    each_caption = how.captions == "all"
+    known = {} if each_caption else listed_sizes(shards, sizes_file, seconds=how.timeout_seconds)
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and remote:
@@ -348,7 +301,7 @@ def _sizes(
             f"'--captions all' cannot count the captions of remote shards (source {name!r}, first {remote[0]}); copy them "
             "here, or give '--captions one-per-epoch'"
         )
-    lost = [shard for shard in missing if strict or shard not in known]
+    lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
@@ -359,27 +312,25 @@ def _sizes(
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
             f"others stand in for their {sum(known[shard] for shard in missing)} samples."
         )
-    unknown = [shard for shard in shards if shard not in known]
-    unsized = [shard for shard in unknown if shard in remote]
-    if unsized:
+    if unsized := [shard for shard in remote if shard not in known]:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
             'put a sizes.json ({"00000.tar": 9873, ...}) beside them, or name one: SHARDS@/path/sizes.json'
         )
-    if unknown:
+    if unknown := [shard for shard in shards if shard not in known]:
         what = "captions of" if each_caption else "samples of"
         logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists.")
 
         def count(shard: str) -> int:
             path = local_path(shard) or shard
-            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not strict)
+            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not how.strict)
 
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
     sizes = tuple(known[shard] for shard in shards)
     if sum(sizes) == 0:
         raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
-    return sizes
+    return Source(name, shards, sizes, captions=how.captions)
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

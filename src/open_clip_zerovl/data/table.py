@@ -13,15 +13,16 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from open_clip_zerovl.core.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
 BLOCK_SAMPLES = (
@@ -45,6 +46,24 @@ class CsvFormat:
     image_key: str | None = None
     caption_key: str | None = None
     separator: str | None = None
+
+
+class TableSample(NamedTuple):
+    """One sample of a table: its rows.
+
+    Attributes:
+        numbers: of its rows, from 0 below the header.
+        rows: fields of each row.
+        image: the picture's path, as the first row names it.
+        captions: bytes of each row's caption, without rows that have none.
+        readable: whether the first row can be shown.
+    """
+
+    numbers: list[int]
+    rows: list[list[str]]
+    image: str
+    captions: list[bytes]
+    readable: bool
 
 
 @dataclass(frozen=True)
@@ -85,40 +104,38 @@ class CsvTable:
         assert len(self.members) == len(self.ends)
         return replace(self, members=self.members[samples], ends=np.arange(1, len(samples) + 1))
 
-    def read_fields(self, descriptor: int, row: int) -> list[str]:
-        """The fields of one row, with bytes that are no UTF-8 as surrogates; a short row has fewer than there are columns.
+    def samples(self, begin: int = 0, end: int | None = None) -> Iterator[TableSample]:
+        """Samples `begin` .. `end` - 1, read from the file.
 
-        Args:
-            descriptor: of the opened table.
+        Raises:
+            ShardError: the table cannot be opened.
+            UserError: it has changed since it was scanned, so that the offsets of its rows are unknown.
         """
+        with opened(self.path) as descriptor:
+            if _stamp(descriptor) != self.stamp:
+                raise UserError(
+                    f"table {self.path} has changed since the run began; start the run again, with --resume to go on, and do "
+                    "not change the table while it runs"
+                )
+            for sample in range(begin, len(self) if end is None else end):
+                rows = self.rows_of(sample).tolist()
+                fields = [self._fields(descriptor, row) for row in rows]
+                texts = (one[self.caption_column] for one in fields if len(one) > self.caption_column)
+                yield TableSample(
+                    rows,
+                    fields,
+                    fields[0][self.image_column] if len(fields[0]) > self.image_column else "",
+                    [text.encode("utf-8", "surrogateescape") for text in texts],
+                    bool(self.rows[rows[0], 1]),
+                )
+
+    def _fields(self, descriptor: int, row: int) -> list[str]:
+        """The fields of one row, with bytes that are no UTF-8 as surrogates; a short row has fewer than there are columns."""
         offset, length = self.rows[row].tolist()
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
             return as_it_stands(text, self.separator)
         return next(csv.reader([text], delimiter=self.separator), [])
-
-    def read_row(self, descriptor: int, row: int) -> tuple[str, bytes | None]:
-        """Path of the image and bytes of the caption of one row; None for a caption that the row does not have."""
-        return self.image_and_caption(self.read_fields(descriptor, row))
-
-    def image_and_caption(self, fields: Sequence[str]) -> tuple[str, bytes | None]:
-        """`read_row` of fields that have been read."""
-        image = fields[self.image_column] if len(fields) > self.image_column else ""
-        if len(fields) <= self.caption_column:
-            return image, None
-        return image, fields[self.caption_column].encode("utf-8", "surrogateescape")
-
-    def is_readable(self, row: int) -> bool:
-        """Whether the row can be shown."""
-        return bool(self.rows[row, 1])
-
-    def check_unchanged(self, descriptor: int) -> None:
-        """UserError where the opened file is not the one that was scanned: the offsets of its rows are unknown."""
-        if _stamp(descriptor) != self.stamp:
-            raise UserError(
-                f"table {self.path} has changed since the run began; start the run again, with --resume to go on, and do not "
-                "change the table while it runs"
-            )
 
     def image_path(self, image: str) -> str:
         """The path of an image, as a row names it."""

@@ -1,14 +1,32 @@
-"""Loader worker processes: numbers shared with the training process, signals, and the sentence for a worker that was lost."""
+"""Loader worker processes: their signals and errors, numbers shared with the training process, and a watchdog on stalls.
+
+An error that is raised in a worker reaches the caller inside the worker's traceback. So workers yield a `UserError` as an item,
+and the calling process raises it (`read_batches`, `MixtureLoader`).
+"""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import os
 import re
 import signal
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from torch.utils.data import DataLoader, Dataset
+
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import end_with_parent
 from open_clip_zerovl.data.sources import Source
+
+FIRST_WARNING_SECONDS = 30.0  # of a wait
+NEXT_WARNING_SECONDS = 300.0
+
+Item = TypeVar("Item")
 
 
 class SharedNumbers:
@@ -26,16 +44,19 @@ class SharedNumbers:
         return tuple(self._values)
 
 
-def begin_worker(_worker: int, *, parent: int | None = None) -> None:
-    """What a loader worker does first: ignore the signals that the training process handles, and end when that process ends.
+def worker_start() -> Callable[[int], None]:
+    """The `worker_init_fn` of a DataLoader whose workers are started now, by this process.
 
-    Schedulers and terminals signal all processes of a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still
-    needs data until it has written a checkpoint. So a worker ignores these signals, and `MixtureLoader` ends it by SIGKILL.
-
-    Args:
-        parent: process number of the training process; None where it starts its workers from another thread than its main
-            one (see `processes.end_with_parent`).
+    Workers ignore the signals that this process handles, and end when it ends. Schedulers and terminals signal all processes of
+    a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still needs data until it has written a checkpoint. So a
+    worker ignores these signals, and `MixtureLoader` ends it by SIGKILL.
     """
+    # From another thread than the main one, the end of the process is not noticed (`processes.end_with_parent`).
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return partial(_begin_worker, parent=os.getpid() if in_main_thread else None)
+
+
+def _begin_worker(_worker: int, *, parent: int | None) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         handler = signal.getsignal(number)
         if callable(handler) and handler is not signal.default_int_handler:
@@ -94,3 +115,81 @@ def explain_worker_error(
         f"{who} of rank {rank} was lost{doing(lost[0]) if lost else ''} ({words.splitlines()[0].split('. ')[0].rstrip('.')}); "
         "if the machine ran out of memory, lower --workers or --batch-size"
     )
+
+
+def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str]) -> Iterator[Item]:
+    """The same items; a warning where one does not come for FIRST_WARNING_SECONDS, and again every NEXT_WARNING_SECONDS.
+
+    A thread of its own looks at the clock, since the caller's waits. Handling the item in between is no wait.
+
+    Args:
+        sentence: (seconds waited, items that have come) -> the warning.
+    """
+    waiting: list[tuple[float, int] | None] = [None]  # since when, and how many items had come
+    ended = threading.Event()
+
+    def watch() -> None:
+        since, due = None, FIRST_WARNING_SECONDS
+        while not ended.wait(min(1.0, FIRST_WARNING_SECONDS / 4)):
+            now = waiting[0]
+            if now != since:
+                since, due = now, FIRST_WARNING_SECONDS
+            if now is not None and (waited := time.monotonic() - now[0]) >= due:
+                logging.warning(sentence(waited, now[1]))
+                due += NEXT_WARNING_SECONDS
+
+    thread = threading.Thread(target=watch, name="stall watchdog", daemon=True)
+    thread.start()
+    count = 0
+    try:
+        while True:
+            waiting[0] = time.monotonic(), count
+            item = next(items, ended)
+            waiting[0] = None
+            if item is ended:
+                return
+            count += 1
+            yield item  # type: ignore[misc]
+    finally:
+        waiting[0] = None
+        ended.set()
+
+
+class ItemSet(Dataset):
+    """A dataset whose `read` may raise UserError, which then is the item. Subclasses define `read` and `__len__`."""
+
+    def read(self, index: int) -> Any:
+        """Item `index`. UserError where it cannot be read."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.read(index)
+        except UserError as error:
+            return error
+
+
+class _Collate:
+    """Collates items, or returns the first error among them. A class, so that it can be pickled for a worker."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        return next((item for item in items if isinstance(item, UserError)), None) or self.collate(items)
+
+
+def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **loader_options: Any) -> Iterator[Any]:
+    """Batches of a dataset whose items may be errors (an `ItemSet`, or an iterable one that yields them).
+
+    Args:
+        collate: items of a batch -> the batch.
+        loader_options: keyword arguments of torch's DataLoader.
+
+    Raises:
+        UserError: the first bad item, after the batches before it.
+    """
+    for batch in DataLoader(dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options):
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch

@@ -135,14 +135,15 @@ class DeviceInputs:
         self._to_keep = set(replayed) if stay else set()
         self._kept: dict[int, Any] = {}
 
-    def take(self, k: int) -> Sequence[Any]:
+    def take(self, k: int) -> tuple[Any, Any]:
         """The model's inputs for micro-batch k, in the first pass or the replay."""
-        images, texts, *others = self._micro_batches[k]
-        inputs = self._kept.pop(k) if k in self._kept else on_device((images, texts), self._device)
+        first, second, *others = self._micro_batches[k]
+        inputs = self._kept.pop(k) if k in self._kept else on_device((first, second), self._device)
         if k in self._to_keep:
             self._to_keep.remove(k)
             self._kept[k] = inputs
-        return inputs if self._prepare is None else self._prepare(*inputs, *others)
+        images, texts = inputs if self._prepare is None else self._prepare(*inputs, *others)
+        return images, texts
 
 
 def input_room(device: torch.device) -> float:

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import ieee_products
+from open_clip_zerovl.dga.model import FEATURES, IMAGES, leaves_of, open_clips
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 
 log = logging.getLogger(__name__)
 
-FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D) with C texts of each sample
-TEXTS = FEATURES[1]
 OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
-SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
 
 class Objective:
@@ -73,9 +70,9 @@ class Objective:
         Raises:
             UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
         """
-        if self._world_size > 1 and isinstance(self._module, ClipLoss | SigLipLoss):
+        if self._world_size > 1 and isinstance(self._module, open_clips("ClipLoss", "SigLipLoss")):
             # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
-            sizes = gathered_sizes(len(values["image_features"]), self._world_size, self._device)
+            sizes = gathered_sizes(len(values[IMAGES]), self._world_size, self._device, self._group)
             if min(sizes) != max(sizes):
                 raise UserError(
                     f"{type(self._module).__name__} over ranks needs as many samples on each, but they hold {sizes}; "
@@ -89,11 +86,12 @@ class Objective:
             ieee_products(self._device.type),
         ):
             losses = self._losses(leaves, loss_inputs)
-            total = sum(losses.values())
+            first, *others = losses.values()
+            total = sum(others, start=first)
             self._check_leaves(total, [*leaves.values(), *own])
             scaled = total if self._scaler is None else self._scaler.scale(total)
             found = torch.autograd.grad(scaled, [*leaves.values(), *own], allow_unused=True)
-        own_gradients = list(zip(own, found[len(leaves) :], strict=True))
+        own_gradients: OwnGradients = list(zip(own, found[len(leaves) :], strict=True))
         gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
@@ -141,31 +139,30 @@ class Objective:
             seen = losses[wrong[0]] if wrong else result
             kind = f"a tensor of shape {tuple(seen.shape)}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
             raise UserError(f"{name} must return one number as a tensor, or a dict of such, but returned {kind}.")
+        if "loss" in losses and len(losses) > 1:
+            parts = ", ".join(losses.keys() - {"loss"})
+            raise UserError(
+                f"{name} returned 'loss' beside {parts}: if it is their sum, each part would be summed twice; return the total "
+                "or the parts alone."
+            )
         if not any(value.requires_grad for value in losses.values()):
             raise UserError(
                 f"{name} returned a number without gradient: it must be computed from the features in torch."
             )
         return losses
 
-    def _check_leaves(self, total: Any, known: Sequence[Tensor]) -> None:
+    def _check_leaves(self, total: Tensor, known: Sequence[Tensor]) -> None:
         """Refuse a loss whose graph contains a trainable tensor that is neither its input nor its own parameter."""
         seen = {id(tensor) for tensor in known}
-        todo, visited = [total.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            todo += [following for following, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor) and id(leaf) not in seen:
-                raise UserError(
-                    f"{_name(self._loss)} learns a tensor of shape {tuple(leaf.shape)} that is not its own parameter and "
-                    "would get no gradient; make the loss an nn.Module that holds it, or let the model return it."
-                )
+        leaf = next((leaf for leaf in leaves_of([total]) if id(leaf) not in seen), None)
+        if leaf is not None:
+            raise UserError(
+                f"{_name(self._loss)} learns a tensor of shape {tuple(leaf.shape)} that is not its own parameter and "
+                "would get no gradient; make the loss an nn.Module that holds it, or let the model return it."
+            )
 
 
-def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
+def feature_factor(loss: Any, world_size: int) -> int:
     """The factor on the features' gradient of `loss` with which DDP's mean over ranks is right.
 
     With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d for each rank's own rows.
@@ -178,7 +175,8 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
     Raises:
         UserError: a loss that no factor corrects, or that was made for other ranks.
     """
-    if not isinstance(loss, ClipLoss | SigLipLoss | ContrastiveLoss):
+    ranked: tuple[Any, ...] = (ContrastiveLoss, *open_clips("ClipLoss", "SigLipLoss"))
+    if not isinstance(loss, ranked):
         return 1
     if loss.world_size != world_size:
         raise UserError(
@@ -189,7 +187,7 @@ def feature_factor(loss: Callable[..., Any], world_size: int) -> int:
     if world_size == 1:
         return 1
     require_process_group(world_size, type(loss).__name__)
-    if isinstance(loss, ClipLoss):
+    if isinstance(loss, open_clips("ClipLoss")):
         if getattr(loss, "use_horovod", False):  # open_clip 4 has none
             raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
         if loss.local_loss and not loss.gather_with_grad:

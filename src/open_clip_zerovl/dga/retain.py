@@ -62,16 +62,22 @@ class Retention:
         retain: R, or "auto".
         parameters: those that the optimizer updates; a change shows that it has stepped (a GradScaler skips steps). Without
             them the second step decides.
+        group: of the ranks that step together; None for the default one.
     """
 
     def __init__(
-        self, retain: int | str, device: torch.device, world_size: int, parameters: Iterable[nn.Parameter] = ()
+        self,
+        retain: int | str,
+        device: torch.device,
+        world_size: int,
+        parameters: Iterable[nn.Parameter] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(retain, bool) or not (retain == "auto" or (isinstance(retain, int) and retain >= 0)):
             raise UserError(f"retain must be 'auto' or a number of graphs >= 0, but is {retain!r}.")
         self._retain = retain
         self._device = device
-        self._world_size = world_size
+        self._world_size, self._group = world_size, group
         self._bytes_per_sample = 0.0
         self._transient_bytes = 0.0
         self._allocated_before = 0
@@ -128,7 +134,7 @@ class Retention:
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
             self._auto = decision.graphs
-            if self._world_size == 1 or dist.get_rank() == 0:  # the number is that of all ranks
+            if self._world_size == 1 or dist.get_rank(self._group) == 0:  # the number is that of all ranks
                 log.info("Graphs kept a step, as before this run was resumed: %d.", decision.graphs)
             return
         self._adopted = None
@@ -146,7 +152,7 @@ class Retention:
         if self._world_size == 1:
             return number
         agreed = torch.tensor([number], device=self._device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._group)
         return int(agreed.item())
 
     @contextmanager

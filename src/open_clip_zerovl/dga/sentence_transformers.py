@@ -56,7 +56,8 @@ class DecoupledLoss(nn.Module):
     @property
     def model(self) -> nn.Module:
         """The loss' model: the trainer replaces that by its DDP wrapper."""
-        return self.loss.model
+        model: nn.Module = self.loss.get_submodule("model")
+        return model
 
     def forward(self, sentence_features: Iterable[Column], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch, (); its backward pass runs the mini-batches again (see `DecoupledGradientAccumulation.loss`).
@@ -125,7 +126,7 @@ class _Columns(nn.Module):
 class _Head(nn.Module):
     """The loss on all embeddings of the step. Its parameters are those that are not the model's."""
 
-    def __init__(self, loss: nn.Module, towers: _Columns) -> None:
+    def __init__(self, loss: Any, towers: _Columns) -> None:
         super().__init__()
         self._held = (loss, towers)  # a tuple, so that the model is no part of this module
 

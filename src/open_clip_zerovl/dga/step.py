@@ -23,34 +23,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import open_clip
 import torch
 import torch.distributed as dist
-from open_clip.loss import CoCaLoss, DistillClipLoss
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
-from open_clip_zerovl.dga.deferred import deferred
+from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
+from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
-from open_clip_zerovl.dga.objective import FEATURES, SCALARS, TEXTS, Objective, OwnGradients
-from open_clip_zerovl.dga.outputs import backpropagate, checked_outputs, detached_copy, paired
-from open_clip_zerovl.dga.replay import (
-    BufferState,
-    FrozenTowers,
-    ReplayCheck,
-    ReplayError,
-    TowerOutputs,
-    buffers_kept,
-    replay_tolerance,
+from open_clip_zerovl.dga.model import (
+    FEATURES,
+    SCALARS,
+    TEXTS,
+    Outputs,
+    Repeat,
+    Towers,
+    backpropagate,
+    detached_copy,
+    leaves_of,
+    open_clips,
 )
+from open_clip_zerovl.dga.objective import Objective, OwnGradients
+from open_clip_zerovl.dga.replay import BufferState, ReplayCheck, ReplayError, buffers_kept, replay_tolerance
 from open_clip_zerovl.dga.retain import Decision, Retention
-from open_clip_zerovl.dga.step_plan import StepPlan
-from open_clip_zerovl.dga.wrappers import one_graph_alone, unwrapped, wrapped_inside
 
 __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
@@ -60,38 +61,58 @@ Prepare = Callable[..., tuple[Any, Any]]  # (images, texts, further parts of a m
 
 
 @dataclass
-class FirstPass:
-    """The results of phase (1).
+class _Step:
+    """A step between its phases: which graphs are kept, and the results of phases (1) and (2).
+
+    K = 5, R = 2:  forwarded 0 1 2 3 4, with graph 3 4; backpropagated 3 4 0 1 2, synchronised in 2
+    K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
 
     Attributes:
+        sizes: samples of each micro-batch.
+        graphs: R.
+        inputs: of each micro-batch, on the device.
+        order: (C*b,) the place of each text, None where texts stand in their images' order.
+        kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
+        repeats: micro-batch -> what its replay needs.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
-        scalars: logit_scale, and logit_bias if the model has one, without graph.
-        graphs: index of each retained micro-batch -> its outputs; phase (3) removes them one by one.
-        rng_before: the random state before each micro-batch's forward pass.
-    """
-
-    features: dict[str, Tensor]
-    scalars: dict[str, Tensor]
-    graphs: dict[int, dict[str, Tensor]]
-    rng_before: list[RngState]
-
-
-@dataclass
-class HalfStep:
-    """What phases (1) and (2) leave for phase (3).
-
-    Attributes:
+        scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
+        versions: parameter and its version counter as the step begins, which rises when it is changed in place.
         losses: detached, the loss' entries and "loss", their sum.
         gradients: of that sum by features (b, D) and scalars.
         own_gradients: of that sum by the loss' own parameters.
     """
 
-    plan: StepPlan
+    sizes: list[int]
+    texts_per_image: int
+    graphs: int
     inputs: DeviceInputs
-    first: FirstPass
-    losses: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    own_gradients: OwnGradients
+    order: Tensor | None
+    kept: dict[int, Outputs] = field(default_factory=dict)
+    repeats: list[Repeat] = field(default_factory=list)
+    features: dict[str, Tensor] = field(default_factory=dict)
+    scalars: dict[str, list[Tensor]] = field(default_factory=dict)
+    versions: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    own_gradients: OwnGradients = field(default_factory=list)
+
+    @property
+    def replayed(self) -> range:
+        """The micro-batches that are forwarded twice. The last R keep their graph, so that none is in memory before them."""
+        return range(len(self.sizes) - self.graphs)
+
+    @property
+    def backward_order(self) -> list[int]:
+        """Retained micro-batches first, which frees their memory for the replays. DDP averages gradients in the last one."""
+        return [*range(len(self.sizes) - self.graphs, len(self.sizes)), *self.replayed]
+
+    def rows(self, name: str) -> list[int]:
+        """Rows of one of the FEATURES in each micro-batch."""
+        return [size * self.texts_per_image for size in self.sizes] if name == TEXTS else self.sizes
+
+    def rows_of(self, k: int) -> dict[str, int]:
+        """Rows of the FEATURES of micro-batch k."""
+        return {name: self.rows(name)[k] for name in FEATURES}
 
 
 class DecoupledGradientAccumulation:
@@ -138,12 +159,12 @@ class DecoupledGradientAccumulation:
         inner, self._ddp, _ = unwrapped(model)
         if self._ddp is None:
             self._ddp = wrapped_inside(inner)
-        if isinstance(inner, open_clip.CoCa) or isinstance(loss, CoCaLoss):
+        if isinstance(inner, open_clips("CoCa")) or isinstance(loss, open_clips("CoCaLoss")):
             raise UserError(
                 "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
                 "feature vectors; train it with open_clip's own loop."
             )
-        if isinstance(loss, DistillClipLoss):
+        if isinstance(loss, open_clips("DistillClipLoss")):
             raise UserError(
                 "Decoupled gradient accumulation does not distil: DistillClipLoss needs a teacher's features of every "
                 "micro-batch; drop the distillation or train with open_clip's own loop."
@@ -159,16 +180,16 @@ class DecoupledGradientAccumulation:
         if not replay_rng:
             log.warning("Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation).")
             check = "never"
-        self._model, self._inner = model, inner
-        self._device = parameter.device
-        self._world_size = dist.get_world_size(self._ddp.process_group) if self._ddp is not None else 1
+        self._inner, self._device, self._autocast = inner, parameter.device, autocast
+        group = self._ddp.process_group if self._ddp is not None else None
+        self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
+        self._towers = Towers(model, inner, self._device, autocast)
         self._objective = Objective(loss, self._device, self._ddp, scaler)
-        self._autocast = autocast
-        self._retention = Retention(retain, self._device, self._world_size, inner.parameters())
-        self._check = ReplayCheck(check)
+        self._retention = Retention(retain, self._device, self._world_size, inner.parameters(), group)
+        self._check = ReplayCheck(check, self._world_size, group)
+        self._hooks = GradientHooks(inner)
         self._replay_rng = replay_rng
         self._input_room = input_room(self._device)
-        self._towers = FrozenTowers(inner, self._device, splits=not one_graph_alone(model))
 
     def backward(
         self,
@@ -207,15 +228,12 @@ class DecoupledGradientAccumulation:
 
         After any error the random state and the model's buffers are as before, and `.grad` must not be used.
         """
-        self._check_call()
-        with self._undone_on_failure(), self._towers.reused(self._replay_rng):
-            step = self._half_step(micro_batches, prepare, text_order, texts_per_image, loss_inputs)
-            rng_after = RngState.capture(self._device)
-            self._second_half(step)
-            if self._replay_rng:
-                rng_after.restore()
-        self._retention.step_done(step.plan.sizes)
-        return step.losses | {name: value for name, value in step.first.scalars.items() if name == "logit_scale"}
+        with self._undone_on_failure():
+            step = self._begun(micro_batches, prepare, text_order, texts_per_image)
+            self._first_pass(step)
+            self._differentiate(step, loss_inputs)
+            self._second_pass(step)
+        return step.losses | {name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"}
 
     def loss(
         self,
@@ -245,75 +263,23 @@ class DecoupledGradientAccumulation:
             raise UserError(
                 "loss() was called of an accumulation with a scaler; leave scaler= out and scale what loss() returns."
             )
-        self._check_call()
-        if not torch.is_grad_enabled():
-            with self._undone_on_failure(), torch.no_grad(), self._towers.reused(self._replay_rng):
-                return self._half_step(
-                    micro_batches, prepare, text_order, texts_per_image, loss_inputs, graphs=0
-                ).losses["loss"]
-        with self._undone_on_failure(), self._towers.reused(self._replay_rng) as outputs:
-            step = self._half_step(micro_batches, prepare, text_order, texts_per_image, loss_inputs)
-        later = partial(self._backpropagate_later, step, outputs, self._weight_versions())
-        return deferred(step.losses["loss"], later, self._device)
+        learns = torch.is_grad_enabled()
+        with self._undone_on_failure():
+            step = self._begun(micro_batches, prepare, text_order, texts_per_image, graphs=None if learns else 0)
+            self._first_pass(step)
+            self._differentiate(step, loss_inputs)
+        if not learns:
+            return step.losses["loss"]
+        # The precision of this place, not that of the place of `loss.backward()`.
+        enabled, dtype = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
 
-    def _weight_versions(self) -> list[int]:
-        """Of each parameter a number that rises when it is changed."""
-        return [parameter._version for parameter in self._inner.parameters()]
+        def second_pass(factor: Tensor) -> None:
+            with torch.autocast(self._device.type, enabled=enabled, dtype=dtype), self._undone_on_failure():
+                self._second_pass(step, factor)
 
-    def _backpropagate_later(self, step: HalfStep, outputs: TowerOutputs, versions: list[int], factor: Tensor) -> None:
-        if self._weight_versions() != versions:
-            raise UserError(
-                "The model's weights were changed after loss() and before its backward pass, which would forward its "
-                "micro-batches again with other weights: the gradient would be wrong; call loss() again."
-            )
-        rng_after = RngState.capture(self._device)
-        with self._undone_on_failure(), self._towers.reused(self._replay_rng, outputs):
-            self._second_half(step, factor)
-        rng_after.restore()
-        self._retention.step_done(step.plan.sizes)
-
-    def _check_call(self) -> None:
-        if torch.is_inference_mode_enabled():
-            raise UserError(
-                "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
-                "outside (torch.no_grad() does no harm)."
-            )
-        if not any(parameter.requires_grad for parameter in self._inner.parameters()):
-            raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
-
-    def _half_step(
-        self,
-        micro_batches: Sequence[Sequence[Any]],
-        prepare: Prepare | None,
-        text_order: Tensor | None,
-        texts_per_image: int,
-        loss_inputs: dict[str, Any],
-        graphs: int | None = None,
-    ) -> HalfStep:
-        """Phases (1) and (2); `graphs` are retained, or as many as `retain` says."""
-        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
-        order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
-        if texts_per_image > 1:
-            loss_inputs["texts_per_image"] = texts_per_image
-            places = text_places(sizes, texts_per_image)
-            order = places if order is None else places[order]
-        order = None if order is None else order.to(self._device, non_blocking=True)
-        plan = StepPlan(sizes, self._retention.graphs(sizes) if graphs is None else graphs, texts_per_image)
-        inputs = DeviceInputs(micro_batches, prepare, plan.replayed, self._device, self._input_room)
-        first = self._first_pass(plan, inputs)
-        losses, gradients, own = self._objective.gradients(paired(first.features, order) | first.scalars, loss_inputs)
-        if order is not None:
-            gradients[TEXTS] = gradients[TEXTS][order]
-        return HalfStep(plan, inputs, first, losses, gradients, own)
-
-    def _second_half(self, step: HalfStep, factor: Tensor | None = None) -> None:
-        """Phase (3), with all gradients times `factor`."""
-        self._check.start()
-        gradients = step.gradients
-        if factor is not None:
-            gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        self._second_pass(step.plan, step.inputs, step.first, gradients)
-        self._objective.add_own_gradients(step.own_gradients, factor)
+        return _Deferred.apply(
+            torch.zeros((), device=self._device, requires_grad=True), step.losses["loss"], second_pass
+        )
 
     def adopt(self, decision: Decision) -> None:
         """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run."""
@@ -326,69 +292,133 @@ class DecoupledGradientAccumulation:
         """
         return self._retention.decision()
 
-    def _first_pass(self, plan: StepPlan, inputs: DeviceInputs) -> FirstPass:
-        """(1) Features of every micro-batch. Retained ones come last, so that no graph is in memory during the others."""
-        rng_before: list[RngState] = []
-        features: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
-        graphs: dict[int, dict[str, Tensor]] = {}
-        for k, size in enumerate(plan.sizes):
-            rng_before.append(RngState.capture(self._device))
-            self._towers.first_pass(k)
-            if k in plan.retained:
-                with self._unsynced(plan, k), self._retention.measured(size):
-                    outputs = graphs[k] = self._with_graph(plan, k, inputs)
-            else:
-                with torch.no_grad():
-                    outputs = self._forward(plan, k, inputs)
-            for name in FEATURES:
-                features[name].append(detached_copy(outputs[name]))
-        return FirstPass(
-            features={name: torch.cat(parts) for name, parts in features.items()},
-            scalars={name: detached_copy(outputs[name]) for name in SCALARS if name in outputs},
-            graphs=graphs,
-            rng_before=rng_before,
-        )
+    # ------------------------------------------------------------------------------------------------- a step's phases
 
-    def _second_pass(
-        self, plan: StepPlan, inputs: DeviceInputs, first: FirstPass, gradients: dict[str, Tensor]
-    ) -> None:
-        """(3) Backpropagate the gradients of (2) into the parameters, one graph at a time.
+    def _begun(
+        self,
+        micro_batches: Sequence[Sequence[Any]],
+        prepare: Prepare | None,
+        text_order: Tensor | None,
+        texts_per_image: int,
+        graphs: int | None = None,
+    ) -> _Step:
+        """(0) Check what is given. `graphs` are retained, or as many as `retain` asks for."""
+        if torch.is_inference_mode_enabled():
+            raise UserError(
+                "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
+                "outside (torch.no_grad() does no harm)."
+            )
+        versions = [(parameter, parameter._version) for parameter in self._inner.parameters()]
+        if not any(parameter.requires_grad for parameter, _ in versions):
+            raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
+        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
+        if len(sizes) > 1:
+            self._hooks.check()
+        order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
+        if texts_per_image > 1:
+            places = text_places(sizes, texts_per_image)
+            order = places if order is None else places[order]
+        order = None if order is None else order.to(self._device, non_blocking=True)
+        graphs = self._retention.graphs(sizes) if graphs is None else graphs
+        replayed = range(len(sizes) - graphs)
+        inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
+        return _Step(sizes, texts_per_image, graphs, inputs, order, versions=versions)
+
+    def _first_pass(self, step: _Step) -> None:
+        """(1) Features of every micro-batch, and the graphs of the last R."""
+        found: dict[str, list[Tensor]] = {}
+        frozen = self._towers.frozen() if step.replayed else set()
+        for k, size in enumerate(step.sizes):
+            graph = k not in step.replayed
+            measured = self._retention.measured(size) if graph else nullcontext()
+            with self._synchronised(graph and self._synchronises(step, k)), measured:
+                take = partial(step.inputs.take, k)
+                outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
+            step.repeats.append(repeat)
+            if graph:
+                step.kept[k] = outputs
+            for name, output in outputs.items():
+                found.setdefault(name, []).append(detached_copy(output))
+        step.features = {name: torch.cat(found[name]) for name in FEATURES}
+        step.scalars = {name: found[name] for name in SCALARS if name in found}
+        self._check_weights(step)
+
+    def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
+        """(2) The loss on all features, and its gradients by features and scalars."""
+        values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
+        if step.order is not None:
+            values[TEXTS] = torch.empty_like(values[TEXTS]).index_copy_(0, step.order, values[TEXTS])
+        if step.texts_per_image > 1:
+            loss_inputs["texts_per_image"] = step.texts_per_image
+        step.losses, step.gradients, step.own_gradients = self._objective.gradients(values, loss_inputs)
+        if step.order is not None:
+            step.gradients[TEXTS] = step.gradients[TEXTS][step.order]
+
+    def _second_pass(self, step: _Step, factor: Tensor | None = None) -> None:
+        """(3) Backpropagate the gradients of (2), times `factor`, into the parameters, one graph at a time.
 
         The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
         parameters as unused, and the ranks would drift apart.
         """
-        rows = {name: gradients[name].split(plan.rows(name)) for name in FEATURES}
-        cached = {name: first.features[name].split(plan.rows(name)) for name in FEATURES}
+        self._check_weights(step)
+        ended = RngState.capture(self._device)
+        self._check.start()
+        for name, values in step.scalars.items():
+            for k, value in enumerate(values[:-1]):
+                self._check.compare(name, k, value, values[-1])
+        gradients = {name: found if factor is None else found * factor for name, found in step.gradients.items()}
+        rows = {name: gradients[name].split(step.rows(name)) for name in FEATURES}
+        cached = {name: step.features[name].split(step.rows(name)) for name in FEATURES}
+        learns = False
         with buffers_kept(self._inner):
-            for k in plan.backward_order:
-                with self._unsynced(plan, k):
-                    if k in plan.retained:
-                        outputs = first.graphs.pop(k)
+            for k in step.backward_order:
+                self._check_weights(step)
+                wanted = {name: rows[name][k] for name in FEATURES}
+                with self._synchronised(self._synchronises(step, k)):
+                    if k in step.kept:
+                        outputs = step.kept.pop(k)
                     else:
-                        if self._replay_rng:
-                            first.rng_before[k].restore()
-                        self._towers.replay(k)
-                        outputs = self._with_graph(plan, k, inputs)
-                        for name in FEATURES:
+                        take = partial(step.inputs.take, k)
+                        outputs = self._towers.replay(take, step.rows_of(k), step.repeats[k], rng=self._replay_rng)
+                        for name in outputs.keys() & FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
-                    wanted = {name: rows[name][k] for name in FEATURES}
-                    if k == plan.synchronises:
-                        self._check.verdict(self._tolerance(), self._device, self._world_size)
-                        wanted |= {name: gradients[name] for name in first.scalars}
+                    learns = learns or any(outputs[name].requires_grad for name in outputs.keys() & FEATURES)
+                    if k == step.backward_order[-1]:
+                        self._check.verdict(self._tolerance(), self._device)
+                        wanted |= {name: gradients[name] for name in step.scalars}
+                        if not learns:
+                            self._check_graph([outputs[name] for name in step.scalars])
                     backpropagate(outputs, wanted)
                 del outputs  # frees this graph before the next one is built
+        self._objective.add_own_gradients(step.own_gradients, factor)
+        if self._replay_rng:
+            ended.restore()
+        self._retention.step_done(step.sizes)
 
-    def _with_graph(self, plan: StepPlan, k: int, inputs: DeviceInputs) -> dict[str, Tensor]:
-        # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
-        torch.clear_autocast_cache()
-        with torch.enable_grad():
-            return self._forward(plan, k, inputs)
+    # ----------------------------------------------------------------------------------------------------------- helpers
 
-    def _forward(self, plan: StepPlan, k: int, inputs: DeviceInputs) -> dict[str, Tensor]:
-        prepared = inputs.take(k)
-        with self._autocast():
-            outputs = self._model(*prepared)
-        return checked_outputs(outputs, {name: plan.rows(name)[k] for name in FEATURES})
+    def _check_weights(self, step: _Step) -> None:
+        """UserError for a parameter that has changed since the step began."""
+        changed = next((parameter for parameter, version in step.versions if parameter._version != version), None)
+        if changed is not None:
+            raise UserError(
+                f"{self._name_of(changed)} was changed within the step: after loss() and before its backward pass, by an "
+                "optimizer in a hook, or by forward itself. The replay would forward with other weights, and the gradient "
+                "would be wrong; change weights between two steps only, and call loss() again."
+            )
+
+    def _check_graph(self, scalars: list[Tensor]) -> None:
+        """UserError if features without graph leave a trainable parameter without gradient."""
+        reached = {id(leaf) for leaf in leaves_of(scalars)}
+        lost = next((p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None)
+        if lost is not None:
+            raise UserError(
+                f"The model computes no gradient for {self._name_of(lost)}: its features come without graph from every "
+                "micro-batch. Take torch.no_grad() and detach() out of its forward, or freeze what is not to be trained."
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, one in self._inner.named_parameters() if one is parameter)
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -403,12 +433,37 @@ class DecoupledGradientAccumulation:
                 self._ddp.reducer._reset_state()  # the reducer may still expect the backward pass that synchronises
             raise
 
-    def _unsynced(self, plan: StepPlan, k: int) -> AbstractContextManager[Any]:
-        # DDP of one rank may keep all graphs. Its reducer expects a forward and its backward pass to be adjacent, which they
-        # are not then, and it has nothing to average: it never synchronises.
-        all_kept = plan.graphs == len(plan.sizes) > 1
-        apart = k != plan.synchronises or all_kept
-        return self._ddp.no_sync() if apart and self._ddp is not None else nullcontext()
+    def _synchronises(self, step: _Step, k: int) -> bool:
+        """Whether DDP averages gradients in the backward pass of micro-batch k, for which it prepares in the forward pass.
+
+        DDP of one rank may keep all graphs. Its reducer expects a forward and its backward pass to be adjacent, which they are
+        not then, and it has nothing to average: it never synchronises.
+        """
+        return k == step.backward_order[-1] and not step.graphs == len(step.sizes) > 1
+
+    def _synchronised(self, wanted: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if wanted or self._ddp is None else self._ddp.no_sync()
 
     def _tolerance(self) -> float:
         return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
+
+
+class _Deferred(torch.autograd.Function):
+    """A number, (), whose backward pass calls a function once, with what the number was multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.later = backward
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[None, None, None]:
+        later, ctx.later = ctx.later, None
+        if later is None:
+            raise UserError(
+                "The loss of a decoupled gradient accumulation was backpropagated a second time, but its graphs are freed in "
+                "the first; call loss() again."
+            )
+        later(factor)
+        return None, None, None

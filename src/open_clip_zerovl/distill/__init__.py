@@ -1,4 +1,4 @@
-"""Frozen teachers whose embeddings are stored: `embed` makes them, `store` keeps them, and training distils from them.
+"""Frozen teachers whose embeddings are stored: `embed` makes them, and training distils from them.
 
 See docs/methods.md, "Teachers".
 """
@@ -9,7 +9,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.distill.embed": ["TeacherSettings", "embed_sources"],
-        "open_clip_zerovl.distill.store": ["TeacherStore"],
         "open_clip_zerovl.distill.rows": ["TeacherRows"],
     },
 )

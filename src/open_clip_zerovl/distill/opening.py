@@ -1,4 +1,4 @@
-"""What `--teacher` names, for training and for `zerovl plan`: a folder of embeddings, or shards that carry them."""
+"""The teachers that `--teacher` names, for training and for `zerovl plan`: a folder of embeddings, or shards with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
-from open_clip_zerovl.distill.manifest import augmentation_of
-from open_clip_zerovl.distill.rows import TeacherRows
+from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
 from open_clip_zerovl.distill.shards import PREFIX, InShards, parse_widths
-from open_clip_zerovl.distill.store import TeacherStore
+from open_clip_zerovl.embeddings.sources import augmentation_of
+from open_clip_zerovl.embeddings.store import Store
 
 
-def open_teachers(teacher: str | None, captions: str | None) -> TeacherStore | InShards | None:
+def open_teachers(teacher: str | None, captions: str | None) -> Store | InShards | None:
     """The teachers of a run.
 
     Args:
@@ -28,13 +28,13 @@ def open_teachers(teacher: str | None, captions: str | None) -> TeacherStore | I
     if teacher is None:
         return None
     if not teacher.startswith(PREFIX):
-        return TeacherStore.open(teacher)
+        return open_teacher_folder(teacher)
     return InShards(parse_widths(teacher), captions)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a mixture needs of a run's teachers.
+    """The settings of a mixture for a run's teachers.
 
     Attributes:
         teachers: `Preprocessing.teachers`.
@@ -48,7 +48,7 @@ class Shown:
 
 
 def shown_by(
-    opened: TeacherStore | InShards | None,
+    opened: Store | InShards | None,
     sources: Sequence[Source],
     transform: Callable[[Any], Tensor],
     *,
@@ -63,7 +63,7 @@ def shown_by(
     Raises:
         UserError: sources or an augmentation that the teachers have not seen.
     """
-    if isinstance(opened, TeacherStore):
+    if isinstance(opened, Store):
         augmentation = augmentation_of(transform, pixel_path)
         return Shown(TeacherRows(opened, sources, augmentation=augmentation, captions=captions), None, pixel_path)
     if opened is not None:

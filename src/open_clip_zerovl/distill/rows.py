@@ -1,10 +1,11 @@
-"""Stored embeddings in training: each sample's view, and what the teachers made of it (`data.views.StoredTeachers`)."""
+"""Stored embeddings in training: each sample's view, and the teachers' embeddings of it (`data.views.StoredTeachers`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +16,36 @@ from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
-from open_clip_zerovl.distill.manifest import (
-    describe_source,
-    difference_of_sources,
-    difference_of_steps,
-    rows_of_cluster,
-)
-from open_clip_zerovl.distill.store import DTYPES, TeacherStore, not_finite
+from open_clip_zerovl.embeddings.fingerprint import content_of, describe_source, difference_of_sources, file_mark
+from open_clip_zerovl.embeddings.store import DTYPES, Manifest, Rows, Store, first_difference, is_finite
 
-_EXPONENT_BITS = {"float16": np.int16(0x7C00), "bfloat16": np.int16(0x7F80)}  # all of them are set in what is no number
+COMMAND = "zerovl teacher"
+
+
+def open_teacher_folder(folder: str | Path) -> Store:
+    """A folder of finished embeddings by teachers. UserError where it is none, or is damaged."""
+    store = Store.open(folder, remedy=COMMAND)
+    if "starts" not in store.rows:
+        raise UserError(f"{folder} holds embeddings of another kind; make teachers' embeddings with `{COMMAND}`")
+    starts = store.rows["starts"].array
+    if starts[0] != 0 or starts[-1] != len(store.rows["0.texts"]) or bool((np.diff(starts) < 0).any()):
+        raise UserError(
+            f"{store.rows['starts'].path} does not say where the captions of each sample begin, it is damaged; make the "
+            "teachers' embeddings again"
+        )
+    return store
+
+
+def widths_of(manifest: Manifest) -> tuple[int, ...]:
+    """D of each teacher."""
+    return tuple(shape[-1] for name, (_, shape) in manifest.arrays.items() if name.endswith(".images"))
 
 
 class TeacherRows:
     """The embeddings of a store for the sources of a run (`data.views.StoredTeachers`).
 
     Args:
-        store: opened.
+        store: of `open_teacher_folder`.
         sources: of the run, in its order; each has its embeddings by name, or is a cluster of a source that has. Others in the
             store are left alone.
         augmentation: of the run, see `augmentation_of`.
@@ -41,108 +56,112 @@ class TeacherRows:
     """
 
     def __init__(
-        self, store: TeacherStore, sources: Sequence[Source], *, augmentation: Sequence[str], captions: str | None
+        self, store: Store, sources: Sequence[Source], *, augmentation: Sequence[str], captions: str | None
     ) -> None:
-        manifest = store.manifest
-        if list(augmentation) != manifest.augmentation:
+        self.folder, self.manifest, self.digest = store.folder, store.manifest, store.digest
+        facts = self.manifest.facts
+        if list(augmentation) != facts["augmentation"]:
             raise UserError(
-                f"the teachers of {store.folder} saw other pictures than this run shows: "
-                f"{difference_of_steps(manifest.augmentation, augmentation)}. Give the run the augmentation and image size "
+                f"the teachers of {self.folder} saw other pictures than this run shows: "
+                f"{first_difference(facts['augmentation'], augmentation)}. Give the run the augmentation and image size "
                 "that the teachers had, or embed anew with those of the run"
             )
-        drawn = tuple(
-            name for name, _ in caption_fields(manifest.captions)
-        )  # in this order their captions are numbered
-        if captions != manifest.captions and (not drawn or drawn != caption_sets(captions)):
+        held = facts["captions"]
+        drawn = tuple(name for name, _ in caption_fields(held))  # in this order their captions are numbered
+        if captions != held and (not drawn or drawn != caption_sets(captions)):
             raise UserError(
-                f"the teachers of {store.folder} read captions with --captions {manifest.captions or 'left out'}, and this run "
-                f"has {captions or 'left it out'}; give the same"
+                f"the teachers of {self.folder} read captions with --captions {held or 'left out'}, and this run has "
+                f"{captions or 'left it out'}; give the same"
             )
-        names = [about["name"] for about in manifest.sources]
-        self.store, self._names = store, [source.name for source in sources]
+        self._names = [source.name for source in sources]
         self._sizes = [source.num_samples for source in sources]
-        self._stored: list[int] = []
-        self._rows: list[np.ndarray | None] = []  # of a cluster, its samples' numbers in the stored source
-        for source in sources:
-            if source.name not in names:
-                whole = next(
-                    (
-                        (index, rows)
-                        for index, about in enumerate(manifest.sources)
-                        if (rows := rows_of_cluster(source, about)) is not None
-                    ),
-                    None,
-                )
-                if whole is not None:
-                    self._stored.append(whole[0])
-                    self._rows.append(whole[1])
-                    continue
-                raise UserError(
-                    f"the teachers of {store.folder} have not seen source {source.name!r}, only {', '.join(names)}; embed it "
-                    "with `zerovl teacher`, or leave it out"
-                )
+        found = [self._found(source) for source in sources]
+        self._stored = [index for index, _ in found]
+        self._cluster_rows = [rows for _, rows in found]  # of a cluster, its samples' numbers in the stored source
+        self._begins = self.manifest.begins
+        self.widths = widths_of(self.manifest)
+
+    def _found(self, source: Source) -> tuple[int, np.ndarray | None]:
+        """The number of the stored source, and the rows in it of a cluster's samples."""
+        names = [stored["name"] for stored in self.manifest.sources]
+        if source.name in names:
             index = names.index(source.name)
-            stored = {key: value for key, value in manifest.sources[index].items() if key != "captions"}
-            if (found := difference_of_sources(stored, describe_source(source))) is not None:
-                raise UserError(
-                    f"the embeddings in {store.folder} do not fit source {source.name!r}: {found}; embed it anew with `zerovl "
-                    "teacher`"
-                )
-            self._stored.append(index)
-            self._rows.append(None)
-        self.widths = tuple(teacher["width"] for teacher in manifest.teachers)
-        self.digest = store.digest
+            found = difference_of_sources(self.manifest.sources[index], describe_source(source))
+            if found is None:
+                return index, None
+            raise UserError(
+                f"the embeddings in {self.folder} do not fit source {source.name!r}: {found}; embed it anew with `{COMMAND}`"
+            )
+        for index, stored in enumerate(self.manifest.sources):
+            if (rows := rows_of_cluster(source, stored)) is not None:
+                return index, rows
+        raise UserError(
+            f"the teachers of {self.folder} have not seen source {source.name!r}, only {', '.join(names)}; embed it with "
+            f"`{COMMAND}`, or leave it out"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the mapped files: another process maps them itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_files"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_rows", "_starts")}
 
     @cached_property
-    def _files(self) -> list[tuple[np.ndarray | None, list[tuple[np.ndarray, np.ndarray]]]]:
-        """Of each source of the run: where captions begin, and (images, texts) of each teacher."""
-        return [
-            (
-                self.store.caption_starts(index),
-                # plain arrays over the mapped files: np.memmap makes an object of its own of each row
-                [
-                    (np.asarray(self.store.rows(index, t, "images")), np.asarray(self.store.rows(index, t, "texts")))
-                    for t in range(len(self.widths))
-                ],
-            )
-            for index in self._stored
+    def _rows(self) -> list[tuple[Rows, Rows]]:
+        """(images, texts) of each teacher."""
+        kinds = [
+            [self._array(f"{teacher}.{kind}") for kind in ("images", "texts")] for teacher in range(len(self.widths))
         ]
+        return [(images, texts) for images, texts in kinds]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return self._array("starts").array
+
+    def _array(self, name: str) -> Rows:
+        return Rows(self.folder / f"{name}.npy", self.manifest.arrays[name])
 
     def show(
         self, sample: RawSample, image: Any, transform: Callable[[Any], Tensor], draw: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `data.views.StoredTeachers`."""
-        manifest = self.store.manifest
-        view = draw % manifest.views
+        facts, stored = self.manifest.facts, self._stored[sample.source]
+        view = draw % facts["views"]
         row = sample.position % self._sizes[sample.source]
-        if (rows := self._rows[sample.source]) is not None:
+        if (rows := self._cluster_rows[sample.source]) is not None:
             row = int(rows[row])
-        picture = view_picture(
-            transform, image, seed=manifest.seed, source=self._stored[sample.source], sample=row, view=view
-        )
-        starts, teachers = self._files[sample.source]
-        first = row if starts is None else int(starts[row])
-        shown = [first + (0 if starts is None else number) for number, _ in sample.shown]
-        vectors = [rows for images, texts in teachers for rows in (images[row, view], *(texts[text] for text in shown))]
-        bits = np.concatenate(vectors).view(np.int16)
-        exponent = _EXPONENT_BITS[manifest.dtype]
-        if bool(((bits & exponent) == exponent).any()) or not all(vector.any() for vector in vectors):
-            self._refuse(sample, vectors)
+        picture = view_picture(transform, image, seed=facts["seed"], source=stored, sample=row, view=view)
+        row += self._begins[stored]
+        first = int(self._starts[row])
+        several = facts["captions"] not in (None, "all")  # of a sample; otherwise each has one, whatever its number
+        shown = [first + several * number for number, _ in sample.shown]
+        places: list[tuple[Rows, Any]] = [
+            (array, index)
+            for images, texts in self._rows
+            for array, index in ((images, (row, view)), *((texts, text) for text in shown))
+        ]
+        vectors = [array.array[index] for array, index in places]
+        stored, dtype = np.concatenate(vectors), DTYPES[facts["dtype"]]
+        if not is_finite(stored, dtype):
+            for array, index in places:
+                array[index]  # raises for the file that holds them
+        if not all(vector.any() for vector in vectors):
+            raise UserError(
+                f"the teachers of {self.folder} could not be shown sample {sample.key!r} of source "
+                f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with `{COMMAND}`"
+            )
         widths = [width for width in self.widths for _ in range(1 + len(shown))]
-        return picture, torch.from_numpy(bits).view(DTYPES[manifest.dtype]).split(widths)
+        return picture, torch.from_numpy(stored).view(dtype).split(widths)
 
-    def _refuse(self, sample: RawSample, vectors: Sequence[np.ndarray]) -> NoReturn:
-        """Say which of a sample's embeddings (image and texts of each teacher in turn) cannot be used."""
-        of_each = 1 + len(sample.shown)
-        for number, vector in enumerate(vectors):
-            if not bool(torch.isfinite(self.store.tensor(vector)).all()):
-                kind = "texts" if number % of_each else "images"
-                raise UserError(not_finite(self.store.file(self._stored[sample.source], kind, number // of_each)))
-        raise UserError(
-            f"the teachers of {self.store.folder} could not be shown sample {sample.key!r} of source "
-            f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with `zerovl teacher`"
-        )
+
+def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None:
+    """(n,) the samples of a cluster in a stored source of all the shards that it picks from; None for another source."""
+    if source.picked is None or stored["picked"] is not None:
+        return None
+    begins = np.concatenate([[0], np.cumsum(stored["sizes"], dtype=np.int64)])
+    place = {content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)}
+    rows = source.picked.astype(np.int64)
+    for number, shard in enumerate(source.shards):
+        begin = place.get(content_of(file_mark(shard)))
+        if begin is None:
+            return None
+        rows[source.starts[number] : source.starts[number + 1]] += begin
+    return rows

@@ -36,10 +36,10 @@ from torchvision.transforms.functional import resized_crop
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
-from open_clip_zerovl.data.health import Fault
 from open_clip_zerovl.data.images import ToBytes
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.reading import RawSample
+from open_clip_zerovl.data.stats import Fault
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"

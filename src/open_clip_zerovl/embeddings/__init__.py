@@ -1,1 +1,7 @@
-"""Embeddings of a collection by a frozen encoder, stored once, read by search, probes, teachers and others."""
+"""Embeddings of a collection by frozen encoders, stored once: search, probes, clusters, teachers and frozen towers read them.
+
+    collection (reading, sources) --pictures, captions--> encoders (encoder) --rows--> a folder of mapped arrays (store)
+
+`embed` does the work unit by unit, goes on after a kill, and shares it over processes. `fingerprint` tells one model, transform
+or file from another.
+"""

@@ -4,7 +4,7 @@
 
     FOLDER/*.tar, or a table in it                          one source
     FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data coco`)
-    FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`, `zerovl data emoji`)
+    FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`)
 
 A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/NAME or in FOLDER/test/NAME.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
 from open_clip_zerovl.data.names import NAME, is_named
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.shards.index import caption_lines, open_index
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, image_of
 from open_clip_zerovl.shards.urls import local_path

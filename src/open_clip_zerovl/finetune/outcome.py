@@ -41,7 +41,9 @@ def write_outcome(
     scorer = Encoder(
         prepared.before, device=request.start.device, batch_size=request.start.batch_size, workers=request.start.workers
     )
-    asked = CurveSettings(prepared.new, request.kept, tuple(request.alphas), request.rule, request.kept_share)
+    asked = CurveSettings(
+        prepared.new, request.kept, alphas=tuple(request.alphas), rule=request.rule, kept_share=request.kept_share
+    )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
     curve = score_curve(ends, scorer, asked, say=say)

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.evaluate.interpolation.run import CurveSettings
-from open_clip_zerovl.finetune.names import PATIENCE
+from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.recipe.arguments import Settings
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a fine-tuning.
+class Request(FinetuneFlags, CurveFlags):
+    """What is asked of a fine-tuning; the flags are those of `zerovl finetune`.
 
     Attributes:
         start: the model to start from; its device also trains, and its batch size and workers are those of evaluations.
         data: pairs, see `data`.
         out: folder to write.
-        retrieval_data: held-out sets of the new pairs; None for those that come with the data, or a part of it.
-        kept: retrieval sets of the ability to keep.
         given: training flags that replace the chosen ones.
-        patience: epochs without a better score after which training ends; 0 for never.
-        seed: of the split and of the training.
-        compare_pictures: refuse held-out pictures that are trained on.
-        alphas, rule, kept_share: of the curve, see `CurveSettings`.
     """
 
     start: Encoder
     data: str
     out: Path
-    retrieval_data: str | None = None
-    kept: str | None = None
-    given: Settings = field(default_factory=dict)
-    patience: int = PATIENCE
-    seed: int = 0
-    compare_pictures: bool = True
-    alphas: Sequence[float] = CurveSettings.alphas
-    rule: str | None = None
-    kept_share: float = CurveSettings.kept_share
+    given: Settings = field(default_factory=dict, kw_only=True)
 
     def of_training(self) -> dict[str, Any]:
         """What a folder's training was asked with; the rest may differ in a later call."""

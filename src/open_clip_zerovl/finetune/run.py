@@ -26,8 +26,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
@@ -156,7 +157,7 @@ def _before(request: Request, say: Say) -> str:
         say(f"exporting {model} to {out}")
         spec = request.start.spec()
         weights = replace(request.start, device="cpu").load()[0].state_dict()
-        card = model_card(spec, weights, origin="The model that a fine-tuning started from.")
+        card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
         write_local_dir(model, weights, spec, out, card=card)
     return LOCAL_DIR + str(out.absolute())
 
@@ -221,7 +222,8 @@ def _micro_batch_that_fits(
     if plan["missing"]:
         first = plan["missing"][0]
         raise UserError(f"the training lacks something: {first['what']}; {first['advice']}")
-    say(f"one step takes {plan['step_seconds']:.2f} s, all {plan['steps']:,} about {plan['hours']:.1f} h")
+    whole = duration(3600 * plan["hours"])
+    say(f"one step takes {duration(plan['step_seconds'])}, all {plan['steps']:,} about {whole}")
     return plan["batching"]["micro_batch"]
 
 

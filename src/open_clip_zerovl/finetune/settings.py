@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH
+from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.recipe.arguments import Settings
 
 LARGEST_BATCH = 2048

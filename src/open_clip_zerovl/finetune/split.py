@@ -22,11 +22,12 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
-from open_clip_zerovl.finetune.names import HELD_OUT_SHARE, MOST_HELD_OUT
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
 
 SPLIT_FILE = "split.json"
+HELD_OUT_SHARE = 0.1  # of the pictures
+MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
 SHARD_SAMPLES = 10_000
 FEWEST_PICTURES = 40
 FEWEST_HELD_OUT = 10

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import training_command
-from open_clip_zerovl.core.processes import PREEMPTED_STATUS, end_with_parent
+from open_clip_zerovl.core.launch import start_training
 
 RUN = "run"
 LOG = "training.log"
 _EPOCH = re.compile(r"epoch_(\d+)\.pt")
 _LOOK_SECONDS = 0.5
-_STOP_SECONDS = 600.0  # for a step and its checkpoint
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,8 @@ def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
         UserError: the training failed (its last words are in the sentence), or was stopped.
         KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint.
     """
-    said: set[int] = set()
     if not training.is_over():
-        _run(training, said, say)
+        _run(training, say)
     training.prune()
     best = training.best()
     if best is None:
@@ -124,53 +119,28 @@ def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
     return best
 
 
-def _run(training: Training, said: set[int], say: Callable[[str], None]) -> None:
+def _run(training: Training, say: Callable[[str], None]) -> None:
     arguments = [*training.arguments, "--logs", str(training.out), "--name", RUN, "--resume", "latest"]
-    said.update(training.scores())  # of an earlier call
+    said = set(training.scores())  # of an earlier call
     if said:
         say(f"going on after epoch {max(said)}")
-    with open(training.out / LOG, "ab") as log:
-        process = subprocess.Popen(
-            training_command(arguments, training.processes), stdout=log, stderr=log, preexec_fn=_end_with_parent
-        )
-        stopping = False
-        try:
-            while process.poll() is None:
-                time.sleep(_LOOK_SECONDS)
-                _report(training, said, say)
-                training.prune()
-                if not stopping and training.gave_up() and process.poll() is None:
-                    say(f"no better score for {training.patience} epochs: training ends")
-                    process.send_signal(signal.SIGTERM)
-                    stopping = True
-        except BaseException:
-            _wait_for_end(process)
-            raise
+    child = start_training(arguments, training.processes, log=training.out / LOG)
+    stopping = False
+    try:
+        while child.is_running():
+            time.sleep(_LOOK_SECONDS)
+            _report(training, said, say)
+            training.prune()
+            if not stopping and training.gave_up() and child.is_running():
+                say(f"no better score for {training.patience} epochs: training ends")
+                child.ask_to_stop()
+                stopping = True
+    except BaseException:
+        child.stop()
+        raise
     _report(training, said, say)
-    if process.returncode == 0 or training.is_over():
-        return
-    if process.returncode in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
-        raise UserError("the training was stopped; call the same command again to go on")
-    raise UserError(
-        f"the training ended with status {process.returncode}: {_last_words(training.out / LOG)} (all of it: "
-        f"{training.out / LOG})"
-    )
-
-
-def _end_with_parent() -> None:
-    """In the child: save and stop when the fine-tuning is killed, so that a second call finds nobody at work."""
-    end_with_parent(signal.SIGTERM)
-
-
-def _wait_for_end(process: subprocess.Popen) -> None:
-    """Have the training save a checkpoint and end."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    if not training.is_over():
+        child.check()
 
 
 def _report(training: Training, said: set[int], say: Callable[[str], None]) -> None:
@@ -180,10 +150,3 @@ def _report(training: Training, said: set[int], say: Callable[[str], None]) -> N
         note = ", the best so far" if not so_far or scores[epoch] > max(so_far) else ""
         say(f"epoch {epoch} of {training.epochs}: RSUM {scores[epoch]:.1f} on {', '.join(training.sets)}{note}")
         said.add(epoch)
-
-
-def _last_words(log: Path) -> str:
-    """The last error that a training printed, else its last line."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines[-40:] if "error" in line.lower()]
-    return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")

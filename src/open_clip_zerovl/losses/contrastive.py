@@ -18,16 +18,22 @@ communication but the all-reduce of the parameters' gradients. That takes the me
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.losses.gathering import require_process_group
+from open_clip_zerovl.losses.gathering import Ranks, require_process_group
+from open_clip_zerovl.losses.logits import CrossSource, Logits
 from open_clip_zerovl.losses.names import POSITIVES
-from open_clip_zerovl.losses.problem import Batch, ChunkedLoss, Report, Settings
+from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
+from open_clip_zerovl.losses.sigmoid import Sigmoid
+from open_clip_zerovl.losses.softmax import Normalisers
+from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
 
 _SHARED_IDS = {"pair": (), "caption": ("caption",), "image": ("image",), "both": ("caption", "image")}
 
@@ -93,10 +99,10 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"distill_weight must lie between 0 and 1, but is {distill_weight}.")
         if not (math.isfinite(distill_temperature) and distill_temperature > 0):
             raise UserError(f"distill_temperature must be a positive number, but is {distill_temperature}.")
-        if not gather_grad and (cross_source_weight != 1 or positives != "pair" or distill_weight):
+        if not gather_grad and (self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight):
             raise UserError(
-                "gather_grad=False is the paper's comparison of the plain loss; it takes no cross_source_weight, positives or "
-                "distill_weight."
+                "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid, cross_source_weight, "
+                "positives or distill_weight."
             )
         self.chunk_size = chunk_size
         self.rank = rank
@@ -172,41 +178,97 @@ class ContrastiveLoss(nn.Module):
         losses, reports = [], []
         for number in range(texts_per_image):
             rows = slice(number * b, (number + 1) * b)  # of the texts
-            batch = Batch(
+            make = partial(
+                self._problem,
                 pairs=pairs,
                 sources=ids.get("source"),
                 shared=[ids[name][rows if name == "caption" else ...] for name in _SHARED_IDS[self.positives]],
                 teachers=[(images, texts[rows]) for images, texts in teachers],
             )
+            texts, bias = text_features if texts_per_image == 1 else text_features[rows], logit_bias
+            if not self._sigmoid:
+                bias = None
             reports.append(Report())
             losses.append(
-                ChunkedLoss.apply(
-                    image_features,
-                    text_features if texts_per_image == 1 else text_features[rows],
-                    logit_scale,
-                    logit_bias if self._sigmoid else None,
-                    self._settings(),
-                    batch,
-                    reports[-1],
-                    torch.is_grad_enabled(),
-                )
+                ChunkedLoss.apply(image_features, texts, logit_scale, bias, make, reports[-1], torch.is_grad_enabled())
             )
         loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
         if logit_bias is not None and not self._sigmoid:
             loss = loss + 0.0 * logit_bias.sum()  # zero, but present: DDP needs a gradient from every parameter
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _settings(self) -> Settings:
-        return Settings(
-            chunk_size=self.chunk_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            gather_grad=self.gather_grad,
-            cross_source_weight=self.cross_source_weight,
-            sigmoid=self._sigmoid,
-            distill_weight=self.distill_weight,
-            distill_temperature=self.distill_temperature,
+    def _problem(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        *,
+        pairs: Sequence[tuple[float, Tensor | None]],
+        sources: Tensor | None,
+        shared: Sequence[Tensor],
+        teachers: Sequence[tuple[Tensor, Tensor]],
+    ) -> Problem:
+        """The loss of one text of each image: targets and offsets over all ranks, as the options ask for."""
+        precision = torch.promote_types(image_features.dtype, torch.float32)
+        b, device = len(image_features), image_features.device
+        ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
+        contrastive, gather_grad = 1.0 - self.distill_weight, self.gather_grad or self.world_size == 1
+
+        everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
+        positives = Shared(everywhere, ranks.mine, precision, contrastive) if everywhere else None
+        offset = None
+        if sources is not None:
+            sources = ranks.gather(sources.to(device, non_blocking=True))
+            if self.cross_source_weight != 1:
+                related = None if positives is None else positives.related
+                offset = CrossSource(self.cross_source_weight, sources, ranks.mine, related)
+        scale = logit_scale.to(precision).reshape(())
+        logits = Logits(image_features, text_features, scale, ranks, offset=offset, precision=precision)
+
+        targets: list[Pairs | Shared | Teachers] = []
+        sigmoid = None
+        if self._sigmoid:
+            bias = scale.new_zeros(()) if logit_bias is None else logit_bias.to(precision).reshape(())
+            sigmoid = Sigmoid(bias, ranks.mine, positives, offset, contrastive)
+        elif positives is not None:
+            targets.append(positives)
+        elif contrastive:
+            own = torch.arange(b, device=device)
+            columns = [own if column is None else column.to(device, non_blocking=True) for _, column in pairs]
+            weights = [weight * contrastive for weight, _ in pairs]
+            weighed = list(zip(weights, columns, strict=True))
+            targets.append(Pairs(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
+        if teachers:
+            targets.append(self._teachers(teachers, ranks, chunks, offset, scale))
+        return Problem(
+            logits,
+            ranks,
+            chunks,
+            targets=targets,
+            share=self.distill_weight if self._sigmoid else 1.0,
+            sigmoid=sigmoid,
+            gather_grad=gather_grad,
+            sources=sources,
+            twins=None if positives is None else positives.counts > 1,
         )
+
+    def _teachers(
+        self,
+        teachers: Sequence[tuple[Tensor, Tensor]],
+        ranks: Ranks,
+        chunks: Sequence[slice],
+        offset: CrossSource | None,
+        scale: Tensor,
+    ) -> Teachers:
+        """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
+        scale = scale.new_full((), 1.0 / self.distill_temperature)  # a kernel; a copy makes the host wait
+        found = []
+        for pair in teachers:
+            images, texts = (features.detach().to(scale.device, non_blocking=True) for features in pair)
+            logits = Logits(images, texts, scale, ranks, offset=offset, precision=scale.dtype, widen_at_once=False)
+            found.append((logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks)))
+        return Teachers(found, self.distill_weight)
 
     def _needed_ids(self) -> dict[str, str]:
         """Which ids the options need, and the option that needs each."""
@@ -240,17 +302,9 @@ class ContrastiveLoss(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        shown = (
-            f"chunk_size={self.chunk_size}, rank={self.rank}, world_size={self.world_size}, "
-            f"gather_grad={self.gather_grad}"
-        )
-        if self.cross_source_weight != 1:
-            shown += f", cross_source_weight={self.cross_source_weight:g}"
-        if self.positives != "pair":
-            shown += f", positives={self.positives!r}"
-        if self.distill_weight:
-            shown += f", distill_weight={self.distill_weight:g}, distill_temperature={self.distill_temperature:g}"
-        return shown
+        options = inspect.signature(ContrastiveLoss).parameters.values()
+        shown = [(option.name, getattr(self, option.name), option.default) for option in options]
+        return ", ".join(f"{name}={value!r}" for name, value, default in shown if value != default)
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -261,7 +315,7 @@ class SigmoidLoss(ContrastiveLoss):
     ranks may hold different numbers of rows.
 
     Args:
-        chunk_size, rank, world_size: see `ContrastiveLoss`.
+        chunk_size, rank, world_size: see `ContrastiveLoss`; gather_grad=False is refused.
         cross_source_weight: of the terms of negatives from other sources.
         positives: which samples are each other's positives, as in `ContrastiveLoss`; each is a term of weight 1.
         distill_weight, distill_temperature: as in `ContrastiveLoss`, a cross-entropy of softmaxes; the student's logits are
@@ -272,27 +326,6 @@ class SigmoidLoss(ContrastiveLoss):
     """
 
     _sigmoid = True
-
-    def __init__(
-        self,
-        *,
-        chunk_size: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        cross_source_weight: float = 1.0,
-        positives: str = "pair",
-        distill_weight: float = 0.0,
-        distill_temperature: float = 0.01,
-    ) -> None:
-        super().__init__(
-            chunk_size=chunk_size,
-            rank=rank,
-            world_size=world_size,
-            cross_source_weight=cross_source_weight,
-            positives=positives,
-            distill_weight=distill_weight,
-            distill_temperature=distill_temperature,
-        )
 
 
 def reversed_partner(sizes: Sequence[int]) -> Tensor:

@@ -25,12 +25,14 @@ def require_process_group(world_size: int, who: str) -> None:
         )
 
 
-def gathered_sizes(size: int, world_size: int, device: torch.device) -> list[int]:
-    """Each rank's `size`, in rank order (one small collective; no collective for one rank)."""
+def gathered_sizes(
+    size: int, world_size: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """The `size` of each rank of a group, in rank order (one small collective; no collective for one rank)."""
     if world_size == 1:
         return [size]
     sizes = torch.empty(world_size, dtype=torch.long, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([size], device=device))
+    dist.all_gather_into_tensor(sizes, torch.tensor([size], device=device), group=group)
     return sizes.tolist()
 
 

@@ -84,17 +84,10 @@ class Logits:
         self.own = [features.to(held) for features in (image_features, text_features)]
         self.all = [ranks.gather(features).to(held) for features in (image_features, text_features)]
 
-    def chunk(self, rows: slice, side: int) -> Tensor:
-        """The logits of these local rows: (rows, N), new memory."""
-        return self.add_offset(self.chunk_without_offset(rows, side), rows)
-
-    def chunk_without_offset(self, rows: slice, side: int) -> Tensor:
-        """s <I_i, T_j> alone of these local rows: (rows, N), new memory."""
-        return self._products(self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side])
-
-    def add_offset(self, logits: Tensor, rows: slice) -> Tensor:
-        """The logits with o_ij, in the same memory."""
-        if self._offset is not None:
+    def chunk(self, rows: slice, side: int, *, offset: bool = True) -> Tensor:
+        """The logits of these local rows, with o_ij or s <I_i, T_j> alone: (rows, N), new memory."""
+        logits = self._products(self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side])
+        if offset and self._offset is not None:
             self._offset.add_to(logits, rows)
         return logits
 

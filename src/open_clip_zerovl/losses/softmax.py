@@ -82,7 +82,7 @@ class Normalisers:
         self._over_images = part if self._over_images is None else Normaliser.merged([self._over_images, part])
 
     def gather(self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Complete both over the ranks, in two collectives that also carry the given tensors.
+        """Complete both over the ranks, in two collectives that also carry the given tensors; without chunks only these.
 
         Args:
             rows: each (b,), a number for each of this rank's images: gathered.
@@ -91,22 +91,23 @@ class Normalisers:
         Returns:
             `rows` and `columns`, each (N,).
         """
-        assert self._over_images is not None
-        # This rank has seen its own images' rows of the columns; all ranks' parts are (W, 2 + len(columns), N).
-        parts = ranks.stack(torch.stack([self._over_images.maximum, self._over_images.total, *columns]))
-        self.over_images = Normaliser.merged([Normaliser(part[0], part[1]) for part in parts])
-        own = torch.stack(
-            [
-                torch.cat([part.maximum for part in self._over_texts]),
-                torch.cat([part.total for part in self._over_texts]),
-                *rows,
-            ],
-            dim=1,
-        )
-        maximum, total, *others = ranks.gather(own).unbind(dim=1)
-        self.over_texts = Normaliser(maximum, total)
-        self._mine = ranks.mine
-        return [*others, *parts.sum(dim=0)[2:]] if columns else others
+        mine, seen = [*rows], [*columns]
+        if self._over_images is not None:
+            both = Normaliser(
+                *map(torch.cat, zip(*((part.maximum, part.total) for part in self._over_texts), strict=True))
+            )
+            mine, seen = (
+                [both.maximum, both.total, *rows],
+                [self._over_images.maximum, self._over_images.total, *columns],
+            )
+        # This rank has seen its own images' rows of the columns; all ranks' parts are (W, ..., N).
+        parts = ranks.stack(torch.stack(seen))
+        whole = list(ranks.gather(torch.stack(mine, dim=1)).unbind(dim=1))
+        if self._over_images is not None:
+            self.over_images = Normaliser.merged([Normaliser(part[0], part[1]) for part in parts])
+            self.over_texts = Normaliser(*whole[:2])
+            self._mine = ranks.mine
+        return [*whole[len(whole) - len(rows) :], *parts.sum(dim=0)[len(seen) - len(columns) :]]
 
     def over_others(self, logits: Tensor, rows: slice, side: int) -> Tensor:
         """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.

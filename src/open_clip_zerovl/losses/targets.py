@@ -7,6 +7,8 @@ rows; `side` is 0 where they are images, 1 where they are texts.
     Pairs     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
     Shared    all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
     Teachers  the mean of the teachers' softmaxes over the same batch
+
+Each has `inner`, its part of the loss, and `subtract_from`, its part of the gradient.
 """
 
 from __future__ import annotations
@@ -29,21 +31,28 @@ class Pairs:
     Args:
         weighed: (weight, (b,) local column); the weights sum to one, or to this target's share of the loss.
         start: the first local row among all.
+        times: 2 for Y_rows + Y_columns; 1 where only the rows' own softmaxes have a gradient.
     """
 
-    def __init__(self, weighed: Sequence[tuple[float, Tensor]], start: int) -> None:
-        self._weighed, self._start = weighed, start
+    def __init__(self, weighed: Sequence[tuple[float, Tensor]], start: int, times: float = 2.0) -> None:
+        self._weighed = [(weight, start + column) for weight, column in weighed]
+        self._times = times
 
-    def logit(self, logits: Logits) -> Tensor:
-        """Sum over j of Y_ij s <I_i, T_j> of each local row, (b,)."""
-        images, texts = logits.own
-        return logits.scale * sum(weight * (images * texts[column]).sum(dim=1) for weight, column in self._weighed)
+    def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
+        index = torch.arange(len(logits), device=logits.device)
+        of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
+        for weight, column in self._weighed:
+            found = weight * logits[index, column[rows]]
+            of_rows += found
+            of_columns[column[rows]] += found
+        return of_rows, of_columns
 
-    def subtract_from(self, weights: Tensor, rows: slice, times: float) -> None:
+    def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= times * Y for these local rows. On the matrix itself nothing is lost to rounding where P is near Y."""
         index = torch.arange(len(weights), device=weights.device)
         for weight, column in self._weighed:
-            weights[index, self._start + column[rows]] -= times * weight
+            weights[index, column[rows]] -= self._times * weight
 
 
 class Shared:

@@ -122,7 +122,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
         )
     sources = {text_model} if text_model is not None else {tower, text_cfg["hf_tokenizer_name"]}
     by_default = text_model is None and registered.startswith("zerovl-emoji")
-    made_by = "; `zerovl data emoji --out data/emoji` writes it" if by_default else ""
+    made_by = "; `python -m scripts.drawn emoji --out data/emoji` writes it" if by_default else ""
     for source in sorted(map(str, sources)):
         _check_text_source(source, text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH), made_by)
 

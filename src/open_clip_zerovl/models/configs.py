@@ -14,6 +14,9 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 
+#: An `open_clip.CLIP` or `CustomTextCLIP`: modules whose towers' types open_clip does not give.
+ClipModel = Any
+
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
 INITIAL_TEMPERATURE = 0.02
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, where a config names none

@@ -105,12 +105,12 @@ def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "attn_implementation": "sdpa"}
 
 
-def _prepared(tower: nn.Module) -> nn.Module:
+def _prepared(tower: AutoModel) -> nn.Module:
     tower.config.reference_compile = False
     for module in tower.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             # On the instance, where nn.Module's casts of every parent find it. A partial is copied and pickled with its module.
-            module._apply = partial(_apply_but_keep_types, module)
+            vars(module)["_apply"] = partial(_apply_but_keep_types, module)
     return tower.float()
 
 

@@ -5,8 +5,7 @@ from open_clip_zerovl.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "open_clip_zerovl.plan.make": ["make_plan"],
-        "open_clip_zerovl.plan.answer": ["Plan"],
+        "open_clip_zerovl.plan.make": ["Plan", "make_plan"],
         "open_clip_zerovl.plan.settings": ["PlanSettings"],
     },
 )

@@ -1,12 +1,12 @@
-"""A look at the data of a run: of each source counts, first and last shard and one sample; of retrieval sets the counts.
+"""The data of a planned run: counts, the first and last shard, one sample of each source; the counts of retrieval sets.
 
 Missing data raises nothing: each missing thing becomes a `Missing`, with what to do about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,13 +14,10 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.names import NAME
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import Batching, few_steps, source_schedule
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.plan.holdings import TABLE_2
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.prepare.drawn.emoji_sources import SOURCES as EMOJI_SOURCES
-from open_clip_zerovl.prepare.drawn.icons import SOURCES as ICON_SOURCES
 from open_clip_zerovl.shards.urls import local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
@@ -47,8 +44,7 @@ class SourceCheck:
     """
 
     name: str
-    location: str
-    layout: str = ""
+    layout: str = "-"
     pairs: int | None = None
     state: str = "ok"
     steps: int | None = None
@@ -67,33 +63,38 @@ class DataCheck:
         steps: of an epoch.
     """
 
-    sources: list[SourceCheck]
-    opened: tuple[Source, ...]
-    weights: tuple[float, ...]
-    retrieval: dict[str, str]
-    missing: list[Missing]
-    notes: list[str]
+    sources: list[SourceCheck] = field(default_factory=list)
+    opened: tuple[Source, ...] = ()
+    weights: tuple[float, ...] = ()
+    retrieval: dict[str, str] = field(default_factory=dict)
+    missing: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     elsewhere: list[Missing] = field(default_factory=list)
     steps: int = 0
 
-    @property
-    def pairs(self) -> int:
-        return sum(source.pairs or 0 for source in self.sources)
-
 
 def check_data(settings: PlanSettings) -> DataCheck:
-    """Open all data of a run. With `--assume` data may be absent: the paper's sources then have the sizes of its Table 2.
+    """Open all data of a run. With `--assume` and `--train-num-samples` sources may be absent.
 
     Raises:
         UserError: bad input: two sources of one name, weights that do not fit.
     """
-    found = DataCheck([], (), (), {}, [], [])
+    found = DataCheck()
     if settings.train_data is None:
-        found.sources.append(SourceCheck("all", "elsewhere", "not here", settings.train_num_samples, "assumed"))
+        found.sources.append(SourceCheck("all", "not here", settings.train_num_samples, "assumed"))
         found.weights = (1.0,)
     else:
         _check_sources(settings, settings.train_data, found)
-    _check_retrieval(settings, found)
+    for name, path in parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ():
+        try:
+            opened = open_retrieval_set(path)
+            found.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"
+        except UserError as error:
+            found.retrieval[name] = "not here"
+            absent = not Path(path).exists()
+            what = f"{name}: there is no {path}" if absent else f"{name}: {error}"
+            lacking = found.elsewhere if absent and settings.assume is not None else found.missing
+            lacking.append(Missing(what, _made_by(name, Path(path))))
     return found
 
 
@@ -117,7 +118,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             epoch=0,
             weights=data.weights,
             epoch_samples=total,
-            draw=settings.debiased_draw,
+            draw=settings.draw,
             debiased_share=settings.debiased_share,
             source_order=[names.index(name) for name in order],
             names=names,
@@ -138,66 +139,52 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
 
 
 def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) -> None:
-    components = train_data.split("::")
-
-    def opened(text: str, weights: str | None = None) -> tuple[Source, ...]:
-        return parse_sources(
-            text,
-            weights,
-            captions=settings.captions,
-            on_bad_sample=settings.on_bad_sample,
-            timeout_seconds=settings.loader_timeout,
-        )
-
+    opened = partial(
+        parse_sources,
+        captions=settings.captions,
+        on_bad_sample=settings.on_bad_sample,
+        timeout_seconds=settings.loader_timeout,
+    )
+    absent: dict[str, str] = {}
     try:
         sources = opened(train_data, settings.train_data_upsampling_factors)
+        found.weights = tuple(source.weight for source in sources)
     except UserError as error:
-        for component in components:
+        sources = ()
+        for component in train_data.split("::"):
             try:
-                sources = opened(component)
+                sources += opened(component)
             except UserError as own:
-                _add_absent(settings, component, str(own), found)
-            else:
-                for source in sources:
-                    _add_source(settings, source, component, found)
-        if all(source.pairs and source.state != "assumed" for source in found.sources):
+                absent[component] = str(own)
+        if not absent:
             raise error  # no data is missing, so names or weights are wrong
-        found.weights = (1.0,) * len(found.sources)
         if settings.train_data_upsampling_factors is not None:
             found.notes.append("--train-data-upsampling-factors are not counted until all sources are there.")
-        return
-    found.weights = tuple(source.weight for source in sources)
-    if len(sources) > len(components):  # each cluster of a clustering is a source
-        components = [component for component in components for _ in opened(component)]
-    for source, component in zip(sources, components, strict=True):
-        _add_source(settings, source, component, found)
+        found.weights = (1.0,) * (len(sources) + len(absent))
+    for source in sources:
+        _add_source(settings, source, found)
+    for component, reason in absent.items():
+        _add_absent(settings, component, reason, found)
 
 
-def _location(component: str) -> tuple[str, str]:
-    match = NAME.fullmatch(component)
-    where = match["shards"] if match else component
-    return (match["name"] if match else Path(where).name or where), where
-
-
-def _add_source(settings: PlanSettings, source: Source, component: str, found: DataCheck) -> None:
-    row = SourceCheck(source.name, _location(component)[1], source.layout, source.num_samples)
+def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> None:
+    row = SourceCheck(source.name, source.layout, source.num_samples)
     found.sources.append(row)
     troubles: list[Missing] = []
     if source.table is None and source.picked is None:  # a clustering has stored its shards' sizes and compared them
-        unlisted = _unlisted(source.shards)
+        local = {shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None}
+        listed = {folder: read_sizes(folder) or {} for folder in {path.parent for path in local.values()}}
+        unlisted = [path for path in local.values() if path.name not in listed[path.parent]]
         if unlisted:
             row.state = "counted, no sizes.json"
-            folders = sorted({str(Path(local_path(shard) or shard).parent) for shard in unlisted})
             found.notes.append(
                 f"{source.name}: no sizes.json lists {len(unlisted)} of its shards, so that each start counts them; "
-                f"run zerovl data index {folders[0]}"
+                f"run zerovl data index {min(path.parent for path in unlisted)}"
             )
-        troubles = _shard_troubles(settings, source)
-    if not troubles:
-        reason = _first_sample(source)
-        if reason is not None:
-            advice = "find the fault with zerovl data check, and write the shard again"
-            troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", advice))
+        troubles = _shard_troubles(settings, source, local)
+    if not troubles and (reason := _first_sample(source)) is not None:
+        advice = "find the fault with zerovl data check, and write the shard again"
+        troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", advice))
     if troubles:
         row.state = "broken"
         found.missing += troubles
@@ -205,36 +192,19 @@ def _add_source(settings: PlanSettings, source: Source, component: str, found: D
         found.opened += (source,)
 
 
-def _unlisted(shards: Sequence[str]) -> list[str]:
-    """Local shards that no sizes.json in their folder lists."""
-    tables: dict[Path, set[str]] = {}
-    unlisted = []
-    for shard in shards:
-        path = local_path(shard)
-        if path is None:
-            continue
-        folder = Path(path).parent
-        if folder not in tables:
-            tables[folder] = set(read_sizes(folder) or ())
-        if Path(path).name not in tables[folder]:
-            unlisted.append(shard)
-    return unlisted
-
-
-def _shard_troubles(settings: PlanSettings, source: Source) -> list[Missing]:
-    """Problems with shards: those that are gone, and what is wrong with the first and the last, opened and counted."""
-    local = {shard: local_path(shard) for shard in source.shards}
-    gone = [shard for shard, path in local.items() if path is not None and not Path(path).is_file()]
+def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Path]) -> list[Missing]:
+    """Shards that are gone, and faults of the first and the last, which are opened and counted."""
+    gone = [shard for shard, path in local.items() if not path.is_file()]
     troubles = []
     if gone:
         troubles.append(
             Missing(
                 f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}",
-                f"fetch them again, or count the others: zerovl data index {Path(local_path(gone[0]) or gone[0]).parent}",
+                f"fetch them again, or count the others: zerovl data index {local[gone[0]].parent}",
             )
         )
     for index in sorted({0, len(source.shards) - 1}):
-        path = local[source.shards[index]]
+        path = local.get(source.shards[index])
         if path is None or source.shards[index] in gone:
             continue
         try:
@@ -243,17 +213,13 @@ def _shard_troubles(settings: PlanSettings, source: Source) -> list[Missing]:
             troubles.append(Missing(f"{source.name}: {str(error).rpartition('; ')[0]}", "fetch or write it again"))
             continue
         if settings.captions != "all" and count != source.sizes[index]:
-            troubles.append(
-                Missing(
-                    f"{source.name}: {path} holds {count} samples, its sizes.json says {source.sizes[index]}",
-                    f"zerovl data index {Path(path).parent}",
-                )
-            )
+            what = f"{source.name}: {path} holds {count} samples, its sizes.json says {source.sizes[index]}"
+            troubles.append(Missing(what, f"zerovl data index {path.parent}"))
     return troubles
 
 
 def _first_sample(source: Source) -> str | None:
-    """Read and decode one sample as training does. Returns what is wrong, or None."""
+    """Read and decode one sample as training does; the fault of it, or None."""
     mixture = Mixture(
         [source],
         Batching(1),
@@ -272,25 +238,19 @@ def _first_sample(source: Source) -> str | None:
 
 
 def _add_absent(settings: PlanSettings, component: str, reason: str, found: DataCheck) -> None:
-    name, where = _location(component)
-    row = SourceCheck(name, where, "-", None, "not here")
+    match = NAME.fullmatch(component)
+    where = match["shards"] if match else component
+    name, folder = (match["name"] if match else Path(where).name or where), _folder(where)
+    row = SourceCheck(name, state="broken" if folder.exists() else "not here")
     found.sources.append(row)
-    folder = _folder(where)
     if folder.exists():
         what, _, advice = reason.rpartition("; ")
-        missing = Missing(f"{name}: {what}", advice)
-        row.state = "broken"
-    else:
-        missing = Missing(f"{name}: there is no {folder}", _made_by(name, folder))
-    if settings.assume is not None and row.state == "not here":
-        if name in TABLE_2:
-            row.pairs, row.state = TABLE_2[name].images, "assumed"
-        elif settings.train_num_samples is not None:
-            row.state = "assumed"
-        if row.state == "assumed":
-            found.elsewhere.append(missing)
-            return
-    found.missing.append(missing)
+        found.missing.append(Missing(f"{name}: {what}", advice))
+        return
+    lacking = found.missing
+    if settings.assume is not None and settings.train_num_samples is not None:
+        row.state, lacking = "assumed", found.elsewhere
+    lacking.append(Missing(f"{name}: there is no {folder}", _made_by(name, folder)))
 
 
 def _folder(where: str) -> Path:
@@ -303,24 +263,4 @@ def _folder(where: str) -> Path:
 def _made_by(name: str, folder: Path) -> str:
     if name in MADE_BY_US:
         return f"zerovl data {name} --out {folder}"
-    if name in EMOJI_SOURCES:
-        return f"zerovl data emoji --out {folder.parent}"
-    if name in ICON_SOURCES:
-        return f"zerovl data icons --out {folder.parent}"
     return "correct the path, or write shards as docs/data.md says"
-
-
-def _check_retrieval(settings: PlanSettings, found: DataCheck) -> None:
-    if settings.retrieval_data is None:
-        return
-    for name, path in parse_retrieval_data(settings.retrieval_data).items():
-        try:
-            opened = open_retrieval_set(path)
-        except UserError as error:
-            found.retrieval[name] = "not here"
-            absent = not Path(path).exists()
-            what = f"{name}: there is no {path}" if absent else f"{name}: {error}"
-            missing = Missing(what, _made_by(name, Path(path)))
-            (found.elsewhere if absent and settings.assume is not None else found.missing).append(missing)
-        else:
-            found.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"

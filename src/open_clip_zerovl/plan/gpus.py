@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.launch import CPU_MICRO_BATCH as CPU_MICRO_BATCH
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ GPUS = {
     "rtx4090": Gpu("RTX 4090", 24, 165),
 }
 
-CPU_MICRO_BATCH = 16  # default on a CPU
 USABLE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context and fragmentation
 
 

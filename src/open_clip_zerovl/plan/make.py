@@ -1,36 +1,145 @@
-"""Making a plan: data is opened, the model is built, and the step's time and memory are found.
+"""Making a plan: data is opened, the model is built, bytes and FLOPs of a step are counted, and its time is found.
 
-For this machine a few real steps are taken (measure.py). For other hardware FLOPs and bytes are counted and a table of GPUs
-gives the rest (estimate.py, gpus.py).
+For this machine a few real steps are taken (measure.py). For other hardware a table of GPUs and one utilisation give the time
+(estimate.py, gpus.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
+from open_clip_zerovl.dga.retain import AUTO_SHARE
+from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.plan.answer import Hardware, Plan
-from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
-from open_clip_zerovl.plan.estimate import Costs, count_costs, estimated_seconds
-from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, micro_batch_for, parse_hardware
-from open_clip_zerovl.plan.measure import fits, largest_that_fits, measure_loader, measure_step, step_with_data
+from open_clip_zerovl.plan.data import DataCheck, Missing, SourceCheck, check_data, schedule_steps
+from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
+from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, parse_hardware
+from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import PlannedModel, build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
-from open_clip_zerovl.plan.teachers import check_teachers, missing_teachers
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that the run is planned for.
+
+    Attributes:
+        name: of one device.
+        kind: "cuda", "cpu", or "assumed".
+        ranks: W, one rank a GPU, or one on the CPU.
+        memory_gib: of one GPU, or of the machine for a CPU.
+        free_gib: of that, free now (all of it for assumed hardware).
+        cores: CPU cores that this process may use; None for assumed hardware.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    memory_gib: float
+    free_gib: float
+    cores: int | None = None
+
+    @property
+    def room_bytes(self) -> float:
+        """Memory of one device that a step may take."""
+        return (AUTO_SHARE * self.free_gib if self.cores else USABLE_SHARE * self.memory_gib) * GIB
+
+
+@dataclass
+class Plan:
+    """The result of `zerovl plan`.
+
+    Attributes:
+        estimate: nothing was measured on the hardware that the plan is for.
+        retained: R, graphs kept in a step.
+        compute_seconds: of one optimizer step of one rank, without waiting for data.
+        data_seconds: the wait for its data; None where nothing was read.
+        peak_bytes: of one device, counted.
+        sample_flops: of a step, divided by its samples.
+        checkpoint_bytes, checkpoints: size of one checkpoint, and how many are kept at the same time.
+        free_disk_bytes: of the disk of --logs, None for assumed hardware.
+        timed: the step that was taken here.
+        missing: what the run needs and lacks.
+        elsewhere: what this machine lacks, if the plan is for other hardware.
+    """
+
+    settings: PlanSettings
+    hardware: Hardware
+    estimate: bool
+    batching: Batching
+    sources: list[SourceCheck]
+    retrieval: dict[str, str]
+    epoch_steps: int
+    parameters: int
+    trained_parameters: int
+    retained: int
+    peak_bytes: float
+    sample_flops: float
+    checkpoint_bytes: int
+    checkpoints: int
+    compute_seconds: float = 0.0
+    data_seconds: float | None = None
+    free_disk_bytes: int | None = None
+    timed: StepTime | None = None
+    missing: list[Missing] = field(default_factory=list)
+    elsewhere: list[Missing] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one optimizer step, with its data where that was measured."""
+        return self.compute_seconds + (self.data_seconds or 0.0)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.epoch_steps * self.settings.epochs
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batching.effective_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def hours(self) -> float:
+        """Of training steps, without evaluation and checkpoints."""
+        return self.steps * self.step_seconds / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        plain = dataclasses.asdict(self)
+        batching = self.batching
+        plain["batching"] = {
+            "micro_batch": batching.micro_batch,
+            "dga_steps": batching.dga_steps,
+            "ranks": batching.world_size,
+            "effective_batch": batching.effective_batch,
+        }
+        unplanned = {each.name for each in flags_of(AllFlags) if each.planned is not True}
+        given = [(name, value) for name, value in plain["settings"].items() if name not in unplanned]
+        plain["settings"] = {k: v for k, v in given if v is not None and v is not False and v not in ((), {})}
+        for name in ("step_seconds", "steps", "samples_per_second", "hours"):
+            plain[name] = getattr(self, name)
+        plain["gpu_hours"] = self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None
+        plain["utilisation_assumed"] = UTILISATION if self.estimate else None
+        return plain
 
 
 @no_code_from_data()
@@ -43,61 +152,54 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     Raises:
         UserError: bad input. What is missing is listed in the plan instead.
     """
-    gpu, count = parse_hardware(settings.assume) if settings.assume is not None else (None, 0)
-    if gpu is not None:
-        hardware = Hardware(gpu.label, "assumed", count, gpu.memory_gib, gpu.memory_gib, None)
-    else:
-        hardware = find_hardware(settings)
+    hardware = find_hardware(settings)
+    assumed = hardware.kind == "assumed"
     say("opening the data")
     with quiet():  # the plan itself lists what is wrong
         data = check_data(settings)
     if settings.stock_pipeline and settings.train_data is not None:
         data.notes.append("--train-data names no source: training takes open_clip's own data pipeline, not timed here.")
-    precision = settings.precision
-    if gpu is not None and "16" not in precision:
-        if precision == "fp32":
-            data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
-        precision = "amp_bf16"  # takes as many bytes as amp, and is faster on the CPU that counts them
     device = torch.device("cuda:0" if hardware.kind == "cuda" else "cpu")
-    if gpu is None and precision_on(device.type, precision) != precision:
-        data.notes.append(
-            f"--precision {precision} is several times slower than fp32 on a CPU: training takes fp32 there."
-        )
-        precision = precision_on(device.type, precision)
-    if gpu is None and device.type == "cpu" and settings.device.startswith("cuda"):
-        data.notes.append("There is no CUDA device here: the run would train on the CPU.")
-    teachers = check_teachers(settings, data)
+    precision = _precision(settings, hardware, device, data)
     say("building the model with random weights")
     planned = build(settings, device, precision)
-    readable = teachers is not None and (gpu is not None or teachers.made or not data.opened)
-    planned.teacher_widths = teachers.widths if teachers is not None and readable else ()
-    if teachers is not None and not teachers.made:
-        absent = missing_teachers(settings, teachers.place, planned.model.visual.image_size)
-        (data.missing if gpu is None else data.elsewhere).append(absent)
-    for what, advice in weights_to_fetch(settings, planned.stand_in).items():
-        if constants.HF_HUB_OFFLINE and gpu is None:
-            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
-        else:
-            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
-    if gpu is not None:
-        plan = _estimated(settings, hardware, planned, data, say)
+    _check_weights(settings, data)
+    _check_teachers(settings, data)
+    say("counting FLOPs and bytes of a step")
+    costs = count_costs(planned, settings.loss_chunk)
+    batching = _choose_batching(settings, hardware, costs)
+    plan = _new_plan(settings, hardware, planned, data, costs, batching)
+    if plan.peak_bytes > hardware.room_bytes:
+        plan.missing.append(_too_large(plan))
+    if assumed:
+        gpu, _ = parse_hardware(settings.assume or "")
+        plan.compute_seconds = costs.seconds_on(gpu, batching, plan.retained)
         if not gpu.bf16 and "bf" in settings.precision:
             plan.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
-    else:
-        plan = _measured(settings, hardware, planned, data, say)
-    plan.teachers = teachers
-    _add_teachers_time(plan)
-    _add_disk(plan, planned)
-    _add_files(plan)
+    elif plan.peak_bytes <= hardware.room_bytes:
+        say("taking steps")
+        try:
+            plan.timed = step = measure_step(planned, settings, batching, plan.retained, data.opened)
+        except torch.OutOfMemoryError:
+            plan.missing.append(_too_large(plan))
+        else:
+            taken = Batching(batching.micro_batch, step.dga_steps, 1)
+            more = costs.step_flops(batching, plan.retained) / costs.step_flops(taken, step.retained)
+            plan.compute_seconds = step.seconds * more
+            plan.data_seconds = step.wait_seconds * batching.dga_steps if data.opened else None
+    _check_disk(plan)
     return plan
 
 
 def find_hardware(settings: PlanSettings) -> Hardware:
-    """The GPUs here that the run would take, or the CPU.
+    """The hardware of `--assume`, the GPUs here that the run would take, or the CPU.
 
     Raises:
         UserError: more GPUs asked for than there are.
     """
+    if settings.assume is not None:
+        gpu, count = parse_hardware(settings.assume)
+        return Hardware(gpu.label, "assumed", count, gpu.memory_gib, gpu.memory_gib)
     cores = usable_cores()
     present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
     if settings.gpus is not None and settings.gpus > present:
@@ -110,19 +212,44 @@ def find_hardware(settings: PlanSettings) -> Hardware:
         free = (available_bytes(torch.device("cpu")) or 0) / GIB
         return Hardware(f"{cores} CPU cores", "cpu", 1, total, free, cores)
     count = settings.gpus or present
-    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
-    return Hardware(
-        torch.cuda.get_device_name(0),
-        "cuda",
-        count,
-        min(total for _, total in memory) / GIB,
-        min(free for free, _ in memory) / GIB,
-        cores,
-    )
+    free_bytes, total_bytes = map(min, zip(*map(torch.cuda.mem_get_info, range(count)), strict=True))
+    return Hardware(torch.cuda.get_device_name(0), "cuda", count, total_bytes / GIB, free_bytes / GIB, cores)
+
+
+def _precision(settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck) -> str:
+    """The precision in which the step is counted and taken; where it is not the one asked for, a note says so."""
+    precision = settings.precision
+    if hardware.kind == "assumed":
+        if precision == "fp32":
+            data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
+        # amp_bf16 takes as many bytes as amp, and is faster on the CPU that counts them.
+        return precision if "16" in precision else "amp_bf16"
+    taken = precision_on(device.type, precision)
+    if taken != precision:
+        data.notes.append(
+            f"--precision {precision} is several times slower than fp32 on a CPU: training takes fp32 there."
+        )
+    if device.type == "cpu" and settings.device.startswith("cuda"):
+        data.notes.append("There is no CUDA device here: the run would train on the CPU.")
+    return taken
+
+
+def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -> Batching:
+    """B, K and W of the run; for an effective batch the B that takes the least time within the memory."""
+    ranks, wanted = hardware.ranks, settings.effective_batch
+    if wanted is None or settings.batch_size is not None:
+        return choose_batching(settings, ranks, 1)
+    if hardware.kind != "cpu":
+        room = min(hardware.room_bytes, graphs_room(hardware.memory_gib))
+        return choose_batching(settings, ranks, costs.fastest_micro_batch(wanted, ranks, settings.dga_retain, room))
+    size = min(CPU_MICRO_BATCH, wanted)
+    while size > 1 and costs.peak_bytes(Batching(size, max(1, wanted // size), 1), 1) > hardware.room_bytes:
+        size //= 2
+    return choose_batching(settings, ranks, size)
 
 
 def _new_plan(
-    settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, batching: Batching
+    settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, costs: Costs, batching: Batching
 ) -> Plan:
     schedule_steps(settings, data, batching.effective_batch)
     wanted = settings.effective_batch
@@ -131,142 +258,72 @@ def _new_plan(
             f"The effective batch is {batching.effective_batch:,} instead of {wanted:,}, which {batching.world_size} ranks "
             f"with micro-batches of {batching.micro_batch} do not divide."
         )
-    parameters, trained = planned.parameters
     steps = data.steps * settings.epochs
     if settings.warmup > steps and not {"--warmup-share", "--skip-scheduler"} & set(settings.passed_over):
         data.notes.append(
             f"--warmup {settings.warmup} is longer than the run's {steps} steps: the learning rate never reaches --lr; give "
             "--warmup-share 0.025."
         )
+    parameters, trained = planned.parameters
+    retained = costs.graphs_kept(batching, settings.dga_retain, hardware.room_bytes)
+    flops = costs.step_flops(batching, retained)
     return Plan(
         settings,
         hardware,
         settings.assume is not None,
+        batching,
         data.sources,
         data.retrieval,
-        batching,
         data.steps,
         parameters,
         trained,
+        retained,
+        costs.peak_bytes(batching, retained),
+        flops / (batching.micro_batch * batching.dga_steps),
+        planned.state_bytes,
+        kept_checkpoints(settings),
         missing=data.missing,
         elsewhere=data.elsewhere,
         notes=data.notes,
     )
 
 
-def _estimated(settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, say: Say) -> Plan:
-    assert settings.assume is not None
-    gpu, _ = parse_hardware(settings.assume)
-    say("counting FLOPs and bytes of a step")
-    costs = count_costs(planned)
-    micro_batch = micro_batch_for(gpu.memory_gib)
-    if settings.effective_batch is not None:
-        micro_batch = _fastest(settings, hardware.ranks, costs, graphs_room(gpu.memory_gib))
-    batching = choose_batching(settings, hardware.ranks, micro_batch)
-    plan = _new_plan(settings, hardware, planned, data, batching)
-    memory = USABLE_SHARE * gpu.memory_gib * GIB
-    plan.retained = _graphs(settings, batching, costs, memory)
-    plan.peak_bytes = costs.peak_bytes(batching, plan.retained, settings.loss_chunk)
-    plan.step_seconds = plan.compute_seconds = estimated_seconds(
-        costs, batching, plan.retained, settings.loss_chunk, gpu
-    )
-    plan.sample_flops = _sample_flops(costs, plan)
-    if plan.peak_bytes > memory:
-        plan.missing.append(_too_large(plan, plan.peak_bytes, memory))
-    return plan
-
-
-def _fastest(settings: PlanSettings, ranks: int, costs: Costs, memory_bytes: float) -> int:
-    """The micro-batch that, with its K and R, takes the least time for the effective batch of the settings."""
-    assert settings.effective_batch is not None
-    chunk, retain = settings.loss_chunk, settings.dga_retain
-    return costs.fastest(settings.effective_batch, ranks, memory_bytes, chunk, retain).micro_batch
-
-
-def _sample_flops(costs: Costs, plan: Plan) -> float:
-    """FLOPs of a step, divided by its samples."""
-    flops = costs.step_flops(plan.batching, plan.retained, plan.settings.loss_chunk)
-    return flops / (plan.batching.micro_batch * plan.batching.dga_steps)
-
-
-def _graphs(settings: PlanSettings, batching: Batching, costs: Costs, memory_bytes: float) -> int:
-    if isinstance(settings.dga_retain, int):
-        return min(settings.dga_retain, most_graphs(batching.dga_steps, batching.world_size))
-    return costs.graphs_that_fit(batching, memory_bytes, settings.loss_chunk)
-
-
-def _too_large(plan: Plan, needed: float, memory: float) -> Missing:
+def _too_large(plan: Plan) -> Missing:
     b, k = plan.batching.micro_batch, plan.batching.dga_steps
     smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
     return Missing(
-        f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {needed / GIB:.1f} GiB, but only "
-        f"{memory / GIB:.1f} GiB are usable",
+        f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {plan.peak_bytes / GIB:.1f} GiB, but "
+        f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable",
         f"{smaller}, or --grad-checkpointing",
     )
 
 
-def _measured(settings: PlanSettings, hardware: Hardware, planned: PlannedModel, data: DataCheck, say: Say) -> Plan:
-    say(f"looking for a micro-batch that fits ({hardware.name})")
-    chosen = settings.effective_batch is not None and settings.batch_size is None
-    costs = count_costs(planned, with_memory=hardware.kind == "cpu" or chosen)
-    room = AUTO_SHARE * hardware.free_gib * GIB
-    most = max(1, (settings.effective_batch or 64) // hardware.ranks)
-
-    def fit(size: int) -> bool:
-        if hardware.kind == "cuda":
-            return fits(planned, settings, size)
-        batching = Batching(size, max(1, most // size), 1)
-        return costs.peak_bytes(batching, 1, settings.loss_chunk) < room
-
-    if settings.batch_size is None:
-        if hardware.kind == "cpu":
-            start, most = CPU_MICRO_BATCH, min(most, CPU_MICRO_BATCH)
-        elif chosen:
-            start = most = _fastest(settings, hardware.ranks, costs, min(room, graphs_room(hardware.memory_gib)))
+def _check_weights(settings: PlanSettings, data: DataCheck) -> None:
+    """Files of weights that are not there, and pretrained ones that the run would fetch."""
+    lacking = data.missing if settings.assume is None else data.elsewhere
+    for name in ("init_from", "init_image", "init_text", "pretrained"):
+        path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
+        if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
+            lacking.append(Missing(f"{flag}: there is no {path}", f"correct the path, or leave {flag} out"))
+    for what, advice in weights_to_fetch(settings).items():
+        if constants.HF_HUB_OFFLINE and settings.assume is None:
+            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
         else:
-            start = micro_batch_for(hardware.memory_gib)
-        largest = largest_that_fits(fit, start, most)
-        batching = choose_batching(settings, hardware.ranks, max(1, largest))
-        too_large = largest == 0
-    else:
-        batching = choose_batching(settings, hardware.ranks, settings.batch_size)
-        too_large = not fit(settings.batch_size)
-    plan = _new_plan(settings, hardware, planned, data, batching)
-    if too_large:
-        needed = costs.peak_bytes(batching, 1, settings.loss_chunk) if hardware.kind == "cpu" else room / AUTO_SHARE
-        plan.missing.append(_too_large(plan, needed, room))
-        return plan
-    say("taking steps")
-    step = measure_step(planned, settings, batching, data.opened)
-    plan.compute_seconds, plan.loss_seconds, plan.retained = step.seconds, step.loss_seconds, step.retained
-    plan.timed = step.timed
-    plan.peak_bytes = step.peak_bytes
-    if hardware.kind == "cpu":
-        plan.peak_bytes = costs.peak_bytes(batching, plan.retained, settings.loss_chunk)
-    plan.sample_flops = _sample_flops(costs, plan)
-    plan.step_seconds = plan.compute_seconds
-    if data.opened:
-        say("reading samples")
-        rate = measure_loader(planned, settings, batching, data.opened)
-        plan.loader_rate = rate.samples_per_second
-        plan.data_seconds = batching.micro_batch * batching.dga_steps / plan.loader_rate
-        plan.step_seconds = step_with_data(
-            plan.compute_seconds,
-            plan.data_seconds,
-            workers=settings.workers,
-            ranks=hardware.ranks,
-            cores=hardware.cores or 1,
-            compute_threads=torch.get_num_threads() if hardware.kind == "cpu" else 0,
-        )
-    return plan
+            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
 
 
-def _add_teachers_time(plan: Plan) -> None:
-    """Hours of `zerovl teacher`: its FLOPs at the rate of the run's steps."""
-    if plan.teachers is None or plan.teachers.flops is None or not (plan.sample_flops and plan.compute_seconds):
+def _check_teachers(settings: PlanSettings, data: DataCheck) -> None:
+    """Whether the embeddings of `--teacher` are there and whole."""
+    if settings.teacher is None:
         return
-    per_second = plan.sample_flops * plan.batching.effective_batch / plan.compute_seconds
-    plan.teacher_hours = plan.teachers.flops / per_second / 3600
+    data.notes.append("Neither reading the teachers' embeddings nor their part of the loss is counted.")
+    try:
+        open_teachers(settings.teacher, settings.captions)
+    except UserError as error:
+        lacking = data.missing if settings.assume is None else data.elsewhere
+        sources = settings.train_data or "NAME=SHARDS"
+        advice = f"zerovl teacher MODEL --train-data '{sources}' --out {settings.teacher}, with this run's augmentation"
+        lacking.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
 
 
 def kept_checkpoints(settings: PlanSettings) -> int:
@@ -279,9 +336,7 @@ def kept_checkpoints(settings: PlanSettings) -> int:
     return epochs + steps + settings.save_most_recent + 1
 
 
-def _add_disk(plan: Plan, planned: PlannedModel) -> None:
-    plan.checkpoint_bytes = planned.state_bytes
-    plan.checkpoints = kept_checkpoints(plan.settings)
+def _check_disk(plan: Plan) -> None:
     if plan.estimate or plan.settings.logs.lower() == "none":
         return
     folder = Path(plan.settings.logs).absolute()
@@ -289,7 +344,6 @@ def _add_disk(plan: Plan, planned: PlannedModel) -> None:
         folder = folder.parent
     plan.free_disk_bytes = shutil.disk_usage(folder).free
     needed = plan.checkpoint_bytes * plan.checkpoints
-    _require_teachers_room(plan)
     if needed > plan.free_disk_bytes:
         plan.missing.append(
             Missing(
@@ -298,31 +352,3 @@ def _add_disk(plan: Plan, planned: PlannedModel) -> None:
                 "--logs on another disk, --save-frequency 5, or --delete-previous-checkpoint",
             )
         )
-
-
-def _require_teachers_room(plan: Plan) -> None:
-    teachers = plan.teachers
-    if teachers is None or teachers.made or not teachers.stored_bytes:
-        return
-    folder = Path(teachers.place).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if teachers.stored_bytes > free:
-        plan.missing.append(
-            Missing(
-                f"disk: the teachers' embeddings take {teachers.stored_bytes / GIB:.1f} GiB, {folder} has "
-                f"{free / GIB:.1f} GiB free",
-                "fewer --teacher-views, or --teacher on another disk",
-            )
-        )
-
-
-def _add_files(plan: Plan) -> None:
-    for name in ("init_from", "init_image", "init_text", "pretrained"):
-        path = getattr(plan.settings, name)
-        if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
-            flag = f"--{name.replace('_', '-')}"
-            text = f"{flag}: there is no {path}"
-            missing = Missing(text, f"correct the path, or leave {flag} out")
-            (plan.elsewhere if plan.estimate else plan.missing).append(missing)

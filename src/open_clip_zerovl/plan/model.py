@@ -1,14 +1,12 @@
 """The model, transform and tokenizer of a planned run, built as in training but with random weights.
 
-Time, memory and FLOPs do not depend on the weights, so a plan fetches nothing. If BERT-base or ModernBERT-base is neither a
-folder nor in the Hugging Face cache, a random tower of the same shape replaces it (`stand_ins`).
+Time, memory and FLOPs do not depend on the weights, so a plan fetches nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +27,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import (
-    TOKENIZER_FILES,
     check_model,
     create_model_and_transforms,
     registered_config,
@@ -37,7 +34,6 @@ from open_clip_zerovl.models.build import (
     with_text_model,
 )
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.plan.stand_ins import STAND_INS, write_stand_in
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
@@ -55,9 +51,7 @@ class PlannedModel:
         transform: PIL image -> (C, H, W), uint8 if normalisation is done on the device.
         normalize: the normalisation on the device, or None.
         tokenizer: captions -> (B, L).
-        stand_in: the hub's name of the text tower that a random one of its shape replaces, or None.
         texts_per_image: captions of a picture that a step shows.
-        teacher_widths: of the stored teachers, whose embeddings a micro-batch holds.
     """
 
     model: nn.Module
@@ -68,9 +62,7 @@ class PlannedModel:
     mixup: CoinFlipMixup | None
     device: torch.device
     precision: str
-    stand_in: str | None = None
     texts_per_image: int = 1
-    teacher_widths: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -91,8 +83,8 @@ class PlannedModel:
         """What a training step without mixup does to a micro-batch on the device."""
         return prepare(images, texts, precision=self.precision, normalize=self.normalize)
 
-    def micro_batch(self, size: int) -> tuple[Any, ...]:
-        """Random images (B, C, H, W) and texts (B, L) in the loader's form; with teachers also origin and embeddings."""
+    def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Random images (B, C, H, W) and texts (B, L) in the loader's form."""
         side = self.model.visual.image_size
         height, width = (side, side) if isinstance(side, int) else side
         generator = torch.Generator().manual_seed(0)
@@ -101,20 +93,7 @@ class PlannedModel:
             images = images.contiguous(memory_format=torch.channels_last)
         else:
             images = torch.randn(size, 3, height, width, generator=generator)
-        texts = self.tokenizer(["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image))
-        if not self.teacher_widths:
-            return images, texts
-        origin = torch.stack([torch.zeros(size, dtype=torch.int64), torch.arange(size)], dim=1)
-        return images, texts, origin, self.embeddings(size)
-
-    def embeddings(self, size: int) -> tuple[Tensor, ...]:
-        """Random embeddings (B, D) of the teachers, in the loader's form."""
-        generator = torch.Generator().manual_seed(0)
-        return tuple(
-            torch.nn.functional.normalize(torch.randn(size, width, generator=generator), dim=1).half()
-            for width in self.teacher_widths
-            for _ in range(1 + self.texts_per_image)
-        )
+        return images, self.tokenizer(["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image))
 
     def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
         """Training's AdamW with a learning rate of zero, which takes the same time and does not change the weights."""
@@ -126,10 +105,10 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     """Build the model that a run with these settings trains.
 
     Raises:
-        UserError: an unknown model, an absent text tower other than those of STAND_INS, flags that the towers cannot follow.
+        UserError: an unknown model, a text tower that is not here, flags that the towers cannot follow.
     """
-    with quiet(), tempfile.TemporaryDirectory() as scratch:
-        name, stand_in = _model_name(settings, Path(scratch))
+    with quiet():
+        name = _model_name(settings)
         size = settings.force_image_size
         model, transform, _ = create_model_and_transforms(
             name,
@@ -163,8 +142,6 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     except UserError:  # timm's transforms normalise themselves: images are floats, as in training
         pass
     augment = WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
-    if normalizer is None and settings.teacher is not None:
-        raise UserError("--teacher needs open_clip's own training transform; leave use_timm=True out")
     return PlannedModel(
         model.train(),
         transform,
@@ -174,7 +151,6 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
         mixup,
         device,
         precision,
-        stand_in,
         texts_per_image=settings.texts_per_image,
     )
 
@@ -192,47 +168,38 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _model_name(settings: PlanSettings, scratch: Path) -> tuple[str, str | None]:
-    """The name under which open_clip builds the model without a hub, and the text tower that a stand-in replaces, or None."""
+def _model_name(settings: PlanSettings) -> str:
+    """The name under which open_clip builds the model without a hub."""
     if settings.text_model is not None:
-        return with_text_model(settings.model, settings.text_model), None
+        return with_text_model(settings.model, settings.text_model)
+    check_model(settings.model)
     tower = registered_config(settings.model).get("text_cfg", {}).get("hf_model_name")
-    if not tower or Path(tower).is_dir() or _is_whole_in_cache(tower):
-        check_model(settings.model)
-        return settings.model, None
-    if tower not in STAND_INS:
-        check_model(settings.model)  # raises a better sentence if the name is a folder's
+    if tower and not Path(tower).is_dir() and not _is_cached(tower, "config.json"):
         raise UserError(
             f"the text tower {tower} of {settings.model} is not in the Hugging Face cache and nothing is fetched for a plan; "
-            "give its folder with --text-model"
+            f"fetch its config and tokenizer (hf download {tower}), or give its folder with --text-model"
         )
-    return with_text_model(settings.model, write_stand_in(tower, scratch / Path(tower).name)), tower
+    return settings.model
 
 
-def weights_to_fetch(settings: PlanSettings, stand_in: str | None) -> dict[str, str]:
+def weights_to_fetch(settings: PlanSettings) -> dict[str, str]:
     """Pretrained weights that training would fetch from the hub -> how to do without the hub.
-
-    Args:
-        stand_in: the planned model's.
 
     Raises:
         UserError: `--pretrained` is neither a file's name nor a tag of the model, or a tag beside `--text-model`.
     """
-    found = {}
-    if stand_in is not None:
-        found[f"the text tower {stand_in}"] = "--text-model DIR, its folder"
     if parse_model_name(settings.model)[0] is not None:  # such a model's weights come with its config
-        return found
+        return {}
     if settings.pretrained:  # of all towers; open_clip then leaves --pretrained-image out
-        if not is_file_name(settings.pretrained) and not _has_weights(settings):
-            found[f"the weights {settings.pretrained} of {settings.model}"] = "--pretrained FILE"
-        return found
+        if is_file_name(settings.pretrained) or _has_weights(settings):
+            return {}
+        return {f"the weights {settings.pretrained} of {settings.model}": "--pretrained FILE"}
     name = registered_config(settings.model).get("vision_cfg", {}).get("timm_model_name")
     if settings.pretrained_image and name:
         hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
-        if hub and not any(_is_cached(hub, file) for file in ("model.safetensors", "pytorch_model.bin")):
-            found[f"the image tower's weights {hub}"] = "--init-image FILE in place of --pretrained-image"
-    return found
+        if hub and not _is_cached(hub, "model.safetensors", "pytorch_model.bin"):
+            return {f"the image tower's weights {hub}": "--init-image FILE in place of --pretrained-image"}
+    return {}
 
 
 def is_file_name(pretrained: str) -> bool:
@@ -256,16 +223,12 @@ def _has_weights(settings: PlanSettings) -> bool:
         )
     repository, _, name = config.get("hf_hub", "").rpartition("/")
     names = (name, Path(name).with_suffix(".safetensors").name) if name else (HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME)
-    return any(_is_cached(repository, one, cache_dir=settings.cache_dir) for one in names)
-
-
-def _is_whole_in_cache(tower: str) -> bool:
-    """Whether a tower's config and tokenizer, in any of its forms, are in the Hugging Face cache."""
-    return _is_cached(tower, "config.json") and any(_is_cached(tower, file) for file in TOKENIZER_FILES)
+    return _is_cached(repository, *names, cache_dir=settings.cache_dir)
 
 
 def _is_cached(repository: str, *files: str, cache_dir: str | None = None) -> bool:
+    """Whether one of these files of a repository is in the Hugging Face cache."""
     try:
-        return all(isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str) for file in files)
+        return any(isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str) for file in files)
     except ValueError:  # a path, which is no repository's name
         return False

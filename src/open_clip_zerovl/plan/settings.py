@@ -8,28 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import at_least, flag, flags_of, out_of_range, redeclared
 from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.recipe.declare import at_least, flag, flags_of, out_of_range, redeclared
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """Of the plan only"""
+    """Options of zerovl plan"""
 
     effective_batch: int | None = flag(
         None, "choose batch size, DGA steps and graphs kept for this effective batch", metavar="N", range=at_least(1)
     )
     assume: str | None = flag(None, "estimate for other hardware: v100, a100-80, h200, ...", metavar="GPU[:COUNT]")
-    teacher_model: tuple[str, ...] = flag(
-        (),
-        "with --teacher DIR that does not exist yet: open_clip's name of a teacher (ViT-L-14-quickgelu/openai), whose disk and "
-        "time are counted; several times for several teachers",
-        metavar="NAME",
-    )
-    teacher_views: int = flag(
-        4, "views of each picture that those teachers see (default %(default)s)", metavar="V", range=at_least(1)
-    )
     gpus: int | None = flag(None, "use N of this machine's GPUs (default: all)", metavar="N", range=at_least(1))
 
 
@@ -56,8 +47,6 @@ class PlanSettings(PlanFlags, AllFlags):
         planned = [each.name for each in flags_of(AllFlags) if each.planned is True]
         for sentence in (*out_of_range(self), *contradicted(self, planned)):
             raise UserError(sentence)
-        if self.teacher_model and self.teacher is None:
-            raise UserError("no --teacher does not work with --teacher-model: it is of the teachers; give both")
         if self.assume is not None and self.gpus is not None:
             raise UserError(
                 f"--assume {self.assume} and --gpus {self.gpus} both give a number of GPUs; give --assume NAME:{self.gpus}"

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
-from open_clip_zerovl.recipe.token_drop import check_token_drop
-from open_clip_zerovl.recipe.towers import freeze
-
-
-class Methods(Protocol):
-    """The methods asked for, with the names of their flags."""
-
-    @property
-    def token_drop(self) -> float | None: ...
-    @property
-    def freeze(self) -> Sequence[str]: ...
-    @property
-    def temperature_constant(self) -> bool: ...
-    @property
-    def coin_flip_mixup(self) -> bool: ...
-    @property
-    def mixup_alpha(self) -> float: ...
-    @property
-    def mixup_of(self) -> str: ...
-    @property
-    def mixup_text(self) -> str: ...
-    @property
-    def sort_text(self) -> bool: ...
-    @property
-    def auto_augment(self) -> str | None: ...
+from open_clip_zerovl.recipe.towers import check_token_drop, freeze
 
 
 def apply_methods(
-    model: nn.Module, transform: Callable[..., Any], methods: Methods, *, seed: int
+    model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
     """Check token drop, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
 
@@ -65,7 +42,12 @@ def apply_methods(
         constant_temperature(model)
     mixup = None
     if methods.coin_flip_mixup:
-        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed, of=methods.mixup_of, texts=methods.mixup_text)
+        mixup = CoinFlipMixup(
+            methods.mixup_alpha,
+            seed=seed,
+            of="both" if "mixup-both" in methods.ablate else "coin",
+            texts="embeddings" if "mixup-embeddings" in methods.ablate else "features",
+        )
         mixup.attach(model)
     if methods.sort_text:
         text_padding(model)

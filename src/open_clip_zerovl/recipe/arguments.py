@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, argparse_sentence
 
 # Name without dashes -> value; "" is a switch, None takes the flag away.
 Settings = dict[str, "str | None"]
 
-SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")
+SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")  # --image-mean 0.5 0.5 0.5
+REPEATED = ("ablate", "freeze")  # --ablate NAME --ablate NAME
 
 
 def parse_settings(texts: Sequence[str]) -> Settings:
@@ -36,7 +41,8 @@ def settings_of(words: Sequence[str]) -> Settings:
     for word in words:
         if word.startswith("--"):
             flag, equals, value = word.removeprefix("--").partition("=")
-            last = values[flag] = [value] if equals else []
+            last = values[flag] = values.get(flag, []) if flag in REPEATED else []
+            last += [value] if equals else []
         elif last is None:
             raise UserError(f"{word!r} belongs to no flag; training flags begin with --")
         else:
@@ -48,6 +54,33 @@ def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
     """The command line of flags."""
     arguments: list[str] = []
     for flag, value in flags.items():
-        if value is not None:
+        if value is not None and flag in REPEATED:
+            arguments += [word for one in shlex.split(value) for word in (f"--{flag}", one)]
+        elif value is not None:
             arguments += [f"--{flag}", *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value))]
     return arguments
+
+
+@cache
+def open_clip_options() -> frozenset[str]:
+    """`--lr` and the others, as they stand in the source of open_clip_train's parser."""
+    package = importlib.util.find_spec("open_clip_train")
+    folders = [] if package is None else package.submodule_search_locations or []
+    files = [Path(folder, "params.py") for folder in folders]
+    found = (re.findall(r"""["'](--[a-z][\w-]*)["']""", file.read_text("utf-8")) for file in files if file.is_file())
+    return frozenset(name for names in found for name in names)
+
+
+def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) -> None:
+    """
+    Args:
+        flags: given, without values.
+        ours: all flags that open_clip has not.
+
+    Raises:
+        UserError: a flag that training does not have; open_clip's may be abbreviated.
+    """
+    theirs = open_clip_options()
+    for flag in flags:
+        if theirs and flag not in ours and not any(name.startswith(flag) for name in theirs):
+            raise UserError(argparse_sentence(f"unrecognized arguments: {flag}", [*ours, *theirs], help_command))

@@ -1,7 +1,7 @@
 """The flags of training, each declared once: default, type, choices, range, help, and what it contradicts.
 
 From the declarations follow the parsers of `python -m training.main` and `zerovl plan`, the fields of `RecipeConfig` and
-`PlanSettings`, and the checks of both; `declare` says how. Nothing here imports torch, so that a help text or a refusal is
+`PlanSettings`, and the checks of both (see `core.flags`). Nothing here imports torch, so that a help text or a refusal is
 printed at once.
 
 `RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a plan depends on or that have
@@ -11,16 +11,31 @@ a range; `open_clip_train.params` declares them, and a test compares the two.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import (
+    BETA,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Contradiction,
+    Range,
+    Requirement,
+    Switch,
+    at_least,
+    conflicts,
+    flag,
+    flags_of,
+    key_value,
+    number_or,
+)
 from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
     CAPTIONS,
-    DRAWS,
     PIXEL_PATH,
     PIXEL_PATHS,
     POLICIES,
@@ -30,35 +45,28 @@ from open_clip_zerovl.data.names import (
     is_named,
 )
 from open_clip_zerovl.losses.names import POSITIVES
-from open_clip_zerovl.recipe.declare import (
-    BETA,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    Contradiction,
-    Range,
-    Switch,
-    Values,
-    at_least,
-    captions_per_image,
-    flag,
-    flags_of,
-    key_value,
-    retain,
-)
 
 TOWERS = ("image", "text")
-ABLATIONS = ("detached-gather", "no-replay")
+ABLATIONS = ("detached-gather", "iid-draw", "mixup-both", "mixup-embeddings", "no-replay", "temperature-parameter")
+#: A flag of before -> what stands in its place.
+RENAMED = {
+    "--debiased-draw": "--ablate iid-draw",
+    "--mixup-of": "--ablate mixup-both",
+    "--mixup-text": "--ablate mixup-embeddings",
+    "--temperature-parameter": "--ablate temperature-parameter",
+}
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-TEMPERATURE_PARAMETERS = ("logit-scale", "temperature")  # `recipe.optimizer` says what they are
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
 # ---------------------------------------------------------------------------------------------------------------------
 
-NAME_THEM = "name the sources: --train-data NAME=SHARDS"
-_STOCK_DATA = Contradiction("open_clip's own data pipeline", lambda given: not given.mixture, NAME_THEM)
+_NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
+
+
+_OWN_STEP = Requirement("the recipe's step, which CoCa and --distill-model don't take", lambda given: given.own_step)
+_DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +83,7 @@ class SourceFlags:
             "every optimizer step draws from one source, over all ranks and micro-batches; the same as --sampling debiased. "
             "Name the sources: --train-data sbu=SHARDS::vg=SHARDS",
         ),
-        contradicts=(
-            Contradiction("no --train-data", lambda given: not given.train_data and given.trains, NAME_THEM + "::..."),
-        ),
-    )
-    debiased_draw: str = flag(
-        "exact",
-        "exact: every source in exact proportion each epoch; iid: a source drawn for each step, as the paper's released "
-        "code does (default %(default)s)",
-        choices=DRAWS,
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}",
-                lambda given: given.sampling != "debiased",
-                "it belongs to --debiased-sampling",
-                flag="--debiased-draw iid",
-            ),
-        ),
+        needs=(Requirement("--train-data NAME=SHARDS::...", lambda given: bool(given.train_data) or not given.trains),),
     )
     debiased_share: float = flag(
         1.0,
@@ -99,28 +91,13 @@ class SourceFlags:
         "effective batch, come in steps that mix all sources (default %(default)s)",
         metavar="SHARE",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}", lambda given: given.sampling != "debiased", "it belongs to --debiased-sampling"
-            ),
-            Contradiction(
-                "--debiased-draw {debiased_draw}",
-                lambda given: given.debiased_draw != "exact",
-                "its counts are exact each epoch; leave --debiased-draw out",
-            ),
-        ),
+        needs=(_DEBIASED,),
     )
     source_order: str | None = flag(
         None,
         "order of the sources in --sampling sequential (default: as given)",
         metavar="NAME::NAME",
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}",
-                lambda given: given.sampling != "sequential",
-                "the order is that of --sampling sequential",
-            ),
-        ),
+        needs=(Requirement("--sampling sequential", lambda given: given.sampling == "sequential"),),
     )
     captions: str | None = flag(
         None,
@@ -129,8 +106,8 @@ class SourceFlags:
         "txt+KEY shows one of each in every step, and sums their losses",
         metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
         range=Range(f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD", lambda value, _: is_captions(value)),
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup and given.texts_per_image > 1,
@@ -143,28 +120,28 @@ class SourceFlags:
         "replace",
         "what to do with a sample that cannot be used: replace it by another of its source, or fail (default %(default)s)",
         choices=POLICIES,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     pixel_path: str = flag(
         PIXEL_PATH,
         "decode and resize pictures with PIL, or as arrays with libjpeg-turbo and torch: faster, equal up to rounding "
         "(default %(default)s)",
         choices=PIXEL_PATHS,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     max_bad_share: float = flag(
         0.10,
         "stop when a source has lost a larger share of its samples (default %(default)s)",
         metavar="SHARE",
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
         planned=False,
     )
     shard_cache: str | None = flag(
         None,
         "keep remote shards in DIR, on a local disk: each is fetched once and read from there",
         metavar="DIR",
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
         planned="the plan reads remote shards as they come",
     )
     shard_cache_gib: float = flag(
@@ -172,11 +149,7 @@ class SourceFlags:
         "GiB that --shard-cache may take; what was not read for longest makes room (default %(default)s)",
         metavar="N",
         range=POSITIVE,
-        contradicts=(
-            Contradiction(
-                "no --shard-cache", lambda given: given.shard_cache is None, "it is the cache's bound; give both"
-            ),
-        ),
+        needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
         planned="it is a bound of --shard-cache",
     )
     loader_timeout: float = flag(
@@ -184,8 +157,16 @@ class SourceFlags:
         "stop when no batch comes for this time, and name what is being read; 0 waits forever (default %(default)s)",
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
+
+
+def _asked(ablation: str, other: str, met: Callable[[Any], bool]) -> Requirement:
+    return Requirement(other, lambda given: ablation not in given.ablate or met(given), f"--ablate {ablation}")
+
+
+def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
+    return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +182,7 @@ class DgaFlags:
     dga_retain: int | str = flag(
         1,
         "micro-batches whose graph is kept instead of forwarded twice; auto: as many as free memory allows",
-        kind=retain,
+        kind=number_or("auto", 0),
         metavar="R|auto",
         range=Range(
             "auto, or 0 to --dga-steps {dga_steps}",
@@ -235,20 +216,53 @@ class DgaFlags:
     )
     ablate: tuple[str, ...] = flag(
         (),
-        "for the paper's ablations only, with wrong gradients: gather without gradient (Table 4), other dropout masks in the "
-        "second pass (Table 6)",
+        "for comparisons of the paper only; several may be given. Wrong gradients: detached-gather (Table 4), no-replay, other "
+        "dropout masks in the second pass (Table 6). Alternatives: iid-draw, a source drawn for each step; mixup-both, images "
+        "and texts of each batch mixed, and mixup-embeddings, word embeddings in place of text features (3.2); "
+        "temperature-parameter, the temperature itself learned, from 0.001 to 0.5 (released code)",
         choices=ABLATIONS,
-        planned=False,
+        metavar="NAME",
+        needs=(
+            _asked("iid-draw", "--debiased-sampling", lambda given: given.sampling == "debiased"),
+            _asked("mixup-both", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
+            _asked("mixup-embeddings", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
+        ),
         contradicts=(
-            Contradiction(
+            _ablation(
+                "no-replay",
                 "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
-                lambda given: (
-                    "no-replay" in given.ablate
-                    and isinstance(given.dga_retain, int)
-                    and given.dga_retain >= given.dga_steps
-                ),
+                lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
                 "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
-                flag="--ablate no-replay",
+            ),
+            _ablation(
+                "iid-draw",
+                "--debiased-share {debiased_share}",
+                lambda given: given.debiased_share < 1,
+                "its counts are exact each epoch; give one of them",
+            ),
+            _ablation(
+                "mixup-both",
+                "--sort-text",
+                lambda given: given.sort_text,
+                "a picture and its text would be mixed with different partners; leave it out",
+            ),
+            _ablation(
+                "mixup-embeddings",
+                "--cache-frozen of the text tower",
+                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
+                "mixed words have other features each step",
+            ),
+            _ablation(
+                "temperature-parameter",
+                "--temperature-constant",
+                lambda given: given.temperature_constant,
+                "a constant has no parameter; give one of them",
+            ),
+            _ablation(
+                "temperature-parameter",
+                "--precision {precision}",
+                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
+                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
             ),
         ),
     )
@@ -271,8 +285,8 @@ class LossFlags:
         "the plain loss (default %(default)s)",
         metavar="W",
         range=NOT_NEGATIVE,
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--sampling {strategy}",
                 lambda given: given.strategy != "random" and given.debiased_share == 1,
@@ -292,8 +306,8 @@ class LossFlags:
         "which samples of the effective batch share the target evenly: those with the same caption, the same image, or either "
         "(both) (default %(default)s: none)",
         choices=POSITIVES,
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup,
@@ -310,7 +324,7 @@ class LossFlags:
     )
 
 
-_NO_TEACHER = Contradiction("no --teacher", lambda given: given.teacher is None, "it is of the teachers; give both")
+_TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +335,8 @@ class TeacherFlags:
         None,
         "learn from the embeddings that `zerovl teacher` has stored in DIR, and show the views that it has stored",
         metavar="DIR",
+        needs=(_NAMED_SOURCES,),
         contradicts=(
-            _STOCK_DATA,
             Contradiction(
                 "--coin-flip-mixup",
                 lambda given: given.coin_flip_mixup,
@@ -336,7 +350,7 @@ class TeacherFlags:
         "share of the distillation in the loss; the rest is the contrastive loss (default %(default)s)",
         metavar="W",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
-        contradicts=(_NO_TEACHER,),
+        needs=(_TEACHER,),
         planned=False,
     )
     distill_temperature: float = flag(
@@ -344,14 +358,12 @@ class TeacherFlags:
         "temperature of the teachers' softmaxes (default %(default)s, a scale of 100)",
         metavar="T",
         range=POSITIVE,
-        contradicts=(_NO_TEACHER,),
+        needs=(_TEACHER,),
         planned=False,
     )
 
 
-_NO_MIXUP = Contradiction(
-    "no --coin-flip-mixup", lambda given: not given.coin_flip_mixup, "it is a parameter of mixup; give both"
-)
+_MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,44 +378,14 @@ class AugmentationFlags:
         "lambda ~ Beta(A, A) (default %(default)s)",
         metavar="A",
         range=POSITIVE,
-        contradicts=(_NO_MIXUP,),
-    )
-    mixup_of: str = flag(
-        "coin",
-        "coin: images or texts of a batch, as the paper does; both: images and texts of each batch, for comparison (3.2; "
-        "default %(default)s)",
-        choices=("coin", "both"),
-        contradicts=(
-            _NO_MIXUP,
-            Contradiction(
-                "--sort-text",
-                lambda given: given.sort_text,
-                "a picture and its text would be mixed with different partners; leave it out",
-                flag="--mixup-of both",
-            ),
-        ),
-    )
-    mixup_text: str = flag(
-        "features",
-        "what of a text is mixed: its features, as the paper does, or its word embeddings, for comparison (3.2; default "
-        "%(default)s)",
-        choices=("features", "embeddings"),
-        contradicts=(
-            _NO_MIXUP,
-            Contradiction(
-                "--cache-frozen of the text tower",
-                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
-                "mixed words have other features each step",
-                flag="--mixup-text embeddings",
-            ),
-        ),
+        needs=(_MIXUP,),
     )
     text_augment: float | None = flag(
         None,
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
         metavar="SHARE",
         range=SHARE,
-        contradicts=(_STOCK_DATA,),
+        needs=(_NAMED_SOURCES,),
     )
     auto_augment: str | None = flag(
         None, "AutoAugment policy, after the crop (A.9); crop: --aug-cfg scale=(0.6,1.0)", choices=AUTO_AUGMENTS
@@ -472,12 +454,12 @@ class TowerFlags:
         "keep the frozen tower's features of each sample in DIR and reuse them",
         metavar="DIR",
         planned="planned as an epoch that fills the cache",
+        needs=(
+            Requirement("one frozen tower: --freeze image or --freeze text", lambda given: len(given.freeze) == 1),
+            _NAMED_SOURCES,
+            _OWN_STEP,
+        ),
         contradicts=(
-            Contradiction(
-                "anything but one frozen tower on named sources",
-                lambda given: len(given.freeze) != 1 or not given.mixture or not given.own_step,
-                "give --freeze image or --freeze text and name the sources",
-            ),
             Contradiction(
                 "--text-augment",
                 lambda given: given.freeze == ("text",) and given.text_augment is not None,
@@ -503,33 +485,6 @@ class OptimizerFlags:
     """Optimisation (sections 2.2, A.9)"""
 
     temperature_constant: bool = flag(False, "keep the temperature at its initial value")
-    temperature_parameter: str = flag(
-        "logit-scale",
-        "what the optimizer sees of the temperature: open_clip's logit scale, bounded by temperatures 0.01 and 1, or the "
-        "temperature itself, bounded by 0.001 and 0.5, as in the paper's released code (default %(default)s)",
-        choices=TEMPERATURE_PARAMETERS,
-        planned=False,
-        contradicts=(
-            Contradiction(
-                "--temperature-constant",
-                lambda given: given.temperature_constant,
-                "a constant has no parameter; give one of them",
-                flag="--temperature-parameter temperature",
-            ),
-            Contradiction(
-                "--siglip",
-                lambda given: given.siglip,
-                "its bounds are those of the softmax loss; leave it out",
-                flag="--temperature-parameter temperature",
-            ),
-            Contradiction(
-                "--precision {precision}",
-                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
-                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
-                flag="--temperature-parameter temperature",
-            ),
-        ),
-    )
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
@@ -589,12 +544,8 @@ class CheckpointFlags:
         "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
+        needs=(_NAMED_SOURCES, _OWN_STEP),
         contradicts=(
-            Contradiction(
-                "open_clip's own data or step",
-                lambda given: not given.mixture or not given.own_step,
-                f"exact resume needs the mixture; {NAME_THEM}",
-            ),
             Contradiction(
                 "--save-most-recent",
                 lambda given: given.save_most_recent,
@@ -607,9 +558,7 @@ class CheckpointFlags:
     )  # fmt: skip
 
 
-_NO_SETS = Contradiction(
-    "no --retrieval-data", lambda given: given.retrieval_data is None, "it says how that is scored; give both"
-)
+_SETS = Requirement("--retrieval-data", lambda given: given.retrieval_data is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,15 +579,15 @@ class RetrievalFlags:
         "transform of the retrieval sets' pictures: the checkpoint's own, as CLIP_benchmark applies it, or the paper's (A.9), "
         "squash to 256 and crop 224, scaled to the model's size (default %(default)s)",
         choices=RETRIEVAL_TRANSFORMS,
-        contradicts=(_NO_SETS,),
+        needs=(_SETS,),
         planned=False,
     )
     retrieval_captions: int | str = flag(
         5,
         "captions kept of each image of a retrieval set, the first ones; the papers count five of COCO's (default %(default)s)",
-        kind=captions_per_image,
+        kind=number_or("all", 1),
         metavar="N|all",
-        contradicts=(_NO_SETS,),
+        needs=(_SETS,),
         planned=False,
     )
 
@@ -688,13 +637,18 @@ class RecipeConfig(
     def step_flags(self) -> bool:
         """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
-        names = ("coin_flip_mixup", "temperature_parameter", *(each.name for each in of_step))
+        names = ("coin_flip_mixup", *(each.name for each in of_step))
         return self.texts_per_image > 1 or self.changes(*names)
 
     @property
     def texts_per_image(self) -> int:
         """How many captions of a picture a step shows."""
         return captions_in_a_step(self.captions)
+
+    @property
+    def draw(self) -> str:
+        """How debiased sampling chooses the source of a step; of `data.names.DRAWS`."""
+        return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:
         """Whether one of these flags has another value than its default."""
@@ -794,20 +748,18 @@ class OpenClipFlags:
         range=Range("three positive numbers", lambda value, _: len(value) == 3 and min(value) > 0),
     )
     image_interpolation: str | None = flag(None, choices=("bicubic", "bilinear", "random"))
-    aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")  # noqa: RUF009 (a field)
+    aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")
 
     logs: str = flag("./logs/", metavar="TEXT")
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
     report_to: str = flag("", metavar="TEXT", planned=False)
     remote_sync_frequency: int = flag(300, metavar="SECONDS", range=at_least(1, "second"), planned=False)
-    use_bnb_linear: str | None = flag(None, planned=False)
     loss_dist_impl: str | None = flag(
         None,
         range=Range("bidir, shift, reduce or gather", lambda value, _: value in ("bidir", "shift", "reduce", "gather")),
         planned=False,
     )
     val_num_samples: int | None = flag(None, metavar="N", range=at_least(1), planned=False)
-    imagenet_v2: str | None = flag(None, planned=False)
     save_frequency: int = flag(1, metavar="N")
     save_most_recent: bool = flag(False)
     delete_previous_checkpoint: bool = flag(False)
@@ -816,6 +768,12 @@ class OpenClipFlags:
 @dataclass(frozen=True, kw_only=True)
 class AllFlags(OpenClipFlags, RecipeConfig):
     """The values of all flags that are declared here, from which ranges and contradictions are checked."""
+
+    @classmethod
+    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace) -> AllFlags:
+        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given."""
+        known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
+        return cls(**values_of(known), **ours)
 
     @property
     def strategy(self) -> str:
@@ -844,18 +802,8 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
-    """One sentence for each of our flags that was given and contradicts something.
-
-    Args:
-        names: of the flags to check; None: all.
-    """
-    for each in flags_of(RecipeConfig):
-        if getattr(given, each.name) == each.default or (names is not None and each.name not in names):
-            continue
-        for one in each.contradicts:
-            if one.when(given):
-                other = one.other.format_map(Values(given))
-                yield f"{other} does not work with {one.flag or each.option}: {one.advice}"
+    """One sentence for each of our flags that was given and lacks or contradicts something; see `core.flags.conflicts`."""
+    return conflicts(given, {each.name for each in flags_of(RecipeConfig)} if names is None else names)
 
 
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:

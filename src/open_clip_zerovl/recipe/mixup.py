@@ -111,8 +111,7 @@ class CoinFlipMixup:
             dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))
 
     The n-th draw is a pure function of (seed, n). So ranks agree without communication, the process's own generators are
-    not used, and a resumed run repeats coins and lambdas bit for bit: load the state that was saved with the checkpoint, or
-    `seek` the optimizer step.
+    not used, and a resumed run repeats coins and lambdas bit for bit: `seek` the optimizer step.
 
     Args:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
@@ -208,27 +207,6 @@ class CoinFlipMixup:
             raise UserError(f"mixup cannot go on after {draws} draws; give 0 or more.")
         self._draws = int(draws)
 
-    def state_dict(self) -> dict[str, int | float]:
-        """The state to save with a checkpoint; plain numbers."""
-        return {"alpha": self.alpha, "seed": self.seed, "draws": self._draws}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the saved run was.
-
-        Raises:
-            UserError: a state that is incomplete, or was drawn under another alpha or seed.
-        """
-        missing = {"alpha", "seed", "draws"} - state.keys()
-        if missing:
-            raise UserError(f"the saved mixup state lacks {', '.join(sorted(missing))}; it is not of this version.")
-        for name, own in (("alpha", self.alpha), ("seed", self.seed)):
-            if state[name] != own:
-                raise UserError(
-                    f"the resumed run drew its mixup with {name} {state[name]}, this one with {own}; give the same, or start "
-                    "a new run from its weights."
-                )
-        self.seek(state["draws"])
-
 
 class _TextMixing:
     """The forward hooks. They hold lambda as a tensor: a compiled graph would hold a number as a constant."""
@@ -251,7 +229,7 @@ class _TextMixing:
         if not hasattr(transformer, "get_input_embeddings"):
             raise UserError(
                 f"mixing word embeddings needs a Hugging Face text tower, and this one is a {type(self.tower).__name__}; leave "
-                "--mixup-text out, which mixes its features"
+                "--ablate mixup-embeddings out, then its features are mixed"
             )
         assert transformer is not None
         return [

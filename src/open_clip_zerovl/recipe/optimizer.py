@@ -5,10 +5,10 @@ So it decays class tokens and position and word embeddings, which are lookup tab
 
 The temperature tau is learned in one of two parameters:
 
-    logit-scale   s = ln(1 / tau), open_clip's; clamped to 0..ln 100, tau from 0.01 to 1
-    temperature   tau itself, as in the paper's released code; clamped to 0.001..0.5
+    s = ln(1 / tau)   open_clip's logit scale; clamped to 0..ln 100, tau from 0.01 to 1
+    tau itself        as in the paper's released code (--ablate temperature-parameter); clamped to 0.001..0.5
 
-The model holds s in both cases, so that its checkpoints stay open_clip's. With `temperature`, s is replaced by tau and its
+The model holds s in both cases, so that its checkpoints stay open_clip's. In the second case s is replaced by tau and its
 gradient by d loss / d tau = -(d loss / d s) / tau while gradients are clipped and the optimizer steps; then s = -ln tau is put
 back. The optimizer thus does with tau what it would do if tau were the parameter: its moments are those of tau. They are in the
 checkpoint, and an entry in the optimizer's group says so.
@@ -27,8 +27,7 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 
-LOGIT_SCALE, TEMPERATURE = "logit-scale", "temperature"  # what the optimizer sees of the temperature
-MARK = "temperature_parameter"  # entry of an optimizer's group whose logit scale has the moments of TEMPERATURE
+MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
 
 MAX_LOGIT_SCALE = math.log(100)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
 
@@ -94,7 +93,7 @@ def optimizer_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
     grad_clip_norm: float | None = None,
-    temperature_parameter: str = LOGIT_SCALE,
+    temperature_parameter: bool = False,
 ) -> None:
     """Clip the gradients, step, and clamp the temperature to its bounds.
 
@@ -102,10 +101,10 @@ def optimizer_step(
         model: plain, compiled or in DistributedDataParallel.
         scaler: the GradScaler that multiplied the gradients, if any; it skips a step with infinite ones and lowers its scale.
         grad_clip_norm: largest norm of all gradients together, the temperature's in its parameter's units.
-        temperature_parameter: LOGIT_SCALE or TEMPERATURE; for the latter `mark_temperature` has marked the optimizer.
+        temperature_parameter: step on the temperature itself; `mark_temperature` has marked the optimizer.
     """
     scales = [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"]
-    with as_temperatures(scales) if temperature_parameter == TEMPERATURE else nullcontext():
+    with as_temperatures(scales) if temperature_parameter else nullcontext():
         if grad_clip_norm is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -115,7 +114,7 @@ def optimizer_step(
             scaler.update()
         else:
             optimizer.step()
-    if temperature_parameter == LOGIT_SCALE:
+    if not temperature_parameter:
         with torch.no_grad():
             for scale in scales:
                 scale.clamp_(0, MAX_LOGIT_SCALE)
@@ -143,18 +142,18 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
             scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
 
 
-def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: str) -> None:
+def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: bool) -> None:
     """Note in the optimizer's groups, and so in its checkpoints, which parameter the moments of logit scales are of."""
     scales = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"}
     for group in optimizer.param_groups:
         group.pop(MARK, None)
-        if temperature_parameter != LOGIT_SCALE and any(id(p) in scales for p in group["params"]):
-            group[MARK] = temperature_parameter
+        if temperature_parameter and any(id(p) in scales for p in group["params"]):
+            group[MARK] = "temperature"
 
 
-def marked_temperature(state: Mapping[str, Any]) -> str:
-    """Which parameter the moments of logit scales are of in an optimizer's state."""
-    return next((str(group[MARK]) for group in state["param_groups"] if MARK in group), LOGIT_SCALE)
+def marked_temperature(state: Mapping[str, Any]) -> bool:
+    """Whether the moments of logit scales in an optimizer's state are of the temperature itself."""
+    return any(MARK in group for group in state["param_groups"])
 
 
 def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:

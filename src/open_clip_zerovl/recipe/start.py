@@ -21,32 +21,27 @@ _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constan
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """Result for one group: number of `tensors` in the model, and why it was not loaded (None: it was)."""
-
-    group: str
-    tensors: int
-    left_because: str | None
-
-
-@dataclass(frozen=True)
 class InitReport:
-    """Result of `init_from`, by group; `str()` makes a table of it."""
+    """Result of `init_from`; `str()` makes a table of it.
+
+    Attributes:
+        tensors: group -> number of its tensors in the model.
+        left: group -> why it was not loaded, of those that were not.
+    """
 
     path: str
-    groups: tuple[GroupReport, ...]
+    tensors: dict[str, int]
+    left: dict[str, str]
 
     @property
     def loaded(self) -> tuple[str, ...]:
         """Names of the groups that were loaded."""
-        return tuple(report.group for report in self.groups if report.left_because is None)
+        return tuple(group for group in self.tensors if group not in self.left)
 
     def __str__(self) -> str:
-        lines = [f"initialised from {self.path}:"]
-        for report in self.groups:
-            what = "loaded" if report.left_because is None else f"left: {report.left_because}"
-            lines.append(f"  {report.group:<16} {report.tensors:>4} tensors  {what}")
-        return "\n".join(lines)
+        done = {group: f"left: {self.left[group]}" if group in self.left else "loaded" for group in self.tensors}
+        lines = [f"  {group:<16} {count:>4} tensors  {done[group]}" for group, count in self.tensors.items()]
+        return "\n".join([f"initialised from {self.path}:", *lines])
 
 
 def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitReport:
@@ -68,24 +63,19 @@ def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitRepor
     if isinstance(getattr(model, "text", None), nn.Module):
         weights = convert_to_custom_text_state_dict(weights)  # from open_clip's plain CLIP class
     own, theirs = _by_group(model.state_dict()), _by_group(weights)
-    reports: list[GroupReport] = []
-    selected: dict[str, Tensor] = {}
-    for group in GROUPS:
-        if group not in own:
-            continue
-        reason = _misfit(own[group], theirs.get(group, {}))
+    left: dict[str, str] = {}
+    for group in [group for group in GROUPS if group in own]:
         tower = group.replace("projection", "tower")
-        if reason is None and tower != group and any(r.group == tower and r.left_because for r in reports):
+        reason = _misfit(own[group], theirs.get(group, {}))
+        if reason is None and tower != group and tower in left:
             reason = f"its {tower} was left"
-        if reason is None:
-            selected.update({name: weights[name] for name in own[group]})
-        reports.append(GroupReport(group, len(own[group]), reason))
-    report = InitReport(os.fspath(checkpoint), tuple(reports))
+        if reason is not None:
+            left[group] = reason
+    report = InitReport(os.fspath(checkpoint), {group: len(own[group]) for group in GROUPS if group in own}, left)
     if not {"image tower", "text tower"} & set(report.loaded):
-        raise UserError(
-            f"no tower of {checkpoint} fits this model, so nothing was loaded: "
-            + "; ".join(f"{r.group}: {r.left_because}" for r in reports if r.group in ("image tower", "text tower"))
-        )
+        reasons = "; ".join(f"{group}: {reason}" for group, reason in left.items() if group.endswith("tower"))
+        raise UserError(f"no tower of {checkpoint} fits this model, so nothing was loaded: {reasons}")
+    selected = {name: weights[name] for group in report.loaded for name in own[group]}
     model.load_state_dict(selected, strict=False)
     return report
 

@@ -18,15 +18,15 @@ from open_clip import get_input_dtype
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from open_clip_zerovl.dga.wrappers import unwrapped
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.optimizer import LOGIT_SCALE, mark_temperature, optimizer_step
+from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 # images (B, C, H, W), texts (B, L) (or with several texts of each image all first ones, then all second ones), origin (B, 2 or
@@ -117,7 +117,7 @@ class RecipeStep:
         mixup: attached to the model.
         cache: of a frozen tower's features, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
-        temperature_parameter: what the optimizer sees of the temperature (`recipe.optimizer`).
+        temperature_parameter: step on the temperature itself (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
@@ -134,7 +134,7 @@ class RecipeStep:
         mixup: CoinFlipMixup | None = None,
         cache: FrozenCache | None = None,
         grad_clip_norm: float | None = None,
-        temperature_parameter: str = LOGIT_SCALE,
+        temperature_parameter: bool = False,
         sort_text: bool = False,
         retain: int | str = 1,
         check: str = "first",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -27,11 +26,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import lock_file, locked, write_atomically
 from open_clip_zerovl.shards.index import FOLDER as INDEX_FOLDER
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import ShardError
-from open_clip_zerovl.shards.remote import Patience, RemoteStream, identity_of
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import StalledShard, Unreachable
 from open_clip_zerovl.shards.urls import is_command
 
@@ -57,21 +56,21 @@ class ShardCache:
 
     @contextlib.contextmanager
     def borrowed(
-        self, url: str, patience: Patience, notes: Callable[[str], None] = lambda _: None
+        self, url: str, policy: RetryPolicy, notes: Callable[[str], None] = lambda _: None
     ) -> Iterator[str | None]:
         """The path of a whole copy of a shard, which is kept until the block ends; None where there is no room for it.
 
         Args:
-            patience: of the transfer.
+            policy: of the transfer.
             notes: called with a sentence where the cache cannot be used.
 
         Raises:
             Unreachable: the shard cannot be fetched.
-            StalledShard: another process has been fetching it for longer than `patience.most_seconds`.
+            StalledShard: another process has been fetching it for longer than `policy.most_seconds`.
         """
         entry = _Entry(self.folder, url)
         try:
-            descriptor = self._obtain(entry, patience, notes)
+            descriptor = self._obtain(entry, policy, notes)
         except Unreachable:
             raise
         except (OSError, UserError) as error:
@@ -86,15 +85,15 @@ class ShardCache:
         finally:
             os.close(descriptor)
 
-    def _obtain(self, entry: _Entry, patience: Patience, notes: Callable[[str], None]) -> int | None:
+    def _obtain(self, entry: _Entry, policy: RetryPolicy, notes: Callable[[str], None]) -> int | None:
         """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None where there is no room."""
         os.makedirs(os.path.join(self.folder, ".about"), exist_ok=True)
         begin = time.monotonic()
         while True:
-            descriptor = _lock(entry.path, fcntl.LOCK_SH)
+            descriptor = lock_file(entry.path, shared=True)
             if descriptor is not None:
                 about = entry.about(os.fstat(descriptor).st_size)
-                if about is not None and not self._changed(entry, about, patience, notes):
+                if about is not None and not self._changed(entry, about, policy, notes):
                     os.utime(entry.about_path)
                     return descriptor
                 os.close(descriptor)
@@ -104,17 +103,17 @@ class ShardCache:
                     )
                     return None
                 continue
-            descriptor = _lock(entry.part, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDWR | os.O_CREAT)
+            descriptor = lock_file(entry.part, wait=False, create=True)
             if descriptor is None:  # another process is fetching it
-                if patience.most_seconds and time.monotonic() - begin > patience.most_seconds:
-                    raise StalledShard(f"another process has been fetching it for {patience.most_seconds:g} s")
+                if policy.most_seconds and time.monotonic() - begin > policy.most_seconds:
+                    raise StalledShard(f"another process has been fetching it for {policy.most_seconds:g} s")
                 time.sleep(_POLL_SECONDS)
                 continue
             fetched = False
             try:
                 if os.path.exists(entry.path):  # fetched by another process since it was looked for
                     continue
-                fetched = self._fetch(entry, descriptor, patience)
+                fetched = self._fetch(entry, descriptor, policy)
                 if not fetched:
                     notes(
                         f"the shard cache of {self.limit_bytes / 2**30:.3g} GiB is full of shards that are being read; others "
@@ -126,13 +125,13 @@ class ShardCache:
                     os.unlink(entry.part)
                 os.close(descriptor)
 
-    def _changed(self, entry: _Entry, about: _About, patience: Patience, notes: Callable[[str], None]) -> bool:
+    def _changed(self, entry: _Entry, about: _About, policy: RetryPolicy, notes: Callable[[str], None]) -> bool:
         """Whether the server has another shard under this URL now; it is asked once a run."""
         if about.checked >= self.since or is_command(entry.url):
             return False
-        if not patience.failed:
+        if not policy.failed:
             try:
-                identity = identity_of(entry.url, patience)
+                identity = identity_of(entry.url, policy)
             except Unreachable as error:
                 notes(f"shards are taken from the cache without asking whether they have changed ({error})")
             else:
@@ -141,9 +140,9 @@ class ShardCache:
         entry.write(_About(about.bytes, about.identity, time.time()))
         return False
 
-    def _fetch(self, entry: _Entry, descriptor: int, patience: Patience) -> bool:
+    def _fetch(self, entry: _Entry, descriptor: int, policy: RetryPolicy) -> bool:
         """Fetch the shard into its open, locked `part`, then give it its name; False where there is no room."""
-        with RemoteStream(entry.url, patience) as stream:
+        with RemoteStream(entry.url, policy) as stream:
             for attempt in range(1, _FETCHES + 1):
                 stream.open()
                 md5 = self._receive(stream, descriptor)
@@ -185,8 +184,7 @@ class ShardCache:
 
     def _reserve(self, descriptor: int, size: int) -> bool:
         """Make the file `size` bytes long, and room for it; False where there is no room."""
-        with open(os.path.join(self.folder, ".lock"), "ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.folder, name=".lock"):
             wanted = size - os.fstat(descriptor).st_size
             if wanted > 0:
                 index = size // 32 + (1 << 13)
@@ -218,10 +216,7 @@ class ShardCache:
             Whether so many bytes could be freed.
         """
         for file in _files(self.folder):
-            if (
-                file.name.endswith(".part")
-                and (descriptor := _lock(file.path, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None
-            ):
+            if file.name.endswith(".part") and (descriptor := lock_file(file.path, wait=False)) is not None:
                 wanted -= os.fstat(descriptor).st_size
                 os.unlink(file.path)
                 os.close(descriptor)
@@ -239,9 +234,9 @@ class FetchAhead:
     Only for processes that do not fork: a child would inherit the lock on a shard that is being fetched.
     """
 
-    def __init__(self, cache: ShardCache, patience: Patience) -> None:
+    def __init__(self, cache: ShardCache, policy: RetryPolicy) -> None:
         self._cache = cache
-        self._patience = replace(patience, retries=0, command_retries=0, waits=lambda _: None, failed={})
+        self._patience = replace(policy, retries=0, command_retries=0, waits=lambda _: None, failed={})
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
 
@@ -319,31 +314,9 @@ def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
     return None if whole else "no tar"
 
 
-def _lock(path: str, kind: int, flags: int = os.O_RDONLY) -> int | None:
-    """A descriptor of the file that holds a lock; None where there is no file, or with LOCK_NB another process has the lock."""
-    while True:
-        try:
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(descriptor, kind)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except (BlockingIOError, FileNotFoundError) as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return None
-            continue
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # it was renamed or removed before it was locked
-
-
 def _remove(entry: _Entry) -> int:
     """Remove a shard unless a process reads it; returns the bytes that this frees."""
-    descriptor = _lock(entry.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    descriptor = lock_file(entry.path, wait=False)
     if descriptor is None:
         return 0
     freed = 0

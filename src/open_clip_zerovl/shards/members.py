@@ -25,11 +25,12 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.shards.headers import walk_tar
-from open_clip_zerovl.shards.remote import Patience, open_url
+from open_clip_zerovl.shards.remote import RetryPolicy, open_url
 from open_clip_zerovl.shards.transfers import words_of
 
 #: Suffixes of pictures. Of a sample with several pictures the first in this order is taken, as in open_clip's pipeline.
@@ -160,29 +161,49 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
         raise UserError(f"shard {path} cannot be read ({error}): fetch or write it again") from error
 
 
+def indexed_members(shards: Iterable[Path], wanted: str) -> Iterator[tuple[Path, str, dict[str, Extent], bytes | None]]:
+    """(shard, key, {suffix: (offset, size)}, content of the member `wanted`) of each sample of local tars, by their headers.
+
+    Raises:
+        UserError: a shard that is missing, or is no whole, uncompressed tar.
+    """
+    for shard in shards:
+        if not shard.is_file():
+            raise UserError(f"shard {shard} is missing; fetch it, or correct the number or the list of shards")
+        try:
+            with opened(shard) as descriptor:
+                for key, members in locate_samples(shard, whole=True):
+                    offset, size = members.get(wanted, (0, -1))
+                    yield shard, key, members, os.pread(descriptor, size, offset) if size >= 0 else None
+        except (ShardError, tarfile.ReadError) as error:
+            raise UserError(
+                f"{shard} is not a readable, uncompressed tar ({error}): fetch or write it again"
+            ) from error
+
+
 def stream_samples(
-    url: str, *, patience: Patience | None = None, wanted: Collection[str] | None = WANTED
+    url: str, *, policy: RetryPolicy | None = None, wanted: Collection[str] | None = WANTED
 ) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
     """The samples of any tar, read from beginning to end: (key, {suffix: content}); content None for suffixes not wanted.
 
     Args:
-        patience: how long a remote shard is waited for.
+        policy: how long a remote shard is waited for.
         wanted: suffixes whose content is read; None for all.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
         UserError: no installed package opens such a URL.
-        StalledShard: see `Patience.command_seconds`.
+        StalledShard: see `RetryPolicy.command_seconds`.
     """
-    with closing(_counted(group(_contents(url, patience, wanted)))) as samples:
+    with closing(_counted(group(_contents(url, policy, wanted)))) as samples:
         yield from samples
 
 
 def _contents(
-    url: str, patience: Patience | None, wanted: Collection[str] | None
+    url: str, policy: RetryPolicy | None, wanted: Collection[str] | None
 ) -> Iterator[tuple[str, bytes | None]]:
     # By default tarfile reads 10 KiB at a time and joins the parts; pictures are larger.
-    with open_url(url, patience) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
+    with open_url(url, policy) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
         for member in _regular(tar):
             suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
             read = wanted is None or suffix in wanted

@@ -59,7 +59,7 @@ def _ignore(_: Wait) -> None:
 
 
 @dataclass
-class Patience:
+class RetryPolicy:
     """How long one process waits for the shards of one source.
 
     Retries are made once in an outage: after a shard has failed with all its retries, the next shards get no retry until one
@@ -89,8 +89,8 @@ class Patience:
     @classmethod
     def within(
         cls, timeout_seconds: float, *, watched: bool = True, waits: Callable[[Wait], None] = _ignore
-    ) -> Patience:
-        """The patience that gives up before a loader's time-out ends the run.
+    ) -> RetryPolicy:
+        """The policy that gives up before a loader's time-out ends the run.
 
         Args:
             timeout_seconds: of the loader; 0 for none.
@@ -115,24 +115,24 @@ def check_openable(url: str) -> None:
     """
     check_quotes(url)
     if local_path(url) is None and not is_command(url):
-        file_system_of(url, Patience().stall_seconds)
+        file_system_of(url, RetryPolicy().stall_seconds)
 
 
 @contextmanager
-def open_url(url: str, patience: Patience | None = None) -> Iterator[BinaryIO]:
+def open_url(url: str, policy: RetryPolicy | None = None) -> Iterator[BinaryIO]:
     """The bytes of a shard as a file whose `read` retries. Reading may raise these errors too.
 
     Raises:
         Unreachable: a remote shard cannot be read, or has changed on the server since its first byte.
         UserError: no installed package opens such a URL.
-        StalledShard: see `Patience.command_seconds`.
+        StalledShard: see `RetryPolicy.command_seconds`.
     """
     path = local_path(url)
     if path is not None:
         with open(path, "rb") as file:
             yield file
         return
-    with RemoteStream(url, patience or Patience()) as stream:
+    with RemoteStream(url, policy or RetryPolicy()) as stream:
         yield cast(BinaryIO, stream)
 
 
@@ -144,8 +144,8 @@ class RemoteStream:
         total, identity, md5: see `Transfer`; known once the transfer has begun.
     """
 
-    def __init__(self, url: str, patience: Patience) -> None:
-        self.url, self.patience = url, patience
+    def __init__(self, url: str, policy: RetryPolicy) -> None:
+        self.url, self.policy = url, policy
         self.position = 0
         self.total: int | None = None
         self.identity: str | None = None
@@ -166,10 +166,10 @@ class RemoteStream:
         self.close()
 
     def close(self) -> None:
-        """End the transfer, and report its retries to `Patience.waits`."""
+        """End the transfer, and report its retries to `RetryPolicy.waits`."""
         self._hang_up()
         if self._reasons:
-            self.patience.waits(Wait(self.url, self._lost_seconds, self._reasons))
+            self.policy.waits(Wait(self.url, self._lost_seconds, self._reasons))
             self._reasons, self._lost_seconds = {}, 0.0
 
     def open(self) -> None:
@@ -228,7 +228,7 @@ class RemoteStream:
 
     def _begin(self) -> Transfer:
         """A transfer that goes on at `position`."""
-        transfer = self.patience.begin(self.url, self.position)
+        transfer = self.policy.begin(self.url, self.position)
         try:
             if self.position and None not in (self.identity, transfer.identity) and transfer.identity != self.identity:
                 raise Unreachable("it has changed on the server while it was read", "changed while read", False)
@@ -253,25 +253,25 @@ class RemoteStream:
         now = time.monotonic()
         if self.position - self._kept >= _PROGRESS_BYTES or self.position == self.total:
             self._kept, self._since, self._in_a_row = self.position, now, 0
-            self.patience.failed.clear()
+            self.policy.failed.clear()
         elif not is_command(self.url):
             seconds = now - max(self._since, self._began)
             slow = self.position - max(self._kept, self._began_at) < _SLOWEST_BYTES_PER_SECOND * seconds
-            if slow and seconds > self.patience.stall_seconds:
+            if slow and seconds > self.policy.stall_seconds:
                 self._broke(Broken(f"came slower than {_SLOWEST_BYTES_PER_SECOND} bytes/s"), now)
 
     def _broke(self, error: Exception, begin: float) -> None:
         """Wait before the next attempt, or raise Unreachable."""
         self._hang_up()
         reason, passing = reason_of(error)
-        patience = self.patience
-        most = patience.command_retries if is_command(self.url) else patience.retries
-        if patience.failed:
+        policy = self.policy
+        most = policy.command_retries if is_command(self.url) else policy.retries
+        if policy.failed:
             most = 0  # another shard has had its retries in this outage
-        wait = min(patience.longest_wait_seconds, patience.first_wait_seconds * 2**self._in_a_row)
-        wait = max(wait * random.SystemRandom().uniform(0.5, 1), min(asked_wait(error), patience.longest_wait_seconds))
+        wait = min(policy.longest_wait_seconds, policy.first_wait_seconds * 2**self._in_a_row)
+        wait = max(wait * random.SystemRandom().uniform(0.5, 1), min(asked_wait(error), policy.longest_wait_seconds))
         now = time.monotonic()
-        late = patience.most_seconds and now + wait - self._since > patience.most_seconds
+        late = policy.most_seconds and now + wait - self._since > policy.most_seconds
         if not passing or self._in_a_row >= most or late:
             count = sum(self._reasons.values())
             retries = "1 retry" if count == 1 else f"{count} retries"
@@ -279,7 +279,7 @@ class RemoteStream:
             at = f" at byte {self.position}" if self.position else ""
             sentence = f"{detail_of(error, reason)}{at}{tried}"
             if passing:
-                patience.failed.setdefault(self.url, sentence)
+                policy.failed.setdefault(self.url, sentence)
             raise Unreachable(sentence, reason, passing) from error
         self._in_a_row += 1
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
@@ -292,7 +292,7 @@ class RemoteStream:
             transfer.close()
 
 
-def identity_of(url: str, patience: Patience) -> str | None:
+def identity_of(url: str, policy: RetryPolicy) -> str | None:
     """The identity (see `Transfer`) of the shard behind a URL, asked for without retries; None if unknown.
 
     Raises:
@@ -302,7 +302,7 @@ def identity_of(url: str, patience: Patience) -> str | None:
     if is_command(url):
         return None
     try:
-        transfer = patience.begin(url)
+        transfer = policy.begin(url)
     except UserError:
         raise
     except Exception as error:  # fsspec's file systems raise errors of any type

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import select
 import subprocess
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.threads import call_within
 from open_clip_zerovl.shards.urls import HTTP, is_command
 
 _BLOCK_BYTES = 4 << 20  # of one request to a store
@@ -127,35 +127,16 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
         return file, getattr(file, "details", None) or file_system.info(path)
 
     limit = 4 * stall_seconds  # longer, since stores have time-outs and retries of their own
-    file, about = _in_time(opened, limit)
+    file, about = call_within(limit, opened, "remote shard")
     total = about.get("size")
     marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
     identity = " ".join(str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None)
     md5 = about.get("md5Hash")  # not S3's ETag, which for encrypted or multipart objects is no MD5
-    return Transfer(
-        lambda size: _in_time(lambda: file.read(min(size, _BLOCK_BYTES)), limit), file.close, at, total, identity, md5
-    )
 
+    def read(size: int) -> bytes:
+        return call_within(limit, lambda: file.read(min(size, _BLOCK_BYTES)), "remote shard")
 
-def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """The result of a call, made in a thread since not every file system has a time-out; a late thread is left to itself."""
-    found: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # raised in the waiting thread
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="remote shard")
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"nothing came for {seconds:g} s")
-    if failed:
-        raise failed[0]
-    return found[0]
+    return Transfer(read, file.close, at, total, identity, md5)
 
 
 def _from_command(url: str, command_seconds: float) -> Transfer:

@@ -19,13 +19,10 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.bias.examples import retrieval_examples
 from open_clip_zerovl.evaluate.bias.page import bias_page
 from open_clip_zerovl.evaluate.bias.report import BiasReport
 from open_clip_zerovl.evaluate.bias.run import embed_samples, embedding_map, measure_bias, name_models
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
-from scripts.emoji.page import demo_page
-from scripts.emoji.records import RunRecord
 from support import tiny_clip
 from support.tars import png, write_tar
 
@@ -213,28 +210,6 @@ def test_bias_page_is_one_file_and_escapes_what_data_says(tmp_path: Path):
     numbers = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert numbers["sources"]["a"]["samples"] == 12 and len(numbers["models"]["random"]["map_texts"]) == 24
     assert list(numbers["models"]["random"]["log_p_negatives"]) == ["16"]
-
-
-def test_demo_page_shows_runs_examples_and_bias(tmp_path: Path):
-    report = hostile_report()
-    record = RunRecord([(64, 3.0), (128, 2.5), (192, 2.0)], {"within": 300.0, "across": 200.0, "mixed": 250.0}, 0.4, 0.5,
-                       0.25, -3.0, -4.0)  # fmt: skip
-    pool = [np.full((16, 16, 3), 20 * i, dtype=np.uint8) for i in range(8)]
-    features = F.normalize(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), dim=1)
-    captions = ["<i>cat</i>", *[f"caption {i}" for i in range(7)]]
-    examples = retrieval_examples(pool, captions, ["a"] * 8, {"one": (features, features)}, [0, 4], k=3)
-    page = demo_page(tmp_path / "report.html", {"one": record}, examples, bias=report, lead="Two & more.")
-    text = page.read_text(encoding="utf-8")
-    check_self_contained(text, 1 + 2 * (1 + 3) + 4 + 12)
-    assert (
-        "&lt;i&gt;cat" in text and "Two &amp; more." in text and "right picture at rank 1" in text and "300.0" in text
-    )
-    assert text.count('class="thumb right"') == 2  # its own features: the right one leads
-    with pytest.raises(UserError, match="no pictures of run two"):
-        demo_page(tmp_path / "x.html", {"one": record, "two": record}, examples)
-    with pytest.raises(UserError, match="at least one run"):
-        demo_page(tmp_path / "x.html", {})
-    assert not (tmp_path / "x.html").exists()
 
 
 def test_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]):

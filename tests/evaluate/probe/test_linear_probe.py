@@ -6,11 +6,9 @@ import io
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,18 +20,17 @@ from timm.optim.lars import Lars
 from torch import nn
 from torchvision.transforms import ToTensor
 
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train
-from open_clip_zerovl.evaluate.probe import features as probe_features
+from open_clip_zerovl.embeddings import reading
+from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.probe.charts import confusion_picture
-from open_clip_zerovl.evaluate.probe.features import TowerSettings, cached_features, tower_before_projection
+from open_clip_zerovl.evaluate.probe.features import TowerSettings, cached_features
 from open_clip_zerovl.evaluate.probe.lars import LarsSettings, lars, learning_rate, linear_head, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
-from open_clip_zerovl.evaluate.probe.run import run_linear_probe
 from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet, class_list, open_probe_set
 from support import tiny_clip
 from support.tars import png, write_tar
 
@@ -233,7 +230,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path):
 
 
 def test_cached_features_go_on_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(probe_features, "PART_SAMPLES", 4)
+    monkeypatch.setattr(reading, "UNIT_SAMPLES", 4)
     images, read, power_fails = colour_set(10), [], True
 
     def counting(index: int) -> Image.Image:
@@ -391,7 +388,7 @@ def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: 
     assert [torch.equal(*pair) for pair in zip(changed, found[1], strict=True)] == [True] * 4 + [False, True]
     # Copied anew, they are the same.
     os.utime("set/red/000.png", (1, 1))
-    monkeypatch.setattr(probe_features, "tower_features", None)
+    monkeypatch.setattr("open_clip_zerovl.evaluate.probe.features._Pictures.read", None)
     assert torch.equal(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0], changed)
 
 
@@ -553,29 +550,3 @@ def test_command_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "linear probe, 3 classes, 12 test images: top1" in capsys.readouterr().out
     assert cli.main([*common, "--out", str(tmp_path / "paper"), "--epochs", "4"]) == 2
     assert "another model, data set or other settings" in capsys.readouterr().err
-
-
-DEMO_CHECKPOINT = Path("demo/runs/debiased-seed0/checkpoints/epoch_20.pt")
-
-
-@pytest.mark.slow  # augments and encodes 5,000 pictures, 5 times over for each of two towers: minutes
-@pytest.mark.skipif(not DEMO_CHECKPOINT.is_file(), reason="needs the demo's data and run: make demo")
-def test_emoji_groups_are_told_better_by_the_trained_tower(tmp_path: Path):
-    from open_clip_zerovl.checkpoints.spec import read_model_spec, read_params
-
-    spec = read_model_spec(DEMO_CHECKPOINT)
-    torch.manual_seed(0)
-    untrained = open_clip.create_model(spec.name, pretrained_text=False)
-    random_weights = tiny_clip.write_run(tmp_path / "random", untrained, read_params(DEMO_CHECKPOINT))
-    shutil.copy(DEMO_CHECKPOINT.parent.parent / "params.txt", tmp_path / "random" / "params.txt")
-    train = "data/emoji/{noto,twemoji,openmoji,fluent}/train-{00000..00004}.tar"
-    test = "data/emoji/test/{noto,twemoji,openmoji,fluent}/test/0.tar"
-    settings = LarsSettings(epochs=6, batch_size=256, batch_norm=True)
-    for way in ("quick", "paper"):
-        top1 = {}
-        for name, checkpoint in (("trained", DEMO_CHECKPOINT), ("random", random_weights)):
-            out = tmp_path / f"{name}-{way}"
-            encoder = Encoder(str(checkpoint), device="cpu", batch_size=256)
-            result = run_linear_probe(encoder, train, test, out=out, way=way, label="json:group", settings=settings)
-            top1[name] = result["top1"]
-        assert top1["trained"] > top1["random"] + 0.02, (way, top1)

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics, retrieval_metrics_from_scores
 from open_clip_zerovl.evaluate.retrieval.run import format_retrieval
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from support import warm
 from support.scoring import score_checkpoint
 from support.tiny_clip import (

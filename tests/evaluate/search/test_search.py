@@ -16,10 +16,8 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.probe.features import tower_fingerprint
-from open_clip_zerovl.evaluate.search import index
-from open_clip_zerovl.evaluate.search.collection import open_collection
-from open_clip_zerovl.evaluate.search.index import embed_collection, model_digest
+from open_clip_zerovl.embeddings import reading
+from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.run import SearchSettings, nearest, run_search
 from support.tiny_clip import (
     NATIVE_VISION,
@@ -117,32 +115,9 @@ def test_pictures_are_embedded_once_and_changes_are_noticed(home, photos, tmp_pa
     after = search(home, photos, tmp_path / "cache", best=20)
     assert (after.computed, after.bad, after.pictures) == (2, 1, COUNT)
     assert "6.JPG" not in {hit.picture for hit in after.hits}
-    # Another model finds nothing of the first.
+    # Another model finds nothing of the first, nor takes its place.
     assert search(home, photos, tmp_path / "cache", seed=1).computed == COUNT + 1
     assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_the_digest_is_of_image_tower_and_transform(home):
-    model, transform, _ = load_model(checkpoint(home))
-    digest = model_digest(model, transform)
-    with torch.no_grad():
-        model.logit_scale.add_(1)
-        assert model_digest(model, transform) == digest
-        model.visual.proj[0, 0] += 1e-3
-    assert model_digest(model, transform) != digest
-    other, other_transform, _ = load_model(checkpoint(home))
-    assert model_digest(other, other_transform) == digest
-    other_transform.transforms[0].size = 64
-    assert model_digest(other, other_transform) != digest
-
-
-def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their_own(home):
-    register(home / "configs", "search-quick", NATIVE_VISION, bert_text(home / "bert"), quick_gelu=True)
-    plain, transform, _ = load_model(checkpoint(home))
-    quick, _, _ = load_model(checkpoint(home), model_name="search-quick")
-    assert all(torch.equal(tensor, plain.visual.state_dict()[key]) for key, tensor in quick.visual.state_dict().items())
-    assert model_digest(quick, transform) != model_digest(plain, transform)
-    assert tower_fingerprint(quick.visual) != tower_fingerprint(plain.visual)
 
 
 def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys):
@@ -159,31 +134,32 @@ def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys
     assert names == {hit.picture for hit in found.hits} and os.fsdecode(b"\xff.jpg") in names
 
 
-def test_a_stopped_call_goes_on_and_a_damaged_part_is_made_again(home, photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "PART_PICTURES", 3)
-    model, transform, _ = load_model(checkpoint(home))
-    collection = open_collection(str(photos))
-    whole = embed_collection(collection, model, transform, cache=tmp_path / "whole", batch_size=2)
-    calls = []
+def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(home, photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "UNIT_SAMPLES", 3)
+    whole = search(home, photos, tmp_path / "whole", batch_size=2, best=20)
+    stock, calls = FrozenModel.images, []
 
-    def stopping(pixels):
+    def stopping(self, pixels):
         calls.append(len(pixels))
-        if len(calls) > 3:
+        if len(calls) == 5:  # the first is for the width
             raise KeyboardInterrupt
-        return type(model).encode_image(model, pixels)
+        return stock(self, pixels)
 
-    stopped, _, _ = load_model(checkpoint(home))
-    stopped.encode_image = stopping
+    monkeypatch.setattr(FrozenModel, "images", stopping)
     with pytest.raises(KeyboardInterrupt):
-        embed_collection(collection, stopped, transform, cache=tmp_path / "cache", batch_size=2)
-    resumed = embed_collection(collection, model, transform, cache=tmp_path / "cache", batch_size=2)
-    assert 0 < resumed.computed < whole.computed and resumed.places == whole.places
-    torch.testing.assert_close(resumed.features, whole.features, rtol=0, atol=1e-6)
-    part = sorted((tmp_path / "cache").rglob("part-*.npz"))[0]
-    part.write_bytes(part.read_bytes()[:100])
-    mended = embed_collection(collection, model, transform, cache=tmp_path / "cache", batch_size=2)
-    assert 0 < mended.computed < whole.computed and mended.places == whole.places
-    assert torch.equal(mended.features.argsort(0), whole.features.argsort(0))
+        search(home, photos, tmp_path / "cache", batch_size=2)
+    resumed = search(home, photos, tmp_path / "cache", batch_size=2, best=20)
+    assert 0 < resumed.computed < whole.computed and resumed.hits == whole.hits
+    (rows,) = (tmp_path / "cache").rglob("0.images.npy")
+    content = rows.read_bytes()
+    rows.write_bytes(content[:500])
+    mended = search(home, photos, tmp_path / "cache", batch_size=2, best=20)
+    assert mended.computed == whole.computed and mended.hits == whole.hits
+    stored = np.load(rows, mmap_mode="r+")
+    stored[4, 2] = np.nan
+    stored.flush()
+    with pytest.raises(UserError, match=r"0\.images\.npy holds rows that are no numbers .*; remove"):
+        search(home, photos, tmp_path / "cache")
 
 
 def test_shards_and_tables_are_searched_too(home, photos, tmp_path):
@@ -194,10 +170,11 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path):
         with tarfile.open(tmp_path / "shards" / f"{shard}.tar", "w") as tar:
             for path in good[shard::2]:
                 add_file(tar, f"{path.stem}.{path.suffix[1:].lower()}", path.read_bytes())
-                add_file(tar, f"{path.stem}.txt", b"words")
+                add_file(tar, f"{path.stem}.txt", f"picture {path.stem}\nin other words".encode())
     found = search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache", best=3)
     assert [Path(hit.picture).name for hit in found.hits] == [Path(hit.picture).stem for hit in alone.hits]
     assert found.hits[0].picture.startswith("mine/") and found.pictures == COUNT and found.bad == 0
+    assert [hit.caption for hit in found.hits] == [f"picture {Path(hit.picture).name}" for hit in found.hits]
     assert search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache").computed == 0
     rows = "".join(f"{path},words\n" for path in [*good, good[0], photos / "gone.jpg"])
     (tmp_path / "table.csv").write_text(f"image,caption\n{rows}")
@@ -252,6 +229,11 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, c
 
 def test_equal_scores_keep_their_order():
     features = F.normalize(torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1]]), dim=-1)
-    assert [row for row, _ in nearest(features, torch.tensor([1.0, 0]), 3)] == [0, 2, 3]
+    blocks = [
+        features[:2],
+        torch.zeros(1, 2),
+        features[2:],
+    ]  # a picture that cannot be shown is never among the nearest
+    assert [row for row, _ in nearest(blocks, torch.tensor([1.0, 0]), 9)] == [0, 3, 4, 1]
     with pytest.raises(UserError, match="1 or more, but is 0"):
         SearchSettings("a", best=0)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
 from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
 from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion

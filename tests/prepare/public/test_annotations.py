@@ -16,12 +16,11 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
 from open_clip_zerovl.prepare.public.cc import prepare_cc, tsv_rows
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import locate
-from open_clip_zerovl.prepare.public.json_stream import json_array
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.sbu import sbu_rows
@@ -118,53 +117,6 @@ def test_what_needs_a_person_says_so(tmp_path):
         prepare_karpathy("f30k", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match="given with --source, does not exist"):
         locate("sbu", [str(tmp_path / "nothing.json")], tmp_path)
-
-
-# ----------------------------------------------------------------------------------------------------- streamed JSON
-
-
-class Dribble(io.BytesIO):
-    """Gives few bytes at a time, so that every token is cut somewhere."""
-
-    def __init__(self, content: bytes, step: int) -> None:
-        super().__init__(content)
-        self.step = step
-
-    def read(self, size: int | None = -1) -> bytes:
-        return super().read(self.step)
-
-
-VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_is_streamed_whatever_the_pieces(step, indent):
-    text = json.dumps(VALUE, ensure_ascii=step % 2 == 0, indent=indent).encode()
-    assert list(json_array(Dribble(text, step), "x.json")) == VALUE
-    assert list(json_array(Dribble(b"\xef\xbb\xbf " + text + b"\n", step), "x.json")) == VALUE
-    document = json.dumps({"first": VALUE, "n": 3, "images": VALUE, "last": [1]}, indent=indent).encode()
-    assert list(json_array(Dribble(document, step), "x.json", key="images")) == VALUE
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        (b"", None),
-        (b"[1, 2", None),
-        (b'[{"a": 1}, {"a"', None),
-        (b"[1 2]", None),
-        (b'{"a": 1}', None),
-        (b"<html>", None),
-        (b'["\xff"]', None),
-        (b'{"a": [1], "b": 2}', "images"),
-        (b'{"images": {"a": 1}}', "images"),
-        (b'{"images": [1, 2', "images"),
-    ],
-)
-def test_broken_json_is_named(text, key):
-    with pytest.raises(UserError, match="x.json"):
-        list(json_array(io.BytesIO(text), "x.json", key=key))
 
 
 # --------------------------------------------------------------------------------------------------- Visual Genome

@@ -25,11 +25,12 @@ from open_clip_zerovl.prepare.public import manifest, pairs
 from open_clip_zerovl.prepare.public.cc import prepare_cc
 from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
 from open_clip_zerovl.prepare.public.index import check_shards
-from open_clip_zerovl.prepare.public.inputs import PictureStore, open_member
+from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
+from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import hostile_server, photo
 

@@ -14,7 +14,7 @@ from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.check import check_table
 from open_clip_zerovl.data.sources import count_tar_samples
-from open_clip_zerovl.plan.holdings import holdings, report
+from open_clip_zerovl.plan.dataset_report import find_datasets, report
 from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.shards.faults import check_report
@@ -319,7 +319,7 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
     assert lines["MS-COCO test"][2:4] == ["5K", "25K"] and lines["F30K test"][2:4] == ["1K", "5K"]
     assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
-    assert {h.name for h in holdings([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
+    assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     with pytest.raises(UserError, match="has no shards"):
         report([tmp_path / "data/test/noto/test"])
 
@@ -331,16 +331,18 @@ def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
     write_source(tmp_path / "noto", 0, 3, 3)
     (tmp_path / "bert").mkdir()
     (tmp_path / "README.md").write_text("what is here")
-    found = holdings(sorted(tmp_path.glob("*")))
+    found = find_datasets(sorted(tmp_path.glob("*")))
     assert [holding.name for holding in found] == ["noto"]
     assert [record.message for record in caplog.records if "bert has no shards" in record.message]
     with pytest.raises(UserError, match="bert has no shards"):
-        holdings([tmp_path / "bert", tmp_path / "README.md"])
+        find_datasets([tmp_path / "bert", tmp_path / "README.md"])
     with pytest.raises(UserError, match="gone is no folder"):
-        holdings([tmp_path / "noto", tmp_path / "gone"])
+        find_datasets([tmp_path / "noto", tmp_path / "gone"])
 
 
-@pytest.mark.skipif(not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: zerovl data emoji")
+@pytest.mark.skipif(
+    not (EMOJI / "manifest.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
+)
 def test_report_of_the_demo_data(capsys):
     assert cli.main(["data", "report", str(EMOJI)]) == 0
     lines = {line.split("  ")[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}

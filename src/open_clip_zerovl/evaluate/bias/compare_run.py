@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -31,31 +31,10 @@ from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_gr
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
 from open_clip_zerovl.evaluate.bias.run import embed_samples, name_models
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.evaluate.settings import CompareSettings as CompareSettings
 from open_clip_zerovl.report.plot import require_matplotlib
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CompareSettings:
-    """What is compared.
-
-    Attributes:
-        samples_per_source: pairs taken of each source, at most.
-        concept_field, held_out_field: see `samples.read_source_samples`.
-        draws: of units, for the intervals over queries.
-        seed: of the draws and of the probe's folds.
-    """
-
-    samples_per_source: int = 1000
-    concept_field: str | None = None
-    held_out_field: str | None = None
-    draws: int = 1000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.draws < 100:
-            raise UserError(f"{self.draws} draws are too few for an interval; take 100 or more")
 
 
 def name_sides(models: Sequence[str]) -> dict[str, list[str]]:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from open_clip_zerovl.evaluate.bias.measures import (
 )
 from open_clip_zerovl.evaluate.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.evaluate.settings import BiasSettings as BiasSettings
 
 ALIKE = 1e-6  # a standard deviation of L2-normalised features below this one is rounding error
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
@@ -181,24 +181,6 @@ def check_batch_sizes(batch_sizes: Sequence[int], samples: int) -> None:
     if wrong := [size for size in batch_sizes if not 2 <= size <= samples]:
         advice = "raise --samples" if wrong[0] > 1 else f"take 2 to {samples}"
         raise UserError(f"a batch of {wrong[0]} cannot be cut from {samples} samples; {advice}")
-
-
-@dataclass(frozen=True)
-class BiasSettings:
-    """What is measured.
-
-    Attributes:
-        samples_per_source: samples taken of each source, at most.
-        batch_sizes, map_samples: see `measure_bias`.
-        concept_field: see `read_source_samples`.
-        seed: of batches, folds and maps.
-    """
-
-    samples_per_source: int = 500
-    batch_sizes: Sequence[int] | None = None
-    map_samples: int = 300
-    concept_field: str | None = None
-    seed: int = 0
 
 
 def name_models(models: Sequence[str]) -> dict[str, str]:

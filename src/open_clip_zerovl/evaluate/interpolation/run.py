@@ -12,33 +12,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
-from open_clip_zerovl.checkpoints.card import model_card
+from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
-from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, PLAIN_ALPHA
+from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
 from open_clip_zerovl.evaluate.interpolation.page import curve_page, curve_picture
 from open_clip_zerovl.evaluate.retrieval.run import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.report.plot import require_matplotlib
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class CurveSettings:
+class CurveSettings(CurveFlags):
     """What is scored and how a point is chosen.
 
     Attributes:
         new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
-        alphas: points to score; 0 and 1 are always added.
-        rule, kept_share: see `choose`.
         retrieval: split and captions of all sets.
 
     Raises:
@@ -47,9 +46,6 @@ class CurveSettings:
 
     new: str
     kept: str | None = None
-    alphas: Sequence[float] = ALPHAS
-    rule: str | None = None
-    kept_share: float = KEPT_SHARE
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
 
     def __post_init__(self) -> None:
@@ -117,7 +113,7 @@ def write_between(
         for key, value in row.items()
         if key not in ("images", "captions")
     }
-    card = model_card(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
+    card = ModelCard(ends.spec, weights, origin=origin, metrics=metrics, notes=notes)
     beside: dict[str, bytes | str] = {}
     if curve is not None:
         picture = curve_picture(curve)

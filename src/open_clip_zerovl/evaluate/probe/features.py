@@ -5,27 +5,25 @@ Legend: `N` images of a set, `b` images of one micro-batch, `F` width of the fea
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.items import ItemSet, read_batches
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
-
-PART_SAMPLES = 8192  # images per cache file: an interrupted call loses at most the features of so many
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.workers import ItemSet, read_batches
+from open_clip_zerovl.embeddings import reading
+from open_clip_zerovl.embeddings.embed import embed
+from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
+from open_clip_zerovl.embeddings.fingerprint import module_digest
+from open_clip_zerovl.embeddings.reading import Sample
+from open_clip_zerovl.embeddings.store import Manifest, Store
 
 Transform = Callable[[Any], Tensor]
 
@@ -45,66 +43,6 @@ class TowerSettings:
     workers: int = 0
     device: str | torch.device = "cpu"
     amp: bool = False
-
-
-class _TimmFeatures(nn.Module):
-    """A timm trunk up to its pooled, normalised features, without its classifier (which some towers use as projection)."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        self.trunk = trunk
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.trunk.forward_head(self.trunk.forward_features(images), pre_logits=True)
-
-
-class _FirstOutput(nn.Module):
-    """The pooled output of a tower that also returns its tokens (CoCa)."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(self, images: Tensor) -> Tensor:
-        output = self.tower(images)
-        return output[0] if isinstance(output, tuple) else output
-
-
-def tower_before_projection(visual: nn.Module) -> nn.Module:
-    """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
-
-    Args:
-        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Of a
-            ResNet's attention pool only the output projection is left out.
-
-    Raises:
-        UserError: another kind of tower; a timm tower whose attention pool ends in a projection of its own.
-    """
-    kind = type(visual).__name__
-    if kind == "TimmModel":
-        if hasattr(visual.head, "pool"):
-            raise UserError(
-                "this timm tower pools by attention into the shared space, so that it has no features before the "
-                "projection; probe a tower with timm_pool token, avg or map"
-            )
-        return _TimmFeatures(visual.trunk)
-    if kind == "VisionTransformer":
-        # A shallow copy: the given model keeps its projection.
-        tower = copy.copy(visual)
-        tower._parameters = {**visual._parameters, "proj": None}
-        return _FirstOutput(tower)
-    if kind == "ModifiedResNet":
-        tower = copy.copy(visual)
-        pool = copy.copy(visual.attnpool)
-        width = pool.c_proj.in_features
-        identity = nn.Linear(width, width).to(pool.c_proj.weight)
-        with torch.no_grad():
-            identity.weight.copy_(torch.eye(width))
-            identity.bias.zero_()
-        pool._modules = {**pool._modules, "c_proj": identity}
-        tower._modules = {**visual._modules, "attnpool": pool}
-        return tower
-    raise UserError(f"a linear probe knows timm towers, open_clip's ViT and CLIP's ResNets, and this tower is a {kind}")
 
 
 class TransformedSet(ItemSet):
@@ -159,10 +97,23 @@ def tower_features(
     """
     device = torch.device(settings.device)
     for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=settings.workers):
-        context = torch.autocast(device.type, torch.bfloat16) if settings.amp else nullcontext()
-        with torch.no_grad(), context:
+        with torch.no_grad(), autocast(device, settings.amp)():
             features = tower(images.to(device))
         yield features.float(), targets.to(device)
+
+
+class _Pictures:
+    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand as if they were of one file."""
+
+    def __init__(self, images: ProbeSet) -> None:
+        self.images = images
+        self.part = reading.UNIT_SAMPLES
+        self.sizes = [min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)]
+
+    def read(self, file: int) -> Iterator[Sample]:
+        begin = file * self.part
+        for index in range(begin, begin + self.sizes[file]):
+            yield Sample(index, [self.images.image(index)])
 
 
 def cached_features(
@@ -175,10 +126,10 @@ def cached_features(
     *,
     name: str = "features",
 ) -> tuple[Tensor, Tensor]:
-    """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder`.
+    """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder` (`embeddings.store`).
 
-    The cache is written in parts of 8192 images, each whole or not there. Its folder's name is a hash of the tower's weights,
-    the set, the transform and the precision. A call after an interruption computes the missing parts.
+    The name of the cache's folder has a hash of the tower's weights, the set, the transform and the precision. A call after an
+    interruption computes what is missing.
 
     Args:
         tower: see `tower_features`.
@@ -186,45 +137,24 @@ def cached_features(
         name: of the set, for the folder and the progress bar.
 
     Raises:
-        UserError: an image that cannot be read.
+        UserError: an image that cannot be read, features that are not finite.
     """
     settings = settings or TowerSettings()
-    targets = class_indices(images, classes)
-    parts_of = [tower_fingerprint(tower), images.fingerprint(), transform_fingerprint(transform), settings.amp]
-    key = hashlib.sha256(json.dumps(parts_of).encode()).hexdigest()[:16]
-    folder = Path(folder) / f"{name}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    data = TransformedSet(images, transform, targets, None)
-    parts = []
-    with tqdm(total=len(images), desc=f"{name} features", unit="images") as bar:
-        for start in range(0, len(images), PART_SAMPLES):
-            part = range(start, min(start + PART_SAMPLES, len(images)))
-            file = folder / f"{start // PART_SAMPLES:05d}.pt"
-            if not file.is_file():
-                size = settings.micro_batch
-                batches = [part[low : low + size] for low in range(0, len(part), size)]
-                done = []
-                for features, _ in tower_features(tower, data, batches, settings):
-                    done.append(features.cpu())
-                    bar.update(len(features))
-                save_atomically(torch.cat(done), file)
-            else:
-                bar.update(len(part))
-            parts.append(torch.load(file, weights_only=True))
-    return torch.cat(parts), torch.tensor(targets)
+    device = torch.device(settings.device)
+    eye, mean, std = eye_of(transform)
+    context = autocast(device, settings.amp)
+    model = FrozenModel("probed", tower, None, None, device, eye, mean, std, context, unit_length=False)
+    digests = [images.fingerprint(), tower_digest_of(tower, transform, settings)]
+    pictures = _Pictures(images)
+    source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
+    shape = (len(images), model.image_width())
+    manifest = Manifest({"fingerprints": digests}, [source], {"0.images": ("float32", shape)})
+    key = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+    store = Store.create(Path(folder) / f"{name}-{key}", manifest, cache=True)
+    embed(store, [model], pictures, batch_size=settings.micro_batch, workers=settings.workers, desc=f"{name} features")
+    return store.rows["0.images"][:], torch.tensor(class_indices(images, classes))
 
 
-def tower_fingerprint(tower: nn.Module) -> str:
-    """A hash of the tower's layers, and of the names and values of all its tensors."""
-    digest = hashlib.sha256(
-        transform_fingerprint(tower).encode()
-    )  # layers without tensors differ, too: GELU, QuickGELU
-    for name, tensor in sorted(tower.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def transform_fingerprint(transform: Transform | nn.Module) -> str:
-    """The `repr` of a transform or a tower, without the memory addresses of functions in it."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(transform))
+def tower_digest_of(tower: nn.Module, transform: Transform, settings: TowerSettings) -> str:
+    """A digest of a tower, of the transform of its images and of the precision in which it runs."""
+    return module_digest(tower, inputs=transform, precision="amp_bf16" if settings.amp else "fp32")

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,56 +30,18 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
+from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
     TransformedSet,
     class_indices,
+    tower_digest_of,
     tower_features,
-    tower_fingerprint,
-    transform_fingerprint,
 )
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet
+from open_clip_zerovl.evaluate.settings import LarsSettings as LarsSettings
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LarsSettings:
-    """How the classifier is trained; the defaults are the paper's and its code's, see the module's text.
-
-    A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
-    a step to the norm of the weights, whatever the norm of the gradient.
-
-    Attributes:
-        batch_size: effective batch B, in images.
-        lr: at the end of the warm-up.
-        warmup_share: of all steps, 0..1.
-        batch_norm: standardise the features, and leave the bias out of LARS.
-        seed: of the order, the augmentation and the initial weights.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    epochs: int = 90
-    batch_size: int = 16_384
-    lr: float = 6.4
-    weight_decay: float = 0.0
-    momentum: float = 0.9
-    trust_coefficient: float = 0.001
-    warmup_share: float = 1 / 9
-    batch_norm: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 2:
-            raise UserError(f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}")
-        if not self.lr > 0 or self.weight_decay < 0 or not 0 <= self.warmup_share < 1:
-            raise UserError(
-                f"lr {self.lr} must be positive, weight decay {self.weight_decay} at least 0, and the warm-up's share "
-                f"{self.warmup_share} in [0, 1)"
-            )
 
 
 def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False) -> nn.Sequential:
@@ -164,12 +126,10 @@ def train_lars(
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
     fingerprint = [
-        tower_fingerprint(tower),
+        tower_digest_of(tower, transform, tower_settings),
         images.fingerprint(),
-        transform_fingerprint(transform),
         list(classes),
         recorded_settings(settings, tower_settings),
-        tower_settings.amp,
         STREAMS_VERSION,
     ]
     with torch.no_grad():

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
+from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.probe.charts import confusion_picture
-from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features, tower_before_projection
+from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
 from open_clip_zerovl.evaluate.probe.lars import LarsSettings, recorded_settings, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
 from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.evaluate.probe.sets import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.report.plot import require_matplotlib
 
 

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import RetrievalSet, retrieval_batches
+from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet, retrieval_batches
 
 
 @contextmanager
@@ -55,12 +55,20 @@ def encode_retrieval(
     Raises:
         UserError: no batch at all, or an image without caption.
     """
-    context = autocast or nullcontext
+    frozen = FrozenModel(
+        "retrieval",
+        model.encode_image,
+        model.encode_text,
+        tokenizer,
+        torch.device(device),
+        context=autocast or nullcontext,
+        input_dtype=input_dtype,
+    )
     image_features: list[Tensor] = []
     text_features: list[Tensor] = []
     text_to_image: list[int] = []
     seen = 0
-    with _evaluating(model), torch.no_grad():
+    with _evaluating(model):
         for images, captions in batches:
             if len(images) != len(captions):
                 raise UserError(f"a batch holds {len(images)} images but captions for {len(captions)}")
@@ -69,12 +77,8 @@ def encode_retrieval(
                     raise UserError(f"image {seen + offset} of the retrieval set has no caption")
                 text_to_image.extend([seen + offset] * len(own))
             seen += len(images)
-            tokens = tokenizer([caption for own in captions for caption in own]).to(device)
-            with context():
-                image = model.encode_image(images.to(device=device, dtype=input_dtype))
-                text = model.encode_text(tokens)
-            image_features.append(F.normalize(image.float(), dim=-1).cpu())
-            text_features.append(F.normalize(text.float(), dim=-1).cpu())
+            image_features.append(frozen.images(images).cpu())
+            text_features.append(frozen.texts([caption for own in captions for caption in own]).cpu())
     if not seen:
         raise UserError("the retrieval set yields no image")
     return torch.cat(image_features), torch.cat(text_features), torch.tensor(text_to_image)

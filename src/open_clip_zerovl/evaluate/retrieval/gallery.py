@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, QueryRanks
-from open_clip_zerovl.evaluate.retrieval.sets import RetrievalSet
 
 MISSED_BEYOND = max(RECALL_KS)
 _THUMBNAIL_PX = (240, 180)

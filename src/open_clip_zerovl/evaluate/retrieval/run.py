@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,66 +22,24 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval.sets import (
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.retrieval import (
     RetrievalSet,
-    check_captions_per_image,
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,
 )
+from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.settings import RetrievalFiles as RetrievalFiles
+from open_clip_zerovl.evaluate.settings import RetrievalSettings as RetrievalSettings
 
 log = logging.getLogger(__name__)
 
 # image_features (I, D), text_features (T, D), text_to_image (T,)
 Features = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class RetrievalSettings:
-    """What is scored of a set, and the transform of its pictures.
-
-    Attributes:
-        split: test, val or train.
-        captions_per_image: how many captions of an image count, the first ones; None for all. The papers count five (COCO's
-            test set has 25,010 captions in all).
-        paper_transform: use the paper's transform instead of the checkpoint's own: squash to 256 and crop 224 (scaled to the
-            model's size), with the checkpoint's mean and standard deviation (A.9).
-
-    Raises:
-        UserError: captions_per_image below 1.
-    """
-
-    split: str = "test"
-    captions_per_image: int | None = 5
-    paper_transform: bool = False
-
-    def __post_init__(self) -> None:
-        check_captions_per_image(self.captions_per_image)
-
-
-@dataclass(frozen=True)
-class RetrievalFiles:
-    """Files to write; None for those not wanted.
-
-    Attributes:
-        json, csv: metrics, as shares in [0, 1].
-        gallery: a page of hits and misses (gallery.py).
-    """
-
-    json: Path | None = None
-    csv: Path | None = None
-    gallery: Path | None = None
-
-    def check(self) -> None:
-        """UserError where one of them could not be written."""
-        for path in (self.json, self.csv, self.gallery):
-            if path is not None:
-                check_writable(path)
 
 
 def run_retrieval(
@@ -95,7 +52,7 @@ def run_retrieval(
 
     Args:
         encoder: the checkpoint; with device `auto` each rank takes one GPU.
-        data: `name=set::name=set`, see `parse_retrieval_data` and `RETRIEVAL_FORMATS`.
+        data: `name=set::name=set`, see `parse_retrieval_data` and `open_retrieval_set`.
 
     Returns:
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.

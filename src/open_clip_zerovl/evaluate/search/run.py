@@ -7,10 +7,11 @@ ranked by the cosine with it. Cosines of two models are not on one scale: compar
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +22,46 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.evaluate.search.collection import Collection, open_collection
+from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.data.collection import Collection, open_collection
+from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.reading import picture_file
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
+from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import heading, html_page, paragraph, thumbnail
-from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """What is asked for.
-
-    Attributes:
-        words: the query in words; "" for none.
-        image: a picture as the query, too.
-        best: how many pictures are shown.
-        cache: where embeddings are kept; None for the user's cache folder.
-        page, output: files to write, HTML with thumbnails and JSON.
-    """
-
-    words: str = ""
-    image: Path | None = None
-    best: int = 10
-    cache: Path | None = None
-    page: Path | None = None
-    output: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.best < 1:
-            raise UserError(f"the number of pictures to show must be 1 or more, but is {self.best}.")
-        if not self.words.strip() and self.image is None:
-            raise UserError("there is nothing to search for: give words, or a picture by --image")
+CAPTION_CHARACTERS = 60  # of a caption in the terminal
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A picture that was found: what it is called, its cosine with the query, and where it lies."""
+    """A picture that was found.
+
+    Attributes:
+        picture: its name in lists.
+        score: its cosine with the query.
+        caption: the first caption beside it in its shard; "" where there is none.
+        content: its encoded bytes; None where it has gone since it was embedded.
+    """
 
     picture: str
     score: float
-    file: int
-    key: str
+    caption: str
+    content: bytes | None = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one model found, best first, and what its pictures were."""
+    """The result of one model.
+
+    Attributes:
+        hits: best first.
+        pictures, bad: pictures that were searched, and that cannot be decoded or are not there.
+        computed: pictures that were embedded by this call; the others were known from before.
+    """
 
     hits: tuple[Hit, ...]
     pictures: int
@@ -110,30 +103,32 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
     return found
 
 
-def nearest(features: Tensor, query: Tensor, best: int) -> list[tuple[int, float]]:
-    """(row, cosine) of the `best` features (P, D) nearest to a query (D,), best first; of equal ones the first comes first."""
-    scores = (features.double() @ query.double()).float()
+def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[int, float]]:
+    """(row, cosine) of the `best` features (P, D) nearest to a query (D,), best first; of equal ones the first comes first.
+
+    Args:
+        blocks: the features, some thousand rows at a time. A row of zeros, of a picture that cannot be shown, is left out.
+    """
+    scores = torch.cat(
+        [(block.double() @ query.double()).float().masked_fill(~block.any(dim=1), -math.inf) for block in blocks]
+    )
     order = torch.argsort(scores, descending=True, stable=True)[:best]
-    return [(int(row), float(scores[row])) for row in order]
+    return [(int(row), float(scores[row])) for row in order if scores[row] > -math.inf]
 
 
 def table(found: Mapping[str, Found]) -> str:
-    """The hits of all models side by side, as text."""
-    pictures = {hit.picture: printable(hit.picture) for result in found.values() for hit in result.hits}
-    widest = max(map(len, pictures.values()))
-    names = list(found)
-    lines = ["    " + "  ".join(f"{name:<{widest + 8}}" for name in names).rstrip()]
-    for rank in range(max(len(result.hits) for result in found.values())):
-        cells = []
-        for name in names:
-            hits = found[name].hits
-            cells.append(
-                f"{hits[rank].score:6.3f}  {pictures[hits[rank].picture]:<{widest}}"
-                if rank < len(hits)
-                else " " * (widest + 8)
-            )
-        lines.append(f"{rank + 1:3d} " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    """The hits of all models side by side, as text; a picture's caption stands below its name."""
+    columns = [[name, *(line for hit in result.hits for line in _lines(hit))] for name, result in found.items()]
+    widths = [max(map(len, column)) for column in columns]
+    ranks = ["", *(line for rank in range(max(map(len, columns)) // 2) for line in (f"{rank + 1:3d}", ""))]
+    rows = zip_longest(ranks, *columns, fillvalue="")
+    text = (f"{rank:<4}" + "  ".join(map(str.ljust, cells, widths)) for rank, *cells in rows)
+    return "\n".join(line.rstrip() for line in text if line.strip())
+
+
+def _lines(hit: Hit) -> tuple[str, str]:
+    caption = hit.caption if len(hit.caption) <= CAPTION_CHARACTERS else hit.caption[: CAPTION_CHARACTERS - 3] + "..."
+    return f"{hit.score:6.3f}  {printable(hit.picture)}", " " * 8 + printable(caption) if caption else ""
 
 
 def page(
@@ -147,18 +142,15 @@ def page(
     ]
     if query is not None:
         body.append(f'<div class="strip">{thumbnail(query, "the query")}</div>')
-    thumbnails: dict[tuple[int, str], str] = {}
     for name, result in found.items():
         body.append(heading(name))
         bad = f", {result.bad} could not be decoded" if result.bad else ""
         body.append(paragraph(f"{result.pictures} pictures{bad}."))
         figures = []
         for rank, hit in enumerate(result.hits, 1):
-            place = (hit.file, hit.key)
-            if place not in thumbnails:
-                thumbnails[place] = _thumbnail(collection, hit)
-            caption = f"{rank}. {hit.score:.3f}<br>{escape(hit.picture)}"
-            figures.append(f"<figure>{thumbnails[place]}<figcaption>{caption}</figcaption></figure>")
+            words = "<br>".join(map(escape, filter(None, (hit.picture, hit.caption))))
+            caption = f"{rank}. {hit.score:.3f}<br>{words}"
+            figures.append(f"<figure>{_thumbnail(hit)}<figcaption>{caption}</figcaption></figure>")
         body.append(f'<div class="strip">{"".join(figures)}</div>')
     return html_page(f"Search: {_asked(settings)}", body)
 
@@ -166,51 +158,56 @@ def page(
 def _search(
     name: str, encoder: Encoder, collection: Collection, query: Image.Image | None, settings: SearchSettings
 ) -> Found:
-    model, preprocess, tokenizer, device = encoder.load()
+    model = FrozenModel.load(encoder)
+    assert model.eye is not None
+    cache = settings.cache or default_cache()
     embedded = embed_collection(
-        collection,
-        model,
-        preprocess,
-        cache=settings.cache or default_cache(),
-        device=device,
-        batch_size=encoder.batch_size,
-        workers=encoder.workers,
-        name=name,
+        collection, model, cache=cache, batch_size=encoder.batch_size, workers=encoder.workers, name=name
     )
-    asked = torch.zeros(embedded.features.shape[1])
-    with torch.no_grad():
-        if settings.words.strip():
-            tokens = tokenizer([settings.words]).to(device)
-            asked = asked + F.normalize(model.encode_text(tokens).float(), dim=-1)[0].cpu()
-        if query is not None:
-            pixels = preprocess(query)[None].to(device)
-            asked = asked + F.normalize(model.encode_image(pixels).float(), dim=-1)[0].cpu()
-    if not asked.isfinite().all():
+    asked = []
+    if settings.words.strip():
+        asked.append(model.texts([settings.words])[0].cpu())
+    if query is not None:
+        asked.append(model.images(model.eye(query)[None])[0].cpu())
+    direction = torch.stack(asked).sum(dim=0)
+    if not direction.isfinite().all():
         raise UserError(f"{name} gives the query an embedding that is not finite; its training has diverged")
-    hits = []
-    for row, score in nearest(embedded.features, F.normalize(asked, dim=0), settings.best):
-        file, key = embedded.places[row]
-        hits.append(Hit(collection.shown(file, key), score, file, key))
-    return Found(tuple(hits), len(embedded.places), embedded.bad, embedded.computed)
+    found = nearest(embedded.rows.blocks(), F.normalize(direction, dim=0), settings.best)
+    good = sum(int(block.any(dim=1).sum()) for block in embedded.rows.blocks())
+    bad = len(embedded.rows) - good + collection.lost
+    if not good:
+        raise UserError(f"none of the {bad} pictures of {collection.name} can be decoded")
+    hits = tuple(_hit(collection, *embedded.place(row), score) for row, score in found)
+    return Found(hits, good, bad, embedded.computed)
 
 
 def _query_picture(path: Path) -> Image.Image:
     try:
-        return decoded(path.read_bytes(), lambda image: rgb(image).copy())
+        with regular_file(path) as file:
+            return decode_image(file.read())
     except OSError as error:
         raise UserError(f"the picture {path} cannot be read ({error.strerror}); correct --image") from error
-    except BadPicture as error:
-        raise UserError(f"the picture {path} {error.detail}; give another one by --image") from error
+    except BadImage as error:
+        raise UserError(f"the picture {path} {error}; give another one by --image") from error
 
 
-def _thumbnail(collection: Collection, hit: Hit) -> str:
+def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
+    """A hit with its name, caption and picture, read from picture `number` of a file."""
+    if collection.shards is None:
+        return Hit(collection.shown(file, ""), score, "", picture_file(collection.files[file].path))
+    sample = next(islice(samples_of(*collection.shards[file]), number, None))
+    text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
+    content = image_of(sample.files)
+    return Hit(collection.shown(file, sample.key), score, text.partition("\n")[0].strip(), content and bytes(content))
+
+
+def _thumbnail(hit: Hit) -> str:
     """The thumbnail of a hit, or a note where its picture has gone or changed since it was embedded."""
-    for key, content in collection.pictures(hit.file):
-        if key == hit.key and content is not None:
-            try:
-                return thumbnail(decoded(content, lambda image: rgb(image).copy()), hit.picture)
-            except BadPicture:
-                break
+    try:
+        if hit.content is not None:
+            return thumbnail(decode_image(hit.content), hit.picture)
+    except BadImage:
+        pass
     return "<small>the picture has changed</small>"
 
 
@@ -221,11 +218,8 @@ def _asked(settings: SearchSettings) -> str:
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
     def plain(result: Found) -> dict[str, Any]:
-        hits: Sequence[Hit] = result.hits
-        return {
-            **asdict(replace(result, hits=())),
-            "hits": [{"picture": hit.picture, "score": hit.score} for hit in hits],
-        }
+        hits = [{"picture": hit.picture, "score": hit.score, "caption": hit.caption} for hit in result.hits]
+        return {**asdict(replace(result, hits=())), "hits": hits}
 
     image = None if settings.image is None else str(settings.image)
     return {"data": data, "words": settings.words, "image": image, "models": {n: plain(r) for n, r in found.items()}}

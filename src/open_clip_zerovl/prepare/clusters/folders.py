@@ -20,11 +20,10 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clustering
-from open_clip_zerovl.data.images import BadImage
+from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import clustered_source
-from open_clip_zerovl.prepare.clusters.features import open_picture
-from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.members import Sample, image_of
 from open_clip_zerovl.shards.writing import SIZES_FILE
 
 
@@ -56,7 +55,7 @@ def write_previews(
                 continue
             cluster, place = wanted[position]
             try:
-                thumbnail = ImageOps.pad(open_picture(sample), (px, px), color="white")
+                thumbnail = ImageOps.pad(decode_image(image_of(sample.files) or b""), (px, px), color="white")
             except BadImage:
                 logging.warning(f"The picture of {sample.key} cannot be read: its place in the preview stays white.")
                 continue

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,43 +14,59 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering
 
 
+class Features(Protocol):
+    """Features (n, D) of unit length: an array, or stored rows that are read in part. `features[index]` is an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> NDArray: ...
+
+
 def spherical_kmeans(
-    features: NDArray, clusters: int, *, passes: int = 10, seed: int = 0, chunk_samples: int = 65_536
+    features: Features, clusters: int, *, passes: int = 10, seed: int = 0, chunk_samples: int = 65_536
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
     """Spherical k-means: labels (n,), distances 1 - cosine (n,), centroids (K, D) of unit length.
 
-    faiss is used where it is installed, else scikit-learn's mini-batch k-means over shuffled chunks. An empty cluster takes one
-    sample, the one farthest from its centroid, so that there are always K clusters.
+    scikit-learn's mini-batch k-means, begun on a random chunk of the samples and continued on all chunks in random order. A
+    cluster may be empty where samples are alike; `dissolve_small` takes it away.
 
     Args:
-        features: (n, D) of unit length; may be mapped from a file that does not fit into memory.
+        features: of unit length.
         clusters: K.
-        passes: over the features (iterations, with faiss).
+        passes: over the features.
         seed: of the draws.
         chunk_samples: samples in memory at once.
 
     Raises:
-        UserError: fewer samples than clusters, or neither faiss nor scikit-learn installed.
+        UserError: fewer samples than clusters, or scikit-learn is missing.
     """
     if len(features) < clusters:
         raise UserError(
             f"There are {len(features)} samples, fewer than {clusters} clusters: lower the number of clusters."
         )
-    centroids = _fit(features, clusters, passes, seed, chunk_samples)
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError as error:
+        raise UserError("Clustering needs scikit-learn: `pip install scikit-learn`.") from error
+    rng = np.random.default_rng(seed)
+    begins = np.arange(0, len(features), chunk_samples)
+    start = np.sort(rng.choice(len(features), min(len(features), max(chunk_samples, clusters)), replace=False))
+    model = MiniBatchKMeans(clusters, random_state=seed, n_init=3, batch_size=4096, max_iter=passes)
+    model.fit(np.asarray(features[start], np.float32))
+    for begin in (begin for _ in range(passes) for begin in rng.permutation(begins) if len(begins) > 1):
+        model.partial_fit(np.asarray(features[begin : begin + chunk_samples], np.float32))
+    centroids = np.asarray(model.cluster_centers_, np.float32)
     centroids /= np.maximum(np.linalg.norm(centroids, axis=1, keepdims=True), 1e-12)
-    labels = np.empty(len(features), np.int32)
-    distances = np.empty(len(features), np.float32)
-    for begin in range(0, len(features), chunk_samples):
-        cosines = np.asarray(features[begin : begin + chunk_samples], np.float32) @ centroids.T  # (chunk, K)
-        best = cosines.argmax(axis=1)
-        labels[begin : begin + len(best)] = best
-        distances[begin : begin + len(best)] = 1 - cosines[np.arange(len(best)), best]
-    _fill_empty(features, labels, distances, centroids)
+    labels, distances = np.empty(len(features), np.int32), np.empty(len(features), np.float32)
+    for begin in begins:
+        part = slice(begin, begin + chunk_samples)
+        cosines = np.asarray(features[part], np.float32) @ centroids.T  # (chunk, K)
+        labels[part], distances[part] = cosines.argmax(axis=1), 1 - cosines.max(axis=1)
     return labels, distances, centroids
 
 
 def dissolve_small(
-    features: NDArray,
+    features: Features,
     labels: NDArray[np.int32],
     distances: NDArray[np.float32],
     centroids: NDArray[np.float32],
@@ -86,64 +101,6 @@ def dissolve_small(
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
-
-
-def _fit(features: NDArray, clusters: int, passes: int, seed: int, chunk_samples: int) -> NDArray[np.float32]:
-    """(K, D) centroids, not yet of unit length."""
-    rng = np.random.default_rng(seed)
-    try:
-        import faiss
-    except ImportError:
-        faiss = None
-    if faiss is not None:
-        # faiss trains on 256 samples a centroid. They are drawn here, so that a mapped file is not read as a whole.
-        count = min(len(features), 256 * clusters)
-        chosen = np.sort(rng.choice(len(features), count, replace=False))
-        kmeans = faiss.Kmeans(
-            features.shape[1], clusters, niter=passes, seed=seed, spherical=True, min_points_per_centroid=1
-        )
-        points = np.ascontiguousarray(features[chosen], np.float32)
-        kmeans.train(points, init_centroids=_spread(points, clusters, rng))
-        return np.array(kmeans.centroids, np.float32).reshape(clusters, -1)
-    try:
-        from sklearn.cluster import MiniBatchKMeans
-    except ImportError as error:
-        raise UserError("Clustering needs scikit-learn or faiss: `pip install scikit-learn`.") from error
-    start = np.sort(rng.choice(len(features), min(len(features), max(chunk_samples, clusters)), replace=False))
-    model = MiniBatchKMeans(clusters, random_state=seed, n_init=3, batch_size=4096, max_iter=passes)
-    model.fit(np.asarray(features[start], np.float32))
-    if len(start) < len(features):
-        # More samples than one chunk: further passes over all of them, in chunks in random order.
-        begins = np.arange(0, len(features), chunk_samples)
-        for _ in range(passes):
-            for begin in rng.permutation(begins):
-                model.partial_fit(np.asarray(features[begin : begin + chunk_samples], np.float32))
-    return np.asarray(model.cluster_centers_, np.float32)
-
-
-def _spread(points: NDArray[np.float32], clusters: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """(K, D) initial centroids far from each other (k-means++); faiss's random ones often lie in one cluster twice."""
-    chosen = [int(rng.integers(len(points)))]
-    distances = np.full(len(points), np.inf, np.float32)
-    while len(chosen) < clusters:
-        distances = np.minimum(
-            distances, np.square(points - points[chosen[-1]]).sum(axis=1)
-        )  # (n,) to the nearest chosen
-        total = float(distances.sum())
-        weights = distances.astype(np.float64) / total if total > 0 else None  # None where all points are the same
-        chosen.append(int(rng.choice(len(points), p=None if weights is None else weights / weights.sum())))
-    return points[chosen]
-
-
-def _fill_empty(features: NDArray, labels: NDArray, distances: NDArray, centroids: NDArray) -> None:
-    """Give each empty cluster the sample that is farthest from its centroid; changes the arrays."""
-    for empty in np.flatnonzero(np.bincount(labels, minlength=len(centroids)) == 0):
-        counts = np.bincount(labels, minlength=len(centroids))
-        spare = counts[labels] > 1  # not the only sample of another cluster
-        farthest = int(np.flatnonzero(spare)[distances[spare].argmax()])
-        logging.info(f"Cluster {empty} was empty and takes the sample farthest from its centroid.")
-        labels[farthest], distances[farthest] = empty, 0.0
-        centroids[empty] = np.asarray(features[farthest], np.float32)
 
 
 def size_report(counts: NDArray) -> dict[str, Any]:

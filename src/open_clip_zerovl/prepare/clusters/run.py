@@ -5,7 +5,7 @@ does not say which features were used; image features are the default here.
 
 Results are kept on disk; a repeated call reuses the features:
 
-    OUT/features-image.npy    (n, D) float16, unit length; n samples of the source in the order of their shards
+    OUT/features-image/       embeddings (`embeddings.store`): 0.images (n, 1, D), 0.texts (n, D), float16, unit length
     OUT/assignment.npz        labels (n,), distances (n,), centroids (K, D), shards and their sizes: what `--train-data` reads
     OUT/report.json           sizes of the clusters and how even they are
     OUT/preview/000.png ...   the pictures nearest to each centroid
@@ -16,24 +16,34 @@ Results are kept on disk; a repeated call reuses the features:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+import tarfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clustering
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
-from open_clip_zerovl.prepare.clusters.features import extract_features
+from open_clip_zerovl.embeddings.embed import embed
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.fingerprint import describe_source
+from open_clip_zerovl.embeddings.sources import SourceSamples
+from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store, difference, read_manifest
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
+from open_clip_zerovl.prepare.settings import ClusterSettings as ClusterSettings
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path
-from open_clip_zerovl.shards.writing import shard_mark
 
 __all__ = [
     "ClusterSettings",
@@ -43,46 +53,6 @@ __all__ = [
     "spherical_kmeans",
     "train_data",
 ]
-
-FEATURES = ("image", "text", "both")
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """How a source is divided, and what is written.
-
-    Attributes:
-        clusters: K.
-        min_size: samples that a cluster must hold: the effective batch to be trained with. Smaller clusters are dissolved, so
-            that fewer than K remain.
-        features: "image", "text", or "both" (side by side).
-        passes: of k-means over the features.
-        seed: of k-means.
-        preview: pictures on a contact sheet; 0 for no sheets.
-        reshard: also write each cluster as shards of its own, which are faster to read on a hard disk.
-        shard_size: samples of such a shard, at most.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    clusters: int = 100
-    min_size: int = 1
-    features: str = "image"
-    passes: int = 10
-    seed: int = 0
-    preview: int = 25
-    reshard: bool = False
-    shard_size: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.features not in FEATURES:
-            raise UserError(f"features is {self.features!r}: take one of {', '.join(FEATURES)}.")
-        if min(self.clusters - 1, self.min_size, self.passes, self.shard_size) < 1 or self.preview < 0:
-            raise UserError(
-                "clusters must be 2 or more; min_size, passes and shard_size 1 or more; preview 0 or more: got "
-                f"{self.clusters}, {self.min_size}, {self.passes}, {self.shard_size}, {self.preview}."
-            )
 
 
 def cluster_source(
@@ -121,9 +91,7 @@ def cluster_source(
         )
     check_writable(out, folder=True)
     source = _absolute(source)
-    _claim(out, source, encoder.model, settings.features)
-    file = out / f"features-{settings.features}.npy"
-    table = extract_features(source, encoder, file, kind=settings.features, progress=progress)
+    table = _embedded(source, encoder, out / f"features-{settings.features}", settings.features, progress=progress)
     found = spherical_kmeans(table, settings.clusters, passes=settings.passes, seed=settings.seed)
     labels, distances, centroids = dissolve_small(table, *found, settings.min_size)
     if progress and len(centroids) < settings.clusters:
@@ -161,39 +129,48 @@ def _absolute(source: Source) -> Source:
     return replace(source, shards=shards, table=table)
 
 
-def _claim(out: Path, source: Source, model: str, features: str) -> None:
-    """Claim `out` for a source and a model. UserError where it holds the results of others."""
-    made_of = [source.name, [Path(s).name for s in source.shards], source.sizes, str(model)]
-    # Shards of other pictures often have the same names and counts, and a run overwrites its epoch_latest.pt.
-    marks = [shard_mark(shard) for shard in dict.fromkeys(source.shards)]
-    facts = {
-        "source": source.name,
-        "model": str(model),
-        "made_of": hashlib.sha256(json.dumps(made_of).encode()).hexdigest(),
-        "shards": hashlib.sha256(json.dumps(marks).encode()).hexdigest(),
-        "weights": _digest_of_weights(str(model)),
-    }
-    file = out / "made-of.json"
-    if file.is_file():
-        known = json.loads(file.read_text(encoding="utf-8"))
-        # Earlier releases wrote fewer facts.
-        if any(known.get(name, fact) != fact for name, fact in facts.items()):
-            raise UserError(
-                f"{out} holds the clusters of {known.get('source')} by {known.get('model')}, made of other shards or by "
-                f"other weights than {source.name} by {model} has now: give a new folder."
-            )
-    else:
-        write_atomically(file, json.dumps(facts, indent=1) + "\n")
+class _Features:
+    """Stored rows as `kmeans.Features`: those of pictures, of captions, or both side by side, of unit length."""
+
+    def __init__(self, *rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+    def __getitem__(self, index: Any) -> NDArray[np.float32]:
+        parts = [rows[index].float().flatten(1) for rows in self.rows]
+        return F.normalize(torch.cat(parts, dim=1), dim=1).numpy()
 
 
-def _digest_of_weights(model: str) -> str | None:
-    """A hash of the file with a model's weights, of a checkpoint or an exported folder; None for a name, whose weights stay."""
-    path = Path(model.removeprefix(LOCAL_DIR)).expanduser()
-    file = path / WEIGHTS_FILE if path.is_dir() else path
-    if not file.is_file():
-        return None
-    digest = hashlib.blake2b(digest_size=16)
-    with open(file, "rb") as content:
-        while block := content.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def _embedded(source: Source, encoder: Encoder, folder: Path, kind: str, *, progress: bool) -> _Features:
+    """The features of every sample of a source: those of an earlier call, or computed now.
+
+    Raises:
+        UserError: a model that cannot be loaded, a sample that cannot be read, shards that hold another number of samples than
+            `sizes.json` says, or a folder with features of other data or another model.
+    """
+    model = FrozenModel.load(encoder)
+    samples = SourceSamples([source], images=kind != "text", captions=kind != "image")
+    arrays: dict[str, ArraySpec] = {}
+    if samples.images:
+        arrays["0.images"] = ("float16", (source.num_samples, 1, model.image_width()))
+    if samples.captions:
+        arrays["0.texts"] = ("float16", (source.num_samples, model.texts(["a"]).shape[1]))
+    facts = {"model": [model.name], "fingerprints": list(model.fingerprints.values())}
+    manifest = Manifest(facts, [describe_source(source)], arrays)
+    for other in folder.parent.glob(
+        "features-*"
+    ):  # of pictures, of captions: the folder's clusters are of one model and source
+        stored = read_manifest(other)
+        found = None if stored is None else difference(replace(stored, arrays=arrays), manifest)
+        if found is not None:
+            raise UserError(f"{other} holds embeddings with {found}: give a new folder with --out")
+    store = Store.create(folder, manifest)
+    embed(store, [model], samples, batch_size=encoder.batch_size, workers=encoder.workers, progress=progress)
+    for shard in dict.fromkeys(source.shards) if source.table is None else ():
+        try:
+            open_index(shard)  # for training on the clusters, which finds its samples by the indexes
+        except (ShardError, tarfile.ReadError) as error:
+            raise UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.") from error
+    return _Features(*store.rows.values())

@@ -20,11 +20,10 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.table import find_table
-from open_clip_zerovl.evaluate.retrieval.formats import split_location
-from open_clip_zerovl.evaluate.retrieval.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.prepare.dedup.near import (
     BITS,
     NEAR,
@@ -37,7 +36,6 @@ from open_clip_zerovl.prepare.dedup.near import (
 from open_clip_zerovl.report.html import THUMBNAIL_PX, heading, html_page, paragraph, thumbnail
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
 from open_clip_zerovl.shards.pictures import decoded, rgb
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK
 
 SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
@@ -162,11 +160,10 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
-    folder, _ = split_location(path)
-    if folder.is_dir() and not (folder / RETRIEVAL_MARK).is_file() and not any(folder.glob("*.tar")):
-        files = sorted(p for p in folder.rglob("*") if p.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
-        if files and find_table(str(folder)) is None:
-            return [SetPicture(name, str(file.relative_to(folder)), file) for file in files]
+    if kind_of(str(path)).kind == "folder":
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
+        if files:
+            return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
     found = open_retrieval_set(path, split).samples
     return [SetPicture(name, one.key, one.file, one.offset_bytes, one.size_bytes) for one in found]
 

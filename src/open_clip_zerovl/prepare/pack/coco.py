@@ -13,7 +13,7 @@ from open_clip_zerovl.prepare.pack.columns import choose, listed
 from open_clip_zerovl.prepare.pack.paths import Places
 from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader
 from open_clip_zerovl.prepare.pack.table import opened_table
-from open_clip_zerovl.prepare.public.json_stream import json_array
+from open_clip_zerovl.shards.archives import json_array
 
 _LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20

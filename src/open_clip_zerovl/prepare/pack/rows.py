@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 
 #: Endings of pictures, as a file's name has them; what a file is, its bytes say.
@@ -59,11 +60,18 @@ class Columns:
         separator: between the columns of a table.
     """
 
-    picture: str | None = None
-    captions: tuple[str, ...] | None = None
-    source: str | None = None
-    pictures_in: Path | None = None
-    separator: str | None = None
+    picture: str | None = flag(None, "path, address or bytes of the picture", option="--picture-column", metavar="COL")
+    captions: tuple[str, ...] | None = flag(
+        None, "caption; several: all of them are captions", option="--caption-column", nargs="+", metavar="COL"
+    )
+    source: str | None = flag(
+        None,
+        "one source for each value (folder: each folder of a folder of pictures)",
+        option="--source-column",
+        metavar="COL",
+    )
+    pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
+    separator: str | None = flag(None, "between columns (default: found in the first line)", metavar="CHAR")
 
 
 class Reader(ABC):

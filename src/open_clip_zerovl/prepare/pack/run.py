@@ -15,6 +15,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
@@ -53,13 +54,15 @@ class PackSettings:
         exclusions: pictures to leave out.
     """
 
-    form: str | None = None
+    form: str | None = flag(None, "form of the inputs (default: look at each)", option="--format", choices=FORMATS)
     columns: Columns = field(default_factory=Columns)
-    max_side_px: int | None = None
-    min_side_px: int = 16
-    test_share: float = 0.0
-    shard_size: int = 10_000
-    seed: int = 0
+    max_side_px: int | None = flag(
+        None, "shrink larger pictures to this longer side", option="--max-side", kind=positive, metavar="PX"
+    )
+    min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
+    test_share: float = flag(0.0, "share of the pictures to hold out, such as 0.05 (default: none)", metavar="SHARE")
+    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
+    seed: int = flag(0, "of the order and of what is held out", kind=seed)
     exclusions: Sequence[Exclusion] = ()
 
     @property

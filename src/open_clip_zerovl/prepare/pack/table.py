@@ -14,8 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack.columns import Chosen, choose, guess_picture, listed
 from open_clip_zerovl.prepare.pack.paths import Places
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
-from open_clip_zerovl.prepare.public.inputs import members, open_member
-from open_clip_zerovl.prepare.public.json_stream import json_array
+from open_clip_zerovl.shards.archives import json_array, members, open_member
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT_OBJECTS = 100

@@ -12,8 +12,9 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
-from open_clip_zerovl.prepare.public.inputs import described, find_member, locate, open_member
+from open_clip_zerovl.prepare.public.inputs import described, locate
 from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
+from open_clip_zerovl.shards.archives import find_member, open_member
 
 _LOOK_AT_LINES = 100
 

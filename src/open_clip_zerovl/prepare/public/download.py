@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 
 _PIECE_BYTES = 1 << 16
@@ -46,9 +47,9 @@ class Limits:
     """
 
     idle_seconds: float = 10.0
-    total_seconds: float = 30.0
+    total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
     max_bytes: int = 50_000_000
-    verify_tls: bool = True
+    verify_tls: bool = flag(True, "accept hosts whose certificate is wrong", option="--no-tls-verify")
     user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flag, part, positive
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.prepare.public.spool import Spool
 
@@ -35,12 +36,12 @@ class Work:
         progress: print a progress bar and a last line.
     """
 
-    threads: int = 32
-    attempts: int = 3
+    threads: int = flag(32, "pictures at the same time", kind=positive)
+    attempts: int = flag(3, "attempts per address", kind=positive)
     backoff_seconds: float = 0.5
-    part: tuple[int, int] = (0, 1)
-    retry_failed: bool = False
-    progress: bool = True
+    part: tuple[int, int] = flag((0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N")
+    retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
+    progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
 
 
 class Picture(NamedTuple):

@@ -1,28 +1,23 @@
 """The inputs of a dataset: official files, fetched or given with `--source`, packed or not; and stores of pictures.
 
-Annotations are read as streams from zip, tar.gz and gz files, and pictures from their zips, so that nothing is unpacked.
+Pictures are read from their zips, so that nothing is unpacked.
 Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` says where.
 """
 
 from __future__ import annotations
 
-import errno
-import gzip
-import lzma
 import os
-import tarfile
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
@@ -55,19 +50,6 @@ BY_HAND = {
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
-#: Errors of reading a broken archive: corrupt data, and entries that are encrypted or packed in a way that Python does not know
-#: (RuntimeError).
-_BROKEN_ARCHIVE = (
-    EOFError,
-    RuntimeError,
-    gzip.BadGzipFile,
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    zlib.error,
-    lzma.LZMAError,
-)
-
-
 def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:
     """The files and folders of a dataset: those given, or the official ones, fetched into a folder.
 
@@ -93,61 +75,6 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
 def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Name, size in bytes and SHA-256 of each file, for the manifest."""
     return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
-
-
-def members(path: Path) -> list[str]:
-    """Names of the files in a zip or tar; for any other file its own name, without `.gz`.
-
-    Raises:
-        UserError: a broken archive.
-    """
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                return [name for name in archive.namelist() if not name.endswith("/")]
-        if ".tar" in path.name or path.suffix == ".tgz":
-            with tarfile.open(path) as tar:
-                return [member.name for member in tar if member.isfile()]
-    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as error:
-        raise UserError(f"{path} is a broken archive ({error}): fetch it again.") from error
-    return [path.name.removesuffix(".gz")]
-
-
-def find_member(paths: Iterable[Path], *endings: str) -> tuple[Path, str] | None:
-    """(path, name) of the first file, or member of an archive, whose name has one of the endings; None if there is none."""
-    for path in paths:
-        if path.is_file():
-            for name in members(path):
-                if name.lower().endswith(endings) and "__MACOSX" not in name:
-                    return path, name
-    return None
-
-
-@contextmanager
-def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file, or one member of an archive, as a stream of its plain bytes.
-
-    Raises:
-        UserError: the archive is broken; also raised while it is read.
-    """
-    with ExitStack() as stack:
-        try:
-            if zipfile.is_zipfile(path):
-                yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
-            elif ".tar" in path.name or path.suffix == ".tgz":
-                handle = stack.enter_context(tarfile.open(path)).extractfile(name)
-                assert handle is not None  # `members` lists files only
-                yield stack.enter_context(handle)
-            elif path.suffix == ".gz":
-                yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
-            else:
-                yield stack.enter_context(open(path, "rb"))
-        except _BROKEN_ARCHIVE as error:
-            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a zip whose directory points before its beginning
-                raise
-            raise UserError(f"{path} is broken ({error.strerror}): fetch it again.") from error
 
 
 class PictureStore:
@@ -183,7 +110,7 @@ class PictureStore:
                     return file.read()
             archive, name = place
             return archive.read(name)
-        except (OSError, *_BROKEN_ARCHIVE) as error:
+        except (OSError, *BROKEN_ARCHIVE) as error:
             raise Failure("picture cannot be read", transient=True) from error
 
     def close(self) -> None:

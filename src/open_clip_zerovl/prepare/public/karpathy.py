@@ -16,34 +16,23 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.annotations import CaptionedImage, read_karpathy
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
-from open_clip_zerovl.prepare.public.inputs import PictureStore, described, find_member, locate, open_member
-from open_clip_zerovl.prepare.public.json_stream import json_array
+from open_clip_zerovl.prepare.public.inputs import PictureStore, described, locate
 from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
 from open_clip_zerovl.prepare.public.pictures import Encoding
+from open_clip_zerovl.shards.archives import find_member
 
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
-SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 
 #: Papers use the first five captions of an image; a few images of COCO have more.
 CAPTIONS_PER_IMAGE = 5
-
-
-@dataclass(frozen=True)
-class CaptionedImage:
-    """One image of a Karpathy file; `split` is train, val or test."""
-
-    filename: str
-    split: str
-    image_id: int
-    captions: tuple[str, ...]
-    caption_ids: tuple[int, ...]
 
 
 def prepare_karpathy(
@@ -105,38 +94,6 @@ def prepare_karpathy(
     finally:
         store.close()
     return manifests
-
-
-def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
-    """The images of a Karpathy file, in its order.
-
-    Raises:
-        UserError: an entry of another form, a split that is unknown, or an image without captions.
-    """
-    images = []
-    with open_member(path, name) as stream:
-        for number, entry in enumerate(json_array(stream, str(path), key="images")):
-            try:
-                # MS-COCO's own id where there is one, as in published results.
-                image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-                sentences = [(" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]]
-                sentences = [(caption, i) for caption, i in sentences if caption]
-                image = CaptionedImage(
-                    str(entry["filename"]),
-                    SPLITS[entry["split"]],
-                    image_id,
-                    tuple(caption for caption, _ in sentences),
-                    tuple(i for _, i in sentences),
-                )
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                raise UserError(
-                    f"entry {number} of {path} is no image of Karpathy's form ({type(error).__name__} {error}): give "
-                    "dataset_coco.json or dataset_flickr30k.json."
-                ) from error
-            if not image.captions:
-                raise UserError(f"entry {number} of {path}, {image.filename}, has no caption: give the official file.")
-            images.append(image)
-    return images
 
 
 def zerovl_csv(images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.apart import shuffled_apart
-from open_clip_zerovl.prepare.public.inputs import PictureStore, described, find_member, locate, open_member
-from open_clip_zerovl.prepare.public.json_stream import json_array
+from open_clip_zerovl.prepare.public.inputs import PictureStore, described, locate
 from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
+from open_clip_zerovl.shards.archives import find_member, json_array, open_member
 
 PHRASES_PER_IMAGE = 5
 

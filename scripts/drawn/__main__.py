@@ -1,0 +1,43 @@
+"""The data of the demo and the ablation: four emoji sets or four icon families as webdataset shards.
+
+    python -m scripts.drawn emoji --out data/emoji
+    python -m scripts.drawn icons --out data/icons
+
+Fetches npm packages, draws their pictures and writes the shards of each source, held-out retrieval sets and a small BERT folder
+(docs/datasets.md). A second call does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import UserError
+from scripts.drawn.emoji import EMOJI
+from scripts.drawn.icons import ICONS
+from scripts.drawn.make import prepare_drawn
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.drawn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sets = {one.name: one for one in (EMOJI, ICONS)}
+    parser.add_argument("name", choices=sets, help="; ".join(f"{name}: {one.title}" for name, one in sets.items()))
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
+    parser.add_argument("--force", action="store_true", help="write the data again where it exists")
+    options = parser.parse_args(argv)
+    try:
+        prepare_drawn(sets[options.name], options.out, px=options.px, seed=options.seed, force=options.force)
+    except UserError as error:
+        print(f"drawn: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The demo's data: four emoji sets as four sources, which draw and caption the same concepts in different styles.
+
+This is section 3.1 in small: sources differ in the style of their pictures and captions, so that in a batch of several sources
+a model can tell pairs apart by their source instead of by their content.
+
+A *concept* is an emoji's code point sequence without the variation selector FE0F, as upper-case hexadecimal numbers
+joined by hyphens (`1F468-200D-1F467`). Concepts are those of `emoji-datasource`, without skin tones. Each source has its own
+style of drawings and of captions; captions are made from the set's own or Unicode's metadata:
+
+    noto      short names, and the category          emoji-datasource
+    twemoji   keyword list                           Unicode CLDR annotations, English
+    openmoji  "group: subgroup: annotation"          OpenMoji's own table
+    fluent    the words of the drawing's file name   Fluent Emoji (flat)
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from open_clip_zerovl.core.errors import UserError
+from scripts.drawn.data import SPLITS, Drawing, DrawnData, Split
+from scripts.drawn.drawings import iconify_svg
+from scripts.drawn.packages import read_npm_package
+
+
+def concept_of(code_points: str) -> str:
+    """`'0023-fe0f-20e3'` becomes `'23-20E3'`: upper case, no leading zeros, no variation selector."""
+    return "-".join(f"{int(x, 16):X}" for x in code_points.split("-") if int(x, 16) != 0xFE0F)
+
+
+def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
+    """Read the four sources from the fetched packages.
+
+    Args:
+        tarballs: a tarball's path for each key of the packages.
+
+    Returns:
+        For each source its emoji by concept, in the order of `emoji-datasource`. A concept is left out of a source
+        that lacks its drawing or its caption.
+    """
+    names = {
+        concept_of(row["unified"]): row
+        for row in _json(tarballs["names"], "emoji.json")
+        if row["category"] != "Component"  # skin tones by themselves
+    }
+    noto, twemoji, fluent = (_iconify_drawings(tarballs[source]) for source in ("noto", "twemoji", "fluent"))
+    drawings = {
+        # The newer package has no country flags; the older one adds these and nothing else.
+        "noto": _svgmoji_drawings(tarballs["noto-flags"]) | _svgs(noto),
+        "twemoji": _svgs(twemoji),
+        "openmoji": _openmoji_drawings(tarballs["openmoji"]),
+        "fluent": _svgs(fluent),
+    }
+    captions = {
+        "noto": {concept: _noto_caption(row) for concept, row in names.items()},
+        "twemoji": _cldr_keywords(tarballs["keywords"], tarballs["keywords-derived"]),
+        "openmoji": _openmoji_captions(tarballs["openmoji"]),
+        "fluent": {concept: _words(name) for concept, (name, _) in fluent.items()},
+    }
+    return {
+        source: {
+            concept: Drawing(concept, own[concept], captions[source][concept], row["category"])
+            for concept, row in names.items()
+            if concept in own and captions[source].get(concept)
+        }
+        for source, own in drawings.items()
+    }
+
+
+def _svgs(drawings: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {concept: svg for concept, (_, svg) in drawings.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- captions
+
+
+def _words(name: str) -> str:
+    return " ".join(re.split(r"[-_\s]+", name.strip()))
+
+
+def _noto_caption(row: Mapping[str, Any]) -> str:
+    return f"{', '.join(_words(name) for name in row['short_names'])} ({row['category']})"
+
+
+def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
+    """Concept -> keywords. CLDR has ZWJ sequences, flags and keycaps in a package of their own, *derived* annotations."""
+    captions = {}
+    for path, name in ((annotations, "annotations"), (derived, "annotationsDerived")):
+        for characters, entry in _json(path, f"{name}/en/annotations.json")[name]["annotations"].items():
+            if entry.get("default"):
+                concept = concept_of("-".join(f"{ord(c):X}" for c in characters))
+                captions[concept] = ", ".join(entry["default"])
+    return captions
+
+
+def _openmoji_captions(tarball: Path) -> dict[str, str]:
+    table = read_npm_package(tarball, lambda name: name == "data/openmoji.csv")["data/openmoji.csv"].decode()
+    return {
+        concept_of(row["hexcode"]): f"{_words(row['group'])}: {_words(row['subgroups'])}: {row['annotation'].strip()}"
+        for row in csv.DictReader(io.StringIO(table))
+        if not row["skintone"]
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- drawings
+
+
+def _json(tarball: Path, name: str) -> Any:
+    return json.loads(read_npm_package(tarball, lambda path: path == name)[name])
+
+
+def _openmoji_drawings(tarball: Path) -> dict[str, str]:
+    files = read_npm_package(tarball, lambda name: name.startswith("color/svg/") and name.endswith(".svg"))
+    return {concept_of(Path(name).stem): svg.decode() for name, svg in files.items()}
+
+
+def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
+    """Concept -> (name, SVG). An Iconify package has drawings by name, and a table from code points to names."""
+    files = read_npm_package(tarball, lambda name: name in {"icons.json", "chars.json"})
+    icons, names = json.loads(files["icons.json"]), json.loads(files["chars.json"])
+    drawings: dict[str, tuple[str, str]] = {}
+    for code_points, name in sorted(names.items()):
+        drawings.setdefault(concept_of(code_points), (name, iconify_svg(icons, name)))
+    return drawings
+
+
+def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
+    """Concept -> SVG, from a sprite: one document whose child elements are the drawings, with code points as ids."""
+    name = "sprites/all.svg"
+    sprite = read_npm_package(tarball, lambda path: path == name)[name].decode()
+    drawings = {}
+    for opening, svg in _children(sprite):
+        identifier = re.search(r'\bid="([0-9A-Fa-f]+(?:-[0-9A-Fa-f]+)*)"', opening)
+        if identifier:
+            drawings[concept_of(identifier[1])] = svg
+    return drawings
+
+
+def _children(sprite: str) -> Iterator[tuple[str, str]]:
+    """(opening tag, whole element as a document) of each `<svg>` element directly in the outermost one."""
+    depth = start = 0
+    opening = ""
+    for tag in re.finditer(r"<svg\b[^>]*>|</svg>", sprite):
+        if tag[0] == "</svg>":
+            depth -= 1
+            if depth == 1:
+                inherited = "" if "xmlns:xlink" in opening else ' xmlns:xlink="http://www.w3.org/1999/xlink"'
+                yield opening, f"<svg{inherited}{sprite[start + len('<svg') : tag.end()]}"
+        elif not tag[0].endswith("/>"):
+            if depth == 1:
+                start, opening = tag.start(), tag[0]
+            depth += 1
+
+
+def split_concepts(concepts: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int) -> Split:
+    """Choose which concepts each source holds out: `{"test" | "val": {source: [concept, ...]}}`.
+
+    A concept is held out of one source and for one split at most; it stays in the training sets of the other sources. Test
+    concepts exist in every source, so that each can be retrieved across sources. Validation takes the remaining ones of these,
+    the smallest source first; where they run out, a source takes concepts that only some sources have.
+
+    The result depends on the arguments only, not on the order of the mappings.
+
+    Raises:
+        UserError: the sources do not hold enough concepts.
+    """
+    sources = sorted(concepts, key=lambda source: (len(concepts[source]), source))
+    shared = set.intersection(*(set(concepts[source]) for source in sources))
+    rng = np.random.default_rng(seed)
+    order = [str(c) for c in rng.permutation(sorted(shared))]
+    others = [str(c) for c in rng.permutation(sorted(set().union(*concepts.values()) - shared))]
+    wanted = held_out_per_source * len(sources)
+    if len(order) < wanted:
+        raise UserError(
+            f"The test set needs {wanted} concepts that all sources have, and there are {len(order)}: "
+            "lower held_out_per_source."
+        )
+    split: Split = {"test": {}, "val": {}}
+    for name in SPLITS:
+        for source in sources:
+            chosen, order = order[:held_out_per_source], order[held_out_per_source:]
+            missing = held_out_per_source - len(chosen)
+            # A concept that only this source has would leave nothing to compare across sources.
+            extra = [c for c in others if c in concepts[source] and sum(c in concepts[s] for s in sources) > 1][
+                :missing
+            ]
+            if len(extra) < missing:
+                raise UserError(
+                    f"The {name} set needs {held_out_per_source} concepts of {source} that another source has too, "
+                    f"and there are {len(chosen) + len(extra)} left: lower held_out_per_source."
+                )
+            others = [c for c in others if c not in extra]
+            split[name][source] = sorted(chosen + extra)
+    return split
+
+
+EMOJI = DrawnData.described("emoji", read_sources, split_concepts)

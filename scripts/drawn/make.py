@@ -1,0 +1,295 @@
+"""Drawings of npm packages as sources: fetched, drawn, split, and written as shards.
+
+What there is to make is a `DrawnData`: `emoji.EMOJI`, `icons.ICONS`.
+On disk (see docs/datasets.md):
+
+    <source>/train-00000.tar ..., sizes.json, LICENSE      training pairs
+    test/<source>/  val/<source>/                          the pairs held out of that source, for CLIP_benchmark
+    test-across/<source>/  val-across/<source>/            every held-out concept as that source has it (if shared)
+    bert/                                                  vocabulary and configuration of a small text tower
+    README.md, manifest.json                               the data card; what this data was made from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Template
+from PIL import Image
+from tqdm import tqdm
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.writing import read_retrieval_set, write_retrieval_set, write_shard, write_source
+from scripts.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split
+from scripts.drawn.drawings import is_blank, rasterise
+from scripts.drawn.packages import fetch_npm_package
+from scripts.drawn.vocabulary import write_bert
+
+_CACHE = ".cache"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class DrawnSample:
+    """One source's pair of a held-out concept.
+
+    Attributes:
+        group: the drawing's category.
+        held_out: whether this pair is held out of its own source's training; False for the pair of another source.
+    """
+
+    image: Image.Image
+    caption: str
+    concept: str
+    source: str
+    group: str
+    held_out: bool
+
+
+def prepare_drawn(
+    data: DrawnData,
+    out: str | Path,
+    *,
+    px: int = 64,
+    seed: int = 0,
+    shard_size: int = 256,
+    held_out_per_source: int | None = None,
+    vocab_size: int = 2048,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Fetch, draw, split and write the data; nothing is done where it is complete and has these settings.
+
+    Packages and drawn pictures are kept in `OUT/.cache`, so that a call after an interruption goes on. The data is written
+    aside and moved into place when whole.
+
+    Args:
+        data: what to make.
+        out: a new or empty folder, or one that this function wrote.
+        px: width and height of the pictures, in pixels.
+        seed: decides which concepts are held out and the order of the training samples.
+        shard_size: training samples a shard, at most.
+        held_out_per_source: pairs held out of each source for the test, and as many for validation; the data's own number
+            where it is None.
+        vocab_size: entries of the text tower's vocabulary, at most.
+        force: draw and write again even if nothing changed; packages are not fetched again.
+
+    Returns:
+        The data card: settings, package versions, and per source counts, licence and example captions.
+
+    Raises:
+        UserError: a setting out of range, a folder that holds other things, no npm, a package that cannot be fetched,
+            or too few concepts for the split.
+    """
+    out = Path(out)
+    held_out = data.held_out_per_source if held_out_per_source is None else held_out_per_source
+    settings = {
+        "px": px, "seed": seed, "shard_size": shard_size, "held_out_per_source": held_out, "vocab_size": vocab_size,
+    }  # fmt: skip
+    for name, value in settings.items():
+        least = 0 if name == "seed" else 1
+        if value < least:
+            raise UserError(f"{name} is {value}: it must be {least} or more.")
+    made_from = {"format": data.format, "settings": settings, "packages": {k: str(p) for k, p in data.packages.items()}}
+    fingerprint = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    manifest = _read_manifest(out)
+    if not force and manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
+        print(f"The {data.name} data in {out} is complete and made with these settings: nothing to do.")
+        return manifest["card"]
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None):
+        raise UserError(
+            f"{out} is a file: give a folder for the {data.name} data."
+            if out.is_file()
+            else f"{out} is not empty and holds no {data.name} data: give a new folder."
+        )
+    (out / _CACHE).mkdir(parents=True, exist_ok=True)
+    if force:
+        shutil.rmtree(out / _CACHE / "pictures", ignore_errors=True)
+    card = _build(data, out, settings, fingerprint)
+    pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
+    print(f"The {data.name} data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
+    return card
+
+
+def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, list[DrawnSample]]:
+    """Source -> its pairs of all held-out concepts of a split, sorted by concept.
+
+    Where sources share concepts, a source also has its pairs of the concepts that are held out of others. They are in its
+    training set (`DrawnSample.held_out` is False) and are the partners for retrieval across sources. Of the emoji's 800
+    held-out concepts, 200 are held out of each source. In `val` a source may lack a few concepts.
+
+    Args:
+        data, out: of `prepare_drawn`.
+        split: "test" or "val".
+
+    Raises:
+        UserError: another split, or a folder without this data.
+    """
+    if split not in SPLITS:
+        raise UserError(f"The split {split!r} is unknown: take one of {', '.join(SPLITS)}.")
+    folder = Path(out) / (f"{split}-across" if data.across else split)
+    samples: dict[str, list[DrawnSample]] = {}
+    for source in data.sources:
+        samples[source] = []
+        for sample in read_retrieval_set(folder / source):
+            held_out = json.loads(sample.files["json"])["held_out"] == split
+            samples[source].append(drawn_sample(sample, source, held_out=held_out))
+    return samples
+
+
+def drawn_sample(sample: Sample, source: str, *, held_out: bool) -> DrawnSample:
+    """A pair of a drawn source, as it lies in a tar."""
+    facts = json.loads(sample.files["json"])
+    image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
+    return DrawnSample(image, sample.files["txt"].decode().strip(), facts["concept"], source, facts["group"], held_out)
+
+
+def fingerprint_of(out: str | Path) -> str | None:
+    """What the data in a folder was made from, as a hash; None where it is not of `prepare_drawn`, or not whole."""
+    manifest = _read_manifest(Path(out))
+    return None if manifest is None else manifest["fingerprint"]
+
+
+def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str) -> dict[str, Any]:
+    """Fetch, draw and split, and write everything to `out`; returns the data card."""
+    cache = out / _CACHE
+    bar = tqdm(data.packages.items(), desc="fetch packages", unit="package")
+    tarballs = {key: fetch_npm_package(package, cache / "packages") for key, package in bar}
+    drawings: Drawings = data.read(tarballs)
+    pictures = {source: _draw(data, source, drawings[source], settings["px"], cache) for source in data.sources}
+    # Pairs whose drawing comes out blank are left out, and counted.
+    blank = {source: [c for c, png in pictures[source].items() if is_blank(png)] for source in data.sources}
+    drawings = {
+        source: {c: e for c, e in drawings[source].items() if c not in blank[source]} for source in data.sources
+    }
+    split = data.split(drawings, held_out_per_source=settings["held_out_per_source"], seed=settings["seed"])
+    staging = cache / "staging"
+    shutil.rmtree(staging, ignore_errors=True)
+    counts = _write_all(data, staging, drawings, pictures, split, settings, tarballs)
+    card = _data_card(data, settings, drawings, counts, split, blank)
+    template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+    write_atomically(staging / "README.md", Template(template, keep_trailing_newline=True).render(data=data, **card))
+    _put_in_place(staging, out, {"fingerprint": fingerprint, "card": card})
+    return card
+
+
+def _put_in_place(staging: Path, out: Path, manifest: dict[str, Any]) -> None:
+    """Move everything in `staging` to `out`, then write the manifest with the files' sizes.
+
+    While files are moved there is no manifest, so that a killed call leaves data that counts as incomplete.
+    """
+    files = {
+        path.relative_to(staging).as_posix(): path.stat().st_size
+        for path in sorted(staging.rglob("*"))
+        if path.is_file()
+    }
+    (out / _MANIFEST).unlink(missing_ok=True)
+    for path in sorted(staging.iterdir()):
+        if (out / path.name).is_dir():
+            shutil.rmtree(out / path.name)
+        path.replace(out / path.name)
+    staging.rmdir()
+    write_atomically(out / _MANIFEST, json.dumps({**manifest, "files": files}, indent=1) + "\n")
+
+
+def _draw(data: DrawnData, source: str, drawings: Mapping[str, Drawing], px: int, cache: Path) -> dict[str, bytes]:
+    """Concept -> PNG, kept in the cache as one tar a source."""
+    packages = "+".join(data.packages[key].file_name.removesuffix(".tgz") for key in data.sources[source].packages)
+    drawn = cache / "pictures" / f"{source}-{px}px-format{data.format}-{packages}.tar"
+    if not drawn.is_file():
+        bar = tqdm(drawings.items(), desc=f"draw {source}", unit="picture")
+        write_shard(drawn, (Sample(concept, {"png": rasterise(e.svg, px)}) for concept, e in bar))
+    return {sample.key: sample.files["png"] for sample in read_samples(drawn)}
+
+
+def _write_all(
+    data: DrawnData,
+    folder: Path,
+    drawings: Drawings,
+    pictures: Mapping[str, Mapping[str, bytes]],
+    split: Split,
+    settings: Mapping[str, int],
+    tarballs: Mapping[str, Path],
+) -> dict[str, dict[str, int]]:
+    """Write shards, held-out sets, licences and the text tower; return counts per source."""
+    held_out_in = {
+        source: {concept: name for name in SPLITS for concept in split[name][source]} for source in drawings
+    }  # concept -> split
+
+    def sample(source: str, concept: str) -> Sample:
+        entry = drawings[source][concept]
+        held_out = held_out_in[source].get(concept)
+        facts = {"concept": concept, "source": source, "group": entry.group, "held_out": held_out}
+        files = {"png": pictures[source][concept], "txt": entry.caption.encode()}
+        return Sample(f"{source}-{concept.lower()}", {**files, "json": json.dumps(facts, sort_keys=True).encode()})
+
+    counts: dict[str, dict[str, int]] = {}
+    captions = []
+    for i, (source, described) in enumerate(data.sources.items()):
+        train = [concept for concept in sorted(drawings[source]) if concept not in held_out_in[source]]
+        captions += [drawings[source][concept].caption for concept in train]
+        # Shuffled on disk, so that a shard is a random sample of its source.
+        order = np.random.default_rng([settings["seed"], 1 + i]).permutation(len(train))
+        shuffled = [sample(source, train[j]) for j in order]
+        sizes = write_source(folder / source, shuffled, shard_size=settings["shard_size"])
+        counts[source] = {"pairs": len(drawings[source]), "train": len(train), "shards": len(sizes)}
+        sets = {name: split[name][source] for name in SPLITS}
+        if data.across:
+            for name in SPLITS:
+                every = sorted(concept for held in split[name].values() for concept in held)
+                sets[f"{name}-across"] = [concept for concept in every if concept in drawings[source]]
+        for name, concepts in sets.items():
+            pairs = [sample(source, concept) for concept in concepts]
+            counts[source][name.replace("-", "_")] = write_retrieval_set(folder / name / source, pairs)
+        # The licence goes wherever the pictures go.
+        for place in (folder, *(folder / name for name in sets)):
+            write_atomically(place / source / "LICENSE", described.licence_text(data.packages, tarballs))
+    write_bert(folder / "bert", captions, vocab_size=settings["vocab_size"])
+    return counts
+
+
+def _data_card(
+    data: DrawnData,
+    settings: Mapping[str, int],
+    drawings: Drawings,
+    counts: Mapping[str, Mapping[str, int]],
+    split: Split,
+    blank: Mapping[str, list[str]],
+) -> dict[str, Any]:
+    """The facts of README.md (`card.md.j2`)."""
+    shared = set.intersection(*(set(drawings[source]) for source in data.sources))
+    held = {name: [c for concepts in own.values() for c in concepts] for name, own in split.items()}
+    return {
+        "settings": dict(settings),
+        "packages": {key: str(package) for key, package in data.packages.items()},
+        "sources": {
+            source: {
+                **counts[source],
+                "blank": blank[source],
+                "examples": {c: drawings[source][c].caption for c in data.examples if c in drawings[source]},
+            }
+            for source in data.sources
+        },
+        "concepts_in_every_source": len(shared),
+        "held_out_concepts": {name: len(own) for name, own in held.items()},
+        "held_out_concepts_in_every_source": {name: len(shared.intersection(own)) for name, own in held.items()},
+    }
+
+
+def _read_manifest(out: Path) -> dict[str, Any] | None:
+    path = out / _MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether every file of the manifest exists and has its size."""
+    return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())

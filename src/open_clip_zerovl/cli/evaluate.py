@@ -1,0 +1,182 @@
+"""The commands that evaluate models: retrieval, linear-probe, bias, compare, search."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of
+from open_clip_zerovl.core.flags import add_settings, positive, settings_from
+from open_clip_zerovl.evaluate.settings import (
+    BiasSettings,
+    CompareSettings,
+    LarsSettings,
+    RetrievalFiles,
+    RetrievalSettings,
+    SearchSettings,
+)
+
+OF_CHECKPOINTS = ("model_name", "workers")  # flags of a command with one model
+
+
+def retrieval(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl retrieval`."""
+    parser.description = (
+        "Zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it. On several GPUs: "
+        "torchrun --nproc-per-node=N -m open_clip_zerovl.cli retrieval ..."
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SET::...",
+        help="a set is a folder in CLIP_benchmark's webdataset layout, shards as training reads them, a table of pairs "
+        "(pairs.csv, or valid_anno.csv@PICTURES) or dataset_coco.json@PICTURES (Karpathy)",
+    )
+    add_encoder(parser)
+    add_settings(parser, RetrievalSettings, RetrievalFiles)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.retrieval.run import run_retrieval
+
+        settings, files = settings_from(RetrievalSettings, arguments), settings_from(RetrievalFiles, arguments)
+        run_retrieval(encoder_of(arguments, arguments.model), arguments.data, settings, files)
+
+    return run
+
+
+def linear_probe(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl linear-probe`."""
+    parser.description = (
+        "Linear probe (paper 5.3) on the image tower's features before the projection. An interrupted call goes on when it is "
+        "made again with the same --out."
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    add_encoder(parser, without=("batch_size",))
+    parser.add_argument(
+        "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
+    )
+    parser.add_argument(
+        "--train",
+        required=True,
+        metavar="DATA",
+        help="a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
+        "aircraft, places365, inat2021, inat17",
+    )
+    parser.add_argument("--test", required=True, metavar="DATA", help="likewise; NAME:DIR takes the test split")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="results, cached features, state")
+    parser.add_argument(
+        "--way",
+        choices=("paper", "quick"),
+        default="paper",
+        help="paper: LARS on augmented images; quick: logistic regression on cached features (default %(default)s)",
+    )
+    parser.add_argument(
+        "--label", default="cls", metavar="cls|json:FIELD", help="member that holds the class (default %(default)s)"
+    )
+    parser.add_argument("--amp", action="store_true", help="run the tower in bf16")
+    add_settings(parser, LarsSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.probe.run import run_linear_probe
+
+        settings = settings_from(LarsSettings, arguments)
+        arguments.batch_size = arguments.micro_batch
+        run_linear_probe(
+            encoder_of(arguments, arguments.model),
+            arguments.train,
+            arguments.test,
+            out=arguments.out,
+            way=arguments.way,
+            settings=settings,
+            label=arguments.label,
+            amp=arguments.amp,
+        )
+
+    return run
+
+
+def bias(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl bias`."""
+    parser.description = (
+        "log p of negatives by source, source probe, embedding map and caption lengths (paper 3.1, A.5), as JSON and as one "
+        "self-contained HTML page."
+    )
+    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SHARDS::...",
+        help="named sources as --train-data takes them, or retrieval sets; held out",
+    )
+    parser.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
+    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_settings(parser, BiasSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.bias.run import run_bias
+
+        run_bias(encoders_of(arguments), arguments.data, settings_from(BiasSettings, arguments), out=arguments.out)
+
+    return run
+
+
+def compare(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl compare`."""
+    parser.description = (
+        "Retrieval within sources, across them, in one pool of all and in unseen sources, the source probe, and log p of "
+        "negatives, for two models or more on the same held-out pairs, with intervals. Differences are from the first model."
+    )
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="NAME=MODEL[,MODEL...]",
+        help="sides, each a model as for retrieval; several runs a side are runs of other seeds, in the same order on each "
+        "side",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SHARDS::...",
+        help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
+    )
+    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="likewise, of sources that were in no training")
+    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
+    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_settings(parser, CompareSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.bias.compare_run import name_sides, run_compare
+
+        sides = {
+            name: [encoder_of(arguments, model, one_of_several=True) for model in runs]
+            for name, runs in name_sides(arguments.models).items()
+        }
+        settings = settings_from(CompareSettings, arguments)
+        run_compare(sides, arguments.data, settings, unseen=arguments.unseen, out=arguments.out)
+
+    return run
+
+
+def search(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl search`."""
+    parser.description = (
+        "Pictures are embedded once and kept; changed ones, and those for another model, are embedded again. A call that was "
+        "stopped goes on when it is made again."
+    )
+    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
+    parser.add_argument(
+        "data", metavar="DIR", help="a folder of pictures, shards (DIR or DIR/{000..099}.tar), or a CSV"
+    )
+    parser.add_argument("words", metavar="WORDS", help='what to search for; "" with --image alone')
+    add_encoder(parser, without=("model_name",))
+    add_settings(parser, SearchSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.search.run import run_search
+
+        settings = settings_from(SearchSettings, arguments, words=arguments.words)
+        run_search(encoders_of(arguments), arguments.data, settings)
+
+    return run

@@ -1,0 +1,325 @@
+"""The commands that make models or look after runs: finetune, interpolate, export, convert, teacher, cluster, report, ..."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.checkpoints.settings import EncoderFlags
+from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
+from open_clip_zerovl.distill.settings import TeacherFlags
+from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
+from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
+from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
+from open_clip_zerovl.prepare.settings import ClusterSettings
+
+
+def finetune(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl finetune`."""
+    parser.description = (
+        "Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the best epoch on "
+        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one was stopped."
+    )
+    parser.epilog = (
+        "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
+    )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        required=True,
+        metavar="MODEL",
+        help="an exported folder, a training checkpoint, or open_clip's NAME/TAG, such as ViT-B-32/laion2b_s34b_b79k",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="DIR|NAME=SHARDS::...",
+        help="pairs: a folder of `zerovl data pack`, of shards or with a table, or named sources as --train-data takes them",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FLAG=VALUE",
+        help="set or replace a training flag, or effective-batch; FLAG alone sets a switch, FLAG= removes a flag",
+    )  # fmt: skip
+    add_settings(parser, FinetuneFlags)
+    add_settings(parser.add_argument_group("weights in between, as for interpolate"), CurveFlags)
+    add_encoder(parser)
+    parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.finetune.request import Request
+        from open_clip_zerovl.finetune.run import run_finetune
+        from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
+
+        request = settings_from(
+            Request,
+            arguments,
+            start=encoder_of(arguments, arguments.start),
+            data=arguments.data,
+            out=arguments.out.expanduser().absolute(),
+            given={**parse_settings(arguments.set), **settings_of(arguments.training)},
+        )
+        run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
+
+    return run
+
+
+def interpolate(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl interpolate`."""
+    parser.description = (
+        "A model between two others (WiSE-FT): what fine-tuning has taught, with less of what it has made the model forget. "
+        "With --data the models along the way are scored and one is chosen. The folder loads in stock open_clip."
+    )
+    parser.add_argument("before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval")
+    parser.add_argument("after", metavar="AFTER", help="the model after fine-tuning")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--alpha",
+        type=share,
+        metavar="A",
+        help=f"0 is BEFORE, 1 is AFTER (default {PLAIN_ALPHA}; with --data it is chosen)",
+    )
+    curve = parser.add_argument_group("a curve")
+    curve.add_argument("--data", metavar=SETS, help="retrieval sets of the new ability, as for retrieval")
+    curve.add_argument("--kept", metavar=SETS, help="retrieval sets of the ability to keep")
+    add_settings(curve, CurveFlags)
+    add_settings(curve, RetrievalSettings, without=("paper_transform",))
+    add_encoder(parser)
+    _add_writing(parser)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.checkpoints.export import loading_notes
+        from open_clip_zerovl.evaluate.interpolation.run import CurveSettings, run_interpolation
+
+        if arguments.data is None and arguments.kept is not None:
+            raise UserError("--kept is weighed against the new ability; give its sets too: --data NAME=SET")
+        if arguments.data is not None and arguments.alpha is not None:
+            raise UserError(
+                f"--alpha {arguments.alpha:g} is a point and --data chooses one; give --alphas, or leave --data out"
+            )
+        settings = None
+        if arguments.data is not None:
+            retrieval = settings_from(RetrievalSettings, arguments)
+            settings = settings_from(
+                CurveSettings, arguments, new=arguments.data, kept=arguments.kept, retrieval=retrieval
+            )
+        folder = run_interpolation(
+            encoder_of(arguments, arguments.before, one_of_several=True),
+            encoder_of(arguments, arguments.after, one_of_several=True),
+            arguments.out,
+            alpha=arguments.alpha,
+            settings=settings,
+            precision="fp16" if arguments.fp16 else None,
+            force=arguments.force,
+        )
+        _print_loading("Written", folder, loading_notes(folder))
+
+    return run
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+
+
+def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
+    print(f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').", *notes, sep="\n")
+
+
+def export(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl export`."""
+    parser.description = (
+        "Write a training checkpoint as a local-dir: folder for open_clip.create_model_and_transforms, or as a folder for "
+        "transformers' AutoModel and AutoProcessor."
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="logs/NAME/checkpoints/epoch_N.pt; for transformers also an exported folder or open_clip's NAME/pretrained",
+    )
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--format", choices=("open_clip", "transformers"), default="open_clip", help="default %(default)s"
+    )
+    parser.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
+    parser.add_argument("--model-config", metavar="FILE.json", help="one's own model, if params.txt does not find it")
+    parser.add_argument(
+        "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
+    )
+    parser.add_argument("--license", metavar="NAME", help="for the model card: mit, apache-2.0, cc-by-4.0, ...")
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="REPO",
+        help="then push the folder to NAMESPACE/NAME on the Hugging Face hub, in one commit",
+    )
+    parser.add_argument("--private", action="store_true", help="make the repository a private one, if it is not there")
+    _add_writing(parser)
+    return _run_export
+
+
+def _run_export(arguments: argparse.Namespace) -> None:
+    hub = arguments.push_to_hub
+    if arguments.private and not hub:
+        raise UserError("--private needs --push-to-hub, which makes the repository")
+    if hub:
+        from open_clip_zerovl.checkpoints.hub import check_hub
+
+        check_hub(hub)
+    common = {
+        "model": own_model(arguments.model_config) or arguments.model,
+        "text_model": arguments.text_model,
+        "precision": "fp16" if arguments.fp16 else None,
+        "licence": arguments.license,
+        "force": arguments.force,
+    }
+    if arguments.format == "transformers":
+        from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
+
+        folder = export_transformers(arguments.checkpoint, arguments.out, **common)
+        print(f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor.")
+    else:
+        from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
+
+        folder = export_local_dir(arguments.checkpoint, arguments.out, **common)
+        _print_loading("Exported", folder.resolve(), loading_notes(folder, moved=not hub))
+    if hub:
+        from open_clip_zerovl.checkpoints.hub import push_folder
+
+        address = push_folder(folder, hub, private=arguments.private)
+        print(f"Pushed and compared file by file: {address}")
+
+
+def convert(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl convert`."""
+    parser.description = (
+        "Write a checkpoint of the paper's released code, or of open_clip's training, as a local-dir: folder for "
+        "open_clip.create_model_and_transforms."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the released .pth, or an epoch_N.pt")
+    parser.add_argument("out_dir", type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--image-model", metavar="NAME", help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k"
+    )
+    parser.add_argument("--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer")
+    parser.add_argument(
+        "--image-size",
+        type=positive,
+        metavar="PX",
+        help="side of the images (default: as trained; for another size the position embedding is interpolated)",
+    )
+    parser.add_argument(
+        "--normalization",
+        choices=("imagenet", "half"),
+        default="imagenet",
+        help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare embeddings with the checkpoint's own towers (1e-5)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.checkpoints.convert import convert_checkpoint
+        from open_clip_zerovl.checkpoints.export import loading_notes
+
+        folder = convert_checkpoint(**vars(arguments))  # the names of its flags are those of its arguments
+        _print_loading(f"Converted{', verified' * arguments.verify}", folder, loading_notes(folder))
+
+    return run
+
+
+def teacher(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl teacher`."""
+    parser.description = (
+        "Each picture under several augmentations (views) and each caption through one or several frozen models, kept on disk. "
+        "Training with --teacher DIR shows the same views and distils from the embeddings. Give the augmentation and the image "
+        "size of the training to come. A call that was stopped goes on when it is made again."
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval")
+    parser.add_argument("--train-data", required=True, metavar="NAME=SHARDS::...", help="named sources, as in training")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add_settings(parser, TeacherFlags)
+    add_settings(parser, EncoderFlags, without=("model_name", "text_model"))
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.checkpoints.loading import Encoder
+        from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
+
+        encoders = [settings_from(Encoder, arguments, model=model) for model in arguments.models]
+        embed_sources(arguments.train_data, encoders, arguments.out, settings_from(TeacherSettings, arguments))
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClusterEncoder(EncoderFlags):
+    batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
+
+
+def cluster(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl cluster`."""
+    parser.description = (
+        "Encode one source with any open_clip model, cluster the features by k-means, and write an assignment with a report "
+        "and previews. Training reads the clusters from the original shards; --reshard writes each cluster as shards of its "
+        "own."
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data: shards or a table"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add_settings(parser, ClusterSettings)
+    add_encoder(parser, _ClusterEncoder)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.prepare.clusters.run import cluster_source
+
+        encoder, settings = encoder_of(arguments, arguments.model), settings_from(ClusterSettings, arguments)
+        cluster_source(arguments.data, encoder, arguments.out, settings)
+
+    return run
+
+
+def report(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl report`."""
+    parser.description = (
+        "Write RUN/run.html from RUN/record.jsonl. Training does so at its end; this does it for a run that is still going on "
+        "or was killed."
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run, logs/NAME")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.report.run_page import write_run_page
+
+        print(f"Page: {write_run_page(arguments.run_folder)}")
+
+    return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl doctor`."""
+    parser.description = (
+        "One page to paste into an issue: versions against what is supported, a forward pass and a DGA step on every device, "
+        "process groups, memory and limits. Exit status 1 where something is wrong."
+    )
+    parser.add_argument("--logs", default="logs", metavar="DIR", help="where runs would be kept (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from open_clip_zerovl.plan.doctor import examine, page
+
+        findings = examine(arguments.logs)
+        if arguments.json:
+            print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        else:
+            print(page(findings))
+        return int(any(finding.problem is not None for finding in findings))
+
+    return run

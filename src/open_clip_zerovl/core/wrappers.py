@@ -1,0 +1,41 @@
+"""The model inside of DistributedDataParallel, torch.compile and adapters."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from open_clip_zerovl.core.errors import UserError
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
+    """The model inside of DDP and torch.compile in any order, the DDP wrapper if there is one, and whether compiled."""
+    ddp, compiled = None, False
+    while True:
+        compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
+        if isinstance(model, DistributedDataParallel):
+            ddp, model = model, model.module
+        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+            compiled, model = True, inside
+        else:
+            return model, ddp, compiled
+
+
+def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of the model inside of an adapter, where the adapter itself is not wrapped; None if there is none.
+
+    Raises:
+        UserError: parameters that this DDP does not average.
+    """
+    found = [module for module in adapter.modules() if isinstance(module, DistributedDataParallel)]
+    if not found:
+        return None
+    averaged = {id(parameter) for ddp in found for parameter in ddp.parameters()}
+    outside = [name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged]
+    if len(found) > 1 or outside:
+        what = f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
+        raise UserError(
+            f"{type(adapter).__name__} wraps a model in DistributedDataParallel and {what}, so that gradients would not be "
+            "averaged together; put the whole adapter into one DistributedDataParallel."
+        )
+    return found[0]

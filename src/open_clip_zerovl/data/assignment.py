@@ -1,0 +1,245 @@
+"""How many samples of each source every micro-batch holds, by arithmetic: for any reader and any step.
+
+A rank has V readers, one a loader worker. A torch DataLoader takes batch i from worker i % V, so that micro-batch j of a rank
+belongs to its reader j % V. `Assignment` counts the samples of one
+reader, those of all readers before it, and those that a reader has delivered before a step. Readers are ordered by rank, then
+by number. No array is as long as the data.
+
+`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches; the mixed steps of
+`--debiased-share` are one, too. All orders of the deck are equally likely, so the micro-batches of a reader may lie next to
+each other in it. The deck is never stored. It is halved again and again, and a draw says how many labels of each source fall
+into the first half:
+
+    deck    | reader 0: its micro-batches in time | reader 1 | ...       T*K*W micro-batches of B samples
+    halves  |        first half        |        second half       |      multivariate hypergeometric draw
+    ...                                                                  each node of this tree has a stream of its own
+    leaf    | some micro-batches |                                       a small deck of labels, shuffled as an array
+
+The numbers at any place follow from the nodes on the way down to its leaf: about 20 for a billion samples.
+
+    B  micro-batch   K  micro-batches of a step   W  ranks   V  readers a rank   S  sources   T  steps of an epoch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from open_clip_zerovl.core.randomness import Purpose, stream
+from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule
+
+LEAF_SAMPLES = 65_536  # labels of a leaf, whose shuffle takes 0.5 ms
+_STEPS_AT_ONCE = 1_000_000  # steps that are counted in one array
+_EXACT_BELOW = 10**9  # numpy's hypergeometric draw takes no larger populations
+
+
+@dataclass(frozen=True)
+class _Deck:
+    """A shuffled deck of source labels, dealt into micro-batches; see the module's text.
+
+    Args:
+        held: (S,) labels of each source.
+        length: micro-batches.
+        size: B, labels of a micro-batch.
+        key: seed and epoch of its streams.
+        leaf_samples: labels of a leaf.
+    """
+
+    held: np.ndarray
+    length: int
+    size: int
+    key: tuple[int, int]
+    leaf_samples: int
+    _leaves: dict[int, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def _leaf_length(self) -> int:
+        """Micro-batches of a leaf."""
+        return max(1, self.leaf_samples // self.size)
+
+    def up_to(self, place: int) -> np.ndarray:
+        """(S,) samples of each source in the deck's first `place` micro-batches."""
+        if place == self.length:
+            return self.held.astype(np.int64)
+        number, rows = divmod(place, self._leaf_length)
+        before, counts = self._leaf(number)
+        return before + counts[:rows].sum(axis=0)
+
+    def row(self, place: int) -> np.ndarray:
+        """(S,) samples of each source in micro-batch `place`."""
+        number, row = divmod(place, self._leaf_length)
+        return self._leaf(number)[1][row]
+
+    def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
+        if number not in self._leaves:
+            if len(self._leaves) > 4:  # a reader needs both ends of its stretch at first, then one leaf after the other
+                self._leaves.clear()
+            self._leaves[number] = self._descend(number)
+        return self._leaves[number]
+
+    def _descend(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """`_leaf`, drawn from the root of the tree down."""
+        length = self._leaf_length
+        low, high = 0, -(-self.length // length)  # the node holds the leaves low .. high - 1
+        held = self.held.astype(np.int64)
+        before = np.zeros_like(held)
+        while high - low > 1:
+            middle = (low + high) // 2
+            left = draw_without_replacement(self._stream(low, high), held, (middle - low) * length * self.size)
+            if number < middle:
+                high, held = middle, left
+            else:
+                low, held, before = middle, held - left, before + left
+        deck = np.repeat(np.arange(len(held)), held)
+        self._stream(low, high).shuffle(deck)
+        rows = len(deck) // self.size
+        labels = deck + np.repeat(np.arange(rows), self.size) * len(held)
+        return before, np.bincount(labels, minlength=rows * len(held)).reshape(rows, len(held))
+
+    def _stream(self, low: int, high: int) -> np.random.Generator:
+        """The stream of the node that holds the leaves low .. high - 1."""
+        return stream(self.key[0], Purpose.DEAL, self.key[1], low, high)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The samples that each reader delivers in an epoch.
+
+    Steps of one source hold equal numbers on all ranks. Micro-batches of mixed steps are dealt from one deck, in the order of
+    the readers: all mixed micro-batches of rank 0's first reader in time, then those of the next reader.
+
+    Args:
+        schedule: of the epoch.
+        batching: B, K, W, and V readers a rank.
+        leaf_samples: labels of a leaf of the deck.
+    """
+
+    schedule: Schedule
+    batching: Batching
+    leaf_samples: int = LEAF_SAMPLES
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one rank: T*K."""
+        return self.schedule.steps * self.batching.dga_steps
+
+    def of_reader(self, reader: int, end: int | None = None) -> int:
+        """The number of micro-batches of a reader among the first `end` ones of its rank (None: among all)."""
+        return max(0, -(-((self.micro_batches if end is None else end) - reader) // self.batching.workers))
+
+    def before(self, rank: int, reader: int) -> np.ndarray:
+        """(S,) samples that all readers before this one deliver in the epoch."""
+        pure, _ = self._totals
+        return rank * pure.sum(axis=0) + pure[:reader].sum(axis=0) + self._deck.up_to(self._place(rank, reader))
+
+    def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
+        """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
+        pure, mixed = self._totals if step is None else self._delivered(step)
+        start = self._place(rank, reader)
+        return pure[reader] + self._deck.up_to(start + int(mixed[reader])) - self._deck.up_to(start)
+
+    def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
+        """(S,) samples of each source, for each micro-batch of a reader from optimizer step `step` on."""
+        k, v = self.batching.dga_steps, self.batching.workers
+        place = self._place(rank, reader) + int(self._delivered(step)[1][reader])
+        first = step * k
+        for number in range(first + (reader - first) % v, self.micro_batches, v):
+            source = int(self.schedule.source_of_step[number // k])
+            if source == MIXED:
+                yield self._deck.row(place)
+                place += 1
+            else:
+                row = np.zeros(len(self.schedule.taken), dtype=np.int64)
+                row[source] = self.batching.micro_batch
+                yield row
+
+    @cached_property
+    def _totals(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._delivered(self.schedule.steps)
+
+    def _delivered(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """(V, S) samples of pure steps and (V,) micro-batches of mixed steps of a rank's readers in the first `steps` steps.
+
+        Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
+        is enough to count the steps of each source by their place in this period:
+
+            K = 2, V = 4   step 0: readers 0, 1   step 1: readers 2, 3   step 2: readers 0, 1 ...     a period of 2 steps
+        """
+        k, v = self.batching.dga_steps, self.batching.workers
+        period = v // math.gcd(k, v)
+        kinds = len(self.schedule.taken) + 1  # the sources, and the mixed steps last
+        times = np.zeros((kinds, period), dtype=np.int64)
+        for begin in range(0, steps, _STEPS_AT_ONCE):
+            order = self.schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(np.int64)
+            order[order == MIXED] = kinds - 1
+            places = np.arange(begin, begin + len(order)) % period
+            times += np.bincount(order * period + places, minlength=kinds * period).reshape(kinds, period)
+        share = np.stack([np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)])
+        found = (times @ share).T
+        return found[:, :-1] * self.batching.micro_batch, found[:, -1]
+
+    def _place(self, rank: int, reader: int) -> int:
+        """The place of a reader's first mixed micro-batch in the deck, counted in micro-batches."""
+        _, mixed = self._totals
+        return rank * int(mixed.sum()) + int(mixed[:reader].sum())
+
+    @cached_property
+    def _deck(self) -> _Deck:
+        """The deck of the mixed steps' samples."""
+        pure, mixed = self._totals
+        ranks = self.batching.world_size
+        held = self.schedule.taken - ranks * pure.sum(axis=0)
+        key = self.schedule.seed, self.schedule.epoch
+        return _Deck(held, int(mixed.sum()) * ranks, self.batching.micro_batch, key, self.leaf_samples)
+
+
+def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws: int) -> np.ndarray:
+    """How many of each kind are among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
+
+    Args:
+        counts: (S,) items of each kind to draw from.
+        draws: at most the sum of `counts`.
+
+    Returns:
+        (S,) integers that sum to `draws`.
+    """
+    drawn = np.zeros_like(counts)
+    rest = int(counts.sum())
+    for kind, count in enumerate(counts.tolist()):
+        if draws == 0:
+            break
+        rest -= count
+        drawn[kind] = hypergeometric(rng, count, rest, draws)
+        draws -= int(drawn[kind])
+    return drawn
+
+
+def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
+    """How many of `draws` items drawn without replacement from `good` and `bad` ones are good.
+
+    From a billion items on, which numpy's draw does not take, the distribution function is inverted. Probabilities are summed
+    from the mode outwards, each from its neighbour by the ratio p(k + 1) / p(k), as far as twelve standard deviations; beyond
+    lies less than 1e-30.
+    """
+    total = good + bad
+    if good == 0 or bad == 0 or draws in (0, total):
+        return 0 if good == 0 else draws if bad == 0 else min(draws, good)
+    if total < _EXACT_BELOW:
+        return int(rng.hypergeometric(good, bad, draws))
+    mode = (draws + 1) * (good + 1) // (total + 2)
+    deviation = math.sqrt(draws * (good / total) * (bad / total) * ((total - draws) / (total - 1)))
+    reach = int(12 * deviation) + 30
+    low, high = max(0, draws - bad, mode - reach), min(draws, good, mode + reach)
+    up = np.arange(mode, high, dtype=np.float64)  # p(k + 1) / p(k)
+    down = np.arange(mode, low, -1, dtype=np.float64)  # p(k - 1) / p(k)
+    above = np.cumprod((good - up) / (up + 1) * ((draws - up) / (bad - draws + up + 1)))
+    below = np.cumprod(down / (good - down + 1) * ((bad - draws + down) / (draws - down + 1)))
+    cumulative = np.cumsum(np.concatenate([below[::-1], [1.0], above]))
+    return low + int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))

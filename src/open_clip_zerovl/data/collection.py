@@ -1,0 +1,134 @@
+"""The pictures that are searched: a folder of them with all below it, shards, or the pictures of a table.
+
+A collection is made of files with their sizes and times of change, by which a cache tells what is new: of a folder and a table
+the pictures themselves, of shards the tars. A file holds pictures by key: a picture's file one, a tar one a sample.
+
+    /photos            a/1.jpg b/2.png             Picture("a/1.jpg"), Picture("b/2.png")
+    /data/sbu          00000.tar: 000.jpg, 001.jpg Picture("00000.tar/000"), Picture("00000.tar/001")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.reading import picture_file
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import EXTENSIONS
+from open_clip_zerovl.shards.members import ShardError, image_of
+
+SUFFIXES = frozenset(
+    f".{suffix}" for suffix in ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm", "ico")
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file with pictures: its full path, the name that is shown, its size in bytes and time of change in ns."""
+
+    path: str
+    shown: str
+    size: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Files with pictures, in order.
+
+    Attributes:
+        name: the folder or source, as given.
+        files: in the order in which they are read.
+        shards: the source and the number of each file's shard; None where each file is a picture.
+        lost: pictures whose files could not be looked at.
+    """
+
+    name: str
+    files: tuple[File, ...]
+    shards: tuple[tuple[Source, int], ...] | None = None
+    lost: int = 0
+
+    def pictures(self, number: int) -> Iterator[tuple[str, bytes | None]]:
+        """The pictures of file `number`: key ("" where the file is one) and encoded bytes, None for one that is not there.
+
+        Raises:
+            UserError: a shard that cannot be read.
+        """
+        if self.shards is None:
+            yield "", picture_file(self.files[number].path)
+            return
+        try:
+            for sample in samples_of(*self.shards[number]):
+                content = image_of(sample.files)
+                yield sample.key, None if content is None else bytes(content)
+        except ShardError as error:
+            raise UserError(f"{self.files[number].path} cannot be read ({error}); mend it or take it away") from error
+
+    def shown(self, number: int, key: str) -> str:
+        """What a picture is called in lists."""
+        return f"{self.files[number].shown}/{key}" if key else self.files[number].shown
+
+
+def open_collection(data: str) -> Collection:
+    """The pictures of a folder, of shards (a folder of tars, a pattern, `name=...::name=...`) or of a table (CSV, TSV).
+
+    Raises:
+        UserError: nothing there, no picture in it, or a source that cannot be read.
+    """
+    folder = Path(data).expanduser()
+    if folder.is_dir() and not any(folder.glob("*.tar")):
+        return _folder(data, folder)
+    if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
+        raise UserError(f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)")
+    if not folder.exists() and not any(mark in data for mark in "={*:"):
+        raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
+    sources = parse_sources(data, evaluation=True)
+    if any(source.picked is not None for source in sources):
+        raise UserError(f"{data} is a clustering: give the shards or the table that it divides")
+    tables = [source for source in sources if source.table is not None]
+    if tables and len(tables) < len(sources):
+        raise UserError(f"{data} has both shards and tables: search them one after the other")
+    files: list[File] = []
+    lost = 0
+    for source in tables:
+        assert source.table is not None
+        names = {source.table.image_path(sample.image): sample.image for sample in source.table.samples()}
+        for path, image in names.items():
+            try:
+                files.append(_file(path, image, source.name))
+            except UserError:
+                lost += 1
+    shards = [] if tables else [(source, number) for source in sources for number in range(len(source.shards))]
+    for source, number in shards:
+        path = source.shards[number]
+        files.append(_file(path, f"{source.name}/{Path(path).name}", data))
+    return _checked(Collection(data, tuple(files), tuple(shards) or None, lost))
+
+
+def _folder(data: str, folder: Path) -> Collection:
+    files = []
+    for place, below, names in os.walk(folder):
+        below.sort()
+        for name in sorted(names):
+            path = Path(place, name)
+            if path.suffix.lower() in SUFFIXES and not name.startswith("."):
+                files.append(_file(str(path.absolute()), str(path.relative_to(folder)), data))
+    return _checked(Collection(data, tuple(files)))
+
+
+def _file(path: str, shown: str, data: str) -> File:
+    try:
+        seen = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} of {data} cannot be looked at ({error}); local files are searched") from error
+    return File(path, shown, seen.st_size, seen.st_mtime_ns)
+
+
+def _checked(collection: Collection) -> Collection:
+    if not collection.files:
+        raise UserError(f"{collection.name} holds no pictures ({', '.join(sorted(SUFFIXES))})")
+    return collection

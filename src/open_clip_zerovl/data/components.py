@@ -1,0 +1,94 @@
+"""The components of `--train-data`, `--retrieval-data`, `--data` ..., separated by `::`, and the kind of each.
+
+    kind           written as
+    clusters       a folder that `zerovl cluster` wrote, or its assignment.npz; CLUSTERS@FOLDER where the shards have moved
+    shards         a folder of *.tar, a list of them (/d/{00000..00099}.tar), URLs; remote SHARDS@FILE.json names their sizes
+    table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
+    annotations    Karpathy's .json; JSON@PICTURES
+    benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
+    folder         any other folder
+
+A component is looked at once, by `kind_of`, before anything is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import braceexpand
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.clusters import find_clustering
+from open_clip_zerovl.data.table import EXTENSIONS, find_table
+from open_clip_zerovl.shards.urls import REMOTE
+from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
+
+_NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
+_ANNOTATIONS = re.compile(r"(.+?\.(?:json|csv|tsv))(?:@(.+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component without its name.
+
+    Attributes:
+        kind: see the module's text.
+        path: a path, or for shards a pattern.
+        beside: the text after an at sign; None without one.
+    """
+
+    kind: str
+    path: str
+    beside: str | None = None
+
+
+def kind_of(text: str) -> Component:
+    """The component that a text names. Only a folder's own entries are looked at; a path need not exist.
+
+    Raises:
+        UserError: a folder with several tables.
+    """
+    if (clusters := find_clustering(text)) is not None:
+        return Component("clusters", str(clusters[0]), clusters[1])
+    if REMOTE.match(text):
+        # An at sign in a local path is part of the path, unless it follows annotations.
+        sizes = None if text.startswith("file:") else _NAMED_SIZES.fullmatch(text)
+        return Component("shards", *sizes.groups()) if sizes else Component("shards", text)
+    path = os.path.expanduser(text)
+    if Path(path).is_dir():
+        return Component(_kind_of_folder(path), find_table(path) or path)
+    if (found := _ANNOTATIONS.fullmatch(path)) is not None:
+        beside = None if found[2] is None else os.path.expanduser(found[2])
+        return Component("table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside)
+    return Component("shards", path)
+
+
+def _kind_of_folder(folder: str) -> str:
+    if any(Path(folder).glob("*.tar")):
+        return "shards"
+    if Path(folder, RETRIEVAL_MARK).is_file():
+        return "benchmark"
+    return "folder" if find_table(folder) is None else "table"
+
+
+def expand_shards(pattern: str) -> tuple[str, ...]:
+    """The shards of a folder, or of a brace pattern.
+
+    Raises:
+        UserError: a folder without tars, or braces that do not match.
+    """
+    if not REMOTE.match(pattern) and os.path.isdir(pattern):
+        # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
+        listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
+        names = {path.name for path in Path(pattern).glob("*.tar")} | listed
+        shards = tuple(str(Path(pattern, name)) for name in sorted(names))
+        if not shards:
+            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
+        return shards
+    try:
+        return tuple(braceexpand.braceexpand(pattern))
+    except ValueError as error:  # its UnbalancedBracesError
+        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error

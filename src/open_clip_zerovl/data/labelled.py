@@ -1,0 +1,271 @@
+"""Labelled images for the linear probe (section 5.3, A.7): folders of classes, torchvision's datasets, webdataset shards.
+
+What `open_probe_set` reads:
+
+    DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
+    DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
+                                or with the class in a field of `key.json`
+    food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
+    cub:DIR                     CUB-200-2011 with its images.txt and train_test_split.txt (torchvision does not know it)
+    inat17:DIR                  iNaturalist 2017 with its train2017.json and val2017.json (torchvision knows no split of it)
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torchvision.datasets as tvd
+from PIL import Image
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.data.components import expand_shards
+from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
+
+ROLES = ("train", "test")
+
+
+@dataclass(frozen=True)
+class ProbeSet:
+    """Images with one class each, read one at a time.
+
+    Attributes:
+        path: where it comes from, for messages.
+        labels: the class of each image, by name (or by number, as text).
+        read: index -> image; may raise OSError or BadImage.
+        names: the words for a class in pictures, where they are not its label.
+        files: those that hold the images: pictures, or shards.
+    """
+
+    path: str
+    labels: Sequence[str]
+    read: Callable[[int], Image.Image]
+    names: dict[str, str] = field(default_factory=dict)
+    files: Sequence[str | os.PathLike[str]] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """Image `index` as RGB. UserError with the set and the index where it cannot be read."""
+        try:
+            return self.read(index).convert("RGB")
+        except (BadImage, OSError) as error:
+            raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
+
+    def fingerprint(self) -> str:
+        """A hash of the path, of the labels in their order and of the files' names and sizes: cached features are told by it.
+
+        Times of change are left out: a set that is copied to a machine's own disk again is the same.
+        """
+        held = [(os.fspath(file), os.path.getsize(file) if os.path.exists(file) else -1) for file in self.files]
+        return hashlib.sha256(json.dumps([self.path, list(self.labels), held]).encode()).hexdigest()
+
+
+def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
+    """The classes of the training set: numbers first, in numerical order, then names.
+
+    Raises:
+        UserError: one class only, or a class of the test set that the training set lacks.
+    """
+    classes = sorted(set(train.labels), key=lambda label: (0, int(label), "") if label.isdigit() else (1, 0, label))
+    if len(classes) < 2:
+        raise UserError(f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart")
+    if unknown := sorted(set(test.labels) - set(classes)):
+        raise UserError(
+            f"{test.path} has {len(unknown)} classes that {train.path} lacks, first {unknown[0]!r}; give a training and "
+            "a test set of the same classes"
+        )
+    return classes
+
+
+def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
+    """Index a labelled set; see the module's text for what `spec` may be.
+
+    Args:
+        role: `train` or `test`; it chooses the split of a dataset that has splits of its own.
+        label: where shards keep the class: `cls`, or `json:FIELD`.
+
+    Raises:
+        UserError: an unknown role, a path that is not there or holds nothing, a dataset that is incomplete, a sample
+            without image or class.
+    """
+    spec = os.fspath(spec)
+    if role not in ROLES:
+        raise UserError(f"a probe set is for {' or '.join(ROLES)}, not {role!r}")
+    kind, colon, root = spec.partition(":")
+    if colon and "/" not in kind:
+        if kind not in _DATASETS:
+            raise UserError(
+                f"there is no dataset {kind!r} in {spec!r}; known: {', '.join(_DATASETS)}, or give a folder"
+            )
+        return _open_dataset(kind, Path(root).expanduser(), role)
+    path = Path(spec).expanduser()
+    if path.is_dir() and not any(path.glob("*.tar")):
+        return _read_folder(path)
+    shards = [Path(shard) for shard in expand_shards(str(path))]
+    if missing := [shard for shard in shards if not shard.is_file()]:
+        raise UserError(f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards")
+    return _read_shards(spec, shards, label)
+
+
+def _read_place(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
+    with regular_file(file) as content:
+        content.seek(offset)
+        return decode_image(content.read(size))
+
+
+def _of_files(path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> ProbeSet:
+    """A set of pictures that are files of their own."""
+    return ProbeSet(path, labels, lambda index: _read_place(files[index]), files=files)
+
+
+def _read_folder(path: Path) -> ProbeSet:
+    try:
+        folder = tvd.ImageFolder(str(path))
+    except FileNotFoundError as error:  # no class folder, or one without a picture
+        raise UserError(
+            f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
+        ) from error
+    return _of_files(str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets with splits of their own: (root, role) -> files and classes of the images
+# ---------------------------------------------------------------------------------------------------------------------
+
+Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
+
+
+def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
+    try:
+        files, labels = _DATASETS[kind](root, role)
+        if not files:
+            raise ValueError(f"it lists no image for {role}")
+        if not Path(files[0]).is_file():
+            raise ValueError(f"{files[0]}, its first image, is not there")
+    except (RuntimeError, OSError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.replace(" You can use download=True to download it", "").rstrip(".")
+        raise UserError(
+            f"{kind} is not complete under {root} ({reason}); nothing is downloaded here: fetch and unpack it first, as "
+            "docs/probing.md shows"
+        ) from error
+    return _of_files(f"{kind}:{root} ({role})", files, labels)
+
+
+def _torchvision(dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any):
+    """The listing of a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
+
+    The files are opened by this package: torchvision opens pictures of any format.
+    """
+
+    def listing(root: Path, role: str) -> Listing:
+        found = dataset(str(root), split=train if role == "train" else test, download=False, **options)
+        return getattr(found, files), [found.classes[target] for target in getattr(found, targets)]
+
+    return listing
+
+
+def _places365(root: Path, role: str) -> Listing:
+    # The 256 px edition, with its validation split: the test split has no labels.
+    found = tvd.Places365(str(root), split="train-standard" if role == "train" else "val", small=True, download=False)
+    return [file for file, _ in found.imgs], [found.classes[target] for target in found.targets]
+
+
+def _inat2021(root: Path, role: str) -> Listing:
+    found = tvd.INaturalist(str(root), version="2021_train" if role == "train" else "2021_valid", download=False)
+    categories = [found.all_categories[category] for category, _ in found.index]
+    return [Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)], categories
+
+
+def _inat17(root: Path, role: str) -> Listing:
+    annotations = root / ("train2017.json" if role == "train" else "val2017.json")
+    content = json.loads(annotations.read_text(encoding="utf-8"))
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    category_of = {row["image_id"]: names[row["category_id"]] for row in content["annotations"]}
+    images = content["images"]
+    return [root / image["file_name"] for image in images], [category_of[image["id"]] for image in images]
+
+
+def _cub(root: Path, role: str) -> Listing:
+    root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
+
+    def column(name: str) -> dict[str, str]:
+        """The second column of a file by the first, an image's number."""
+        rows = (line.split(maxsplit=1) for line in (root / name).read_text(encoding="utf-8").splitlines())
+        return {row[0]: row[1].strip() for row in rows if row}
+
+    of_training, files = column("train_test_split.txt"), column("images.txt")
+    chosen = [file for number, file in files.items() if of_training[number] == ("1" if role == "train" else "0")]
+    return [root / "images" / file for file in chosen], [file.split("/")[0] for file in chosen]
+
+
+_DATASETS: dict[str, Callable[[Path, str], Listing]] = {
+    "cub": _cub,
+    "food101": _torchvision(tvd.Food101, "train", "test", "_image_files", "_labels"),
+    "pets": _torchvision(tvd.OxfordIIITPet, "trainval", "test", "_images", "_labels"),
+    "aircraft": _torchvision(tvd.FGVCAircraft, "trainval", "test", "_image_files", "_labels"),
+    "places365": _places365,
+    "inat2021": _inat2021,
+    "inat17": _inat17,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
+    """The images of shards. Only tar headers and classes are read here; an image is read when it is asked for."""
+    kind, _, name = label.partition(":")
+    if kind not in ("cls", "json") or (kind == "json") != bool(name):
+        raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
+    labels: list[str] = []
+    places: list[tuple[Path, int, int]] = []
+    for shard, key, members, content in indexed_members(shards, kind):
+        place, where = image_of(members), f"{shard}: sample {key!r}"
+        if place is None:
+            raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
+        if content is None:
+            raise UserError(
+                f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or json:FIELD)"
+            )
+        labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
+        places.append((shard, *place))
+    if not labels:
+        raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
+    names = _class_names(shards[0].parent) if kind == "cls" else {}
+    return ProbeSet(spec, labels, lambda index: _read_place(*places[index]), names, shards)
+
+
+def _class(content: bytes, name: str, where: str) -> str:
+    try:
+        if not name:
+            return str(int(content.decode().strip()))
+        value = json.loads(content)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        expected = f"JSON with a field {name!r}" if name else "a class number"
+        raise UserError(f"{where} is not {expected}") from error
+    if not isinstance(value, (str, int)):
+        raise UserError(f"the field {name!r} of {where} is {value!r}; a class is a word or a number")
+    return str(value)
+
+
+def _class_names(folder: Path) -> dict[str, str]:
+    """Class number -> name, from `classnames.txt` (one name a line), in the folder or, as CLIP_benchmark has it, above it."""
+    for place in (folder, folder.parent):
+        file = place / "classnames.txt"
+        if file.is_file():
+            return {str(i): name for i, name in enumerate(file.read_text(encoding="utf-8").splitlines())}
+    return {}

@@ -1,0 +1,391 @@
+"""The samples of a source that one reader delivers in an epoch, from any place: shuffled within a window, bad ones replaced.
+
+    slices of shards --SliceReader--> n raw samples --LocalOrder, reordered--> n places --SampleStream.take--> n good samples
+
+`SliceReader` yields the full number of samples, whatever a shard has lost; samples of other slices replace the lost ones:
+
+    slice (shard 7, samples 100..199), shard 7 torn after sample 149  ->  samples 100..149, then 50 of other slices
+
+Place p shows item `order[p]` of the raw samples. Where that item is bad, the nearest good one of the places p+1, p-1, p+2, p-2
+... replaces it, up to MARGIN_SAMPLES away. The order is shuffled, so that bad samples that lie together in a shard have good
+neighbours. A stream that is entered at place p reads from place p - MARGIN_SAMPLES on, and so finds the same replacements. All
+replacements follow from the seed and the lost sample's position, wherever reading began.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream
+from open_clip_zerovl.data.images import BadImage
+from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.schedule import ShardSlice
+from open_clip_zerovl.data.stats import DroppedSample, Fault
+from open_clip_zerovl.shards.members import ShardError
+
+MARGIN_SAMPLES = 64  # how far a replacement may be; the encoded samples of so many places are kept
+_CHUNK = 4096  # items whose keys come from one stream
+
+Item = TypeVar("Item")
+Image = TypeVar("Image")
+
+
+@dataclass
+class SliceReader:
+    """Reads slices of a source.
+
+    Args:
+        reading: how the source is read.
+        slices: what this reader reads, in order.
+        epoch_slices: all slices of the source in the epoch; samples of them replace lost ones.
+    """
+
+    reading: Reading
+    slices: Sequence[ShardSlice]
+    epoch_slices: Sequence[ShardSlice]
+    substitutes: Substitutes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.substitutes = Substitutes(self.reading, self.epoch_slices)
+
+    def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
+        """The samples of all slices, from sample number `begin` on.
+
+        Raises:
+            UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
+        """
+        for number, part in enumerate(self.slices, start=1):
+            if begin >= len(part):
+                begin -= len(part)
+                continue
+            if number < len(self.slices):
+                self.reading.announce(self.slices[number].shard)
+            yield from self._part(part, part.start + begin)
+            begin = 0
+
+    def _part(self, part: ShardSlice, offset: int) -> Iterator[RawSample]:
+        """The samples of a part from sample `offset` of its shard on."""
+        reading, source = self.reading, self.reading.source
+        size = source.sizes[part.shard]
+        try:
+            with closing(reading.samples(part.shard, offset, part.position + offset - part.start)) as samples:
+                while offset < part.stop:
+                    sample = next(samples)
+                    if reading.fail and sample.fault is not None:
+                        with suppress(Surplus):  # a shard that ends here is torn, and its last sample not bad
+                            next(samples, None)
+                        raise UserError(sample_sentence(source, sample, sample.fault))
+                    yield sample
+                    offset += 1
+                if part.stop == size:
+                    next(samples, None)  # raises where the shard does not end here
+            return
+        except Surplus:
+            message = wrong_size(source, part.shard, "more")
+            if reading.fail:
+                raise UserError(message) from None
+            reading.notes(f"{message}. The samples beyond this number are not read")
+            return
+        except ShardError as error:
+            if reading.fail:
+                raise UserError(shard_sentence(source, part.shard, error)) from error
+            loss = DroppedSample(reading.index, error.reason, "", source.shards[part.shard], str(error), 0)
+            readable = error.readable
+        for lost in range(offset, part.stop):
+            stands_for = replace(loss, position=part.position + lost - part.start)
+            yield replace(self.substitutes.get(part, lost, readable), stands_for=stands_for)
+
+
+@dataclass
+class Substitutes:
+    """Samples of the epoch's other slices that replace lost ones.
+
+    Slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo its length, of
+    the first slice that can be read; where none can, by a readable sample of its own shard.
+    """
+
+    reading: Reading
+    slices: Sequence[ShardSlice]
+    _readable: dict[int, int] = field(default_factory=dict, init=False)  # shards known to be torn -> whole samples
+    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(default=None, init=False)
+    _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
+
+    def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
+        """The sample that replaces sample `offset` of a part.
+
+        Args:
+            readable: how many samples of the part's own shard can be read.
+            attempt: 0 for the first choice, 1 for the second ...
+
+        Raises:
+            UserError: nothing of the source can be read.
+        """
+        for number in self._order(part.position)[attempt:]:
+            other = self.slices[number]
+            if other.shard == part.shard:
+                continue
+            found = self._read(other, other.start + (offset - part.start) % len(other))
+            if found is not None:
+                return found
+        if readable > 0:
+            own = ShardSlice(part.shard, 0, readable, part.position - part.start)
+            found = self._read(own, (offset + attempt) % readable)
+            if found is not None:
+                return found
+        source = self.reading.source
+        raise UserError(
+            f"none of the {len(source.shards)} shards of source {source.name!r} can be read, so that nothing replaces the lost "
+            "samples; check that they are there and whole"
+        )
+
+    def _order(self, position: int) -> list[int]:
+        """Numbers of all slices, in the order in which they are tried for the lost part at this position."""
+        if self._drawn[0] != position:
+            rng = stream(self.reading.seed, Purpose.SUBSTITUTES, self.reading.index, position)
+            self._drawn = position, rng.permutation(len(self.slices)).tolist()
+        return self._drawn[1]
+
+    def _read(self, part: ShardSlice, offset: int) -> RawSample | None:
+        """Sample `offset` of a part's shard, None where it cannot be read. The shard stays open for the next sample."""
+        if offset >= self._readable.get(part.shard, offset + 1):
+            return None
+        position = part.position + offset - part.start
+        try:
+            if self._open is None or self._open[:2] != (part.shard, position):
+                self.close()
+                samples = self.reading.samples(part.shard, offset, position)
+            else:
+                samples = self._open[2]
+            sample = next(samples)
+        except ShardError as error:
+            self._readable[part.shard] = error.readable
+            self._open = None
+            return None
+        self._open = part.shard, position + 1, samples
+        return sample
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        if self._open is not None:
+            self._open[2].close()
+            self._open = None
+
+
+@dataclass(frozen=True)
+class LocalOrder:
+    """A shuffled order of `count` items that can be read from a stream with `window` of them in memory.
+
+    Item i comes at most `window` places from place i, so that a reader that begins in the middle looks back no further. Where
+    all items fit into the window, the order is a random permutation. Otherwise item i has the key i + u(i) * window, u uniform
+    in 0..1, and items come in the order of their keys:
+
+        window 3, keys 0 + 2.1, 1 + 0.3, 2 + 2.7, 3 + 0.6  ->  items 1, 0, 3, 2
+
+    Keys are drawn for a block of items at a time and sorted an interval at a time. No array is as long as the share, and any
+    place is reached without the places before.
+
+    Args:
+        count: items.
+        window: items in memory.
+        stream: number of a block -> generator of its items' draws.
+    """
+
+    count: int
+    window: int
+    stream: Callable[[int], np.random.Generator]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def chunks(self, begin: int = 0) -> Iterator[np.ndarray]:
+        """The items from place `begin` on, in the shuffled order, as arrays of several."""
+        if self.count <= self.window:
+            yield self.stream(0).permutation(self.count)[begin:]
+            return
+        interval = begin // self._interval  # keys are at least their items: no more places than that lie before
+        before = self._below(interval * self._interval)
+        while before < self.count:
+            items = self._of_interval(interval)
+            if begin < before + len(items):
+                yield items[max(0, begin - before) :]
+            before += len(items)
+            interval += 1
+
+    def passed(self, begin: int, first: int) -> set[int]:
+        """The items from number `first` on that come before place `begin`."""
+        places = max(0, begin - 2 * self._interval)  # places further back have items below `first`
+        passed: set[int] = set()
+        for items in self.chunks(places):
+            passed.update(item for item in items[: begin - places].tolist() if item >= first)
+            places += len(items)
+            if places >= begin:
+                break
+        return passed
+
+    def lowest(self, begin: int) -> int:
+        """The lowest item that comes at place `begin` or later."""
+        return min(int(items.min()) for items in itertools.islice(self.chunks(begin), 2) if len(items))
+
+    @property
+    def _interval(self) -> int:
+        """Length of the interval of keys that is sorted at a time."""
+        return max(self.window, _CHUNK)
+
+    def _keys(self, low: int, high: int) -> np.ndarray:
+        """(high - low,) keys of items low .. high - 1."""
+        low, high = max(0, low), min(self.count, high)
+        if low >= high:
+            return np.zeros(0)
+        first, last = low // _CHUNK, -(-high // _CHUNK)
+        drawn = np.concatenate([self.stream(block).random(_CHUNK) for block in range(first, last)])
+        return np.arange(low, high) + drawn[low - first * _CHUNK : high - first * _CHUNK] * self.window
+
+    def _below(self, key: int) -> int:
+        """How many items have a key below `key`."""
+        certain = max(0, min(key - self.window, self.count))  # items below this one have keys below `key`
+        return certain + int((self._keys(certain, key) < key).sum())
+
+    def _of_interval(self, number: int) -> np.ndarray:
+        """The items whose keys lie in interval `number`, in the order of their keys."""
+        low, high = number * self._interval, (number + 1) * self._interval
+        first = max(0, low - self.window)
+        keys = self._keys(first, high)
+        inside = np.flatnonzero((keys >= low) & (keys < high))
+        return first + inside[np.argsort(keys[inside], kind="stable")]
+
+
+def reordered(
+    order: Iterable[np.ndarray], stream: Iterator[Item], arrived: int = 0, passed: AbstractSet[int] = frozenset()
+) -> Iterator[Item]:
+    """The items of a stream in another order, reading no further ahead than the order needs.
+
+        reordered([array([1, 0, 2])], iter("abc"))  ->  b, a, c; "b" comes after two were read, "c" after three
+
+    Args:
+        order: numbers of items, each at most once, in arrays.
+        arrived: number of the stream's first item; above 0 where the stream was entered in the middle.
+        passed: items that the order does not ask for any more; they are dropped as they come.
+    """
+    waiting: dict[int, Item] = {}
+    for items in order:
+        for wanted in items.tolist():
+            while arrived <= wanted:
+                item = next(stream)
+                if arrived not in passed:
+                    waiting[arrived] = item
+                arrived += 1
+            yield waiting.pop(wanted)
+    next(stream, None)  # the reader then sees whether its last shard ends where it should
+
+
+@dataclass
+class SampleStream:
+    """What one reader delivers of a source in an epoch; see the module's text.
+
+    Args:
+        slices: reads the stream.
+        order: order of the n items of the stream.
+        begin: the first place that `take` delivers.
+    """
+
+    slices: SliceReader
+    order: LocalOrder
+    begin: int = 0
+    _raw: Iterator[RawSample] = field(init=False, repr=False)
+    _past: deque[RawSample] = field(init=False, repr=False)
+    _ahead: deque[RawSample] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._raw = self._places()
+        self._past, self._ahead = deque(maxlen=MARGIN_SAMPLES), deque()
+
+    def _places(self) -> Iterator[RawSample]:
+        """Raw samples place by place, from `begin` on; those of the margin before it go into `_past`."""
+        if self.begin >= len(self.order):
+            return
+        margin = max(0, self.begin - MARGIN_SAMPLES)
+        first = self.order.lowest(margin)
+        passed = self.order.passed(margin, first)
+        places = reordered(self.order.chunks(margin), self.slices.samples(first), first, passed)
+        for _ in range(self.begin - margin):
+            self._past.append(next(places))
+        yield from places
+
+    def take(self, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image, DroppedSample | None]:
+        """The sample of the next place, what `decode` makes of it, and the loss where it replaces another sample.
+
+        Args:
+            decode: sample -> image; raises BadImage for a bad one.
+
+        Raises:
+            UserError: a bad sample that may not be replaced, or that no other sample can replace.
+        """
+        sample = self._ahead.popleft() if self._ahead else next(self._raw)
+        loss = sample.stands_for
+        shown = _attempt(sample, decode)
+        if isinstance(shown, Fault):
+            reading = self.slices.reading
+            if reading.fail:
+                raise UserError(sample_sentence(reading.source, sample, shown))
+            # One sample is missing at this place, so one loss is counted. Where its shard was lost and the sample that replaces
+            # it is bad too, that is the loss of the shard.
+            loss = loss or DroppedSample(
+                sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position
+            )
+            found = self._replacement(sample, decode)
+            if found is None:
+                raise UserError(
+                    f"{sample_sentence(reading.source, sample, shown)}; none of the {2 * MARGIN_SAMPLES} samples around "
+                    "it can be shown either"
+                )
+            self._past.append(sample)
+            return replace(found[0], stands_for=loss), found[1], loss
+        self._past.append(sample)
+        return sample, shown, loss
+
+    def _replacement(self, bad: RawSample, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image] | None:
+        for candidate in self._neighbours(bad):
+            shown = _attempt(candidate, decode)
+            if not isinstance(shown, Fault):
+                return candidate, shown
+        return None
+
+    def _neighbours(self, bad: RawSample) -> Iterator[RawSample]:
+        """Samples that may replace a bad one, nearest place first."""
+        for distance in range(1, MARGIN_SAMPLES + 1):
+            while len(self._ahead) < distance:
+                following = next(self._raw, None)
+                if following is None:
+                    break
+                self._ahead.append(following)
+            if len(self._ahead) >= distance:
+                yield self._ahead[distance - 1]
+            if len(self._past) >= distance:
+                yield self._past[-distance]
+        # A small share may hold no good sample; samples of the epoch's other slices follow.
+        alone = ShardSlice(-1, 0, 1, bad.place)
+        for attempt in range(min(MARGIN_SAMPLES, len(self.slices.epoch_slices))):
+            yield self.slices.substitutes.get(alone, bad.place, 0, attempt=attempt)
+
+    def finish(self) -> None:
+        """After the last place: let the reader see whether its last shard ends where it should."""
+        next(self._raw, None)
+
+
+def _attempt(sample: RawSample, decode: Callable[[RawSample], Image]) -> Image | Fault:
+    """The sample's image, or why it has none."""
+    if sample.fault is not None:
+        return sample.fault
+    try:
+        return decode(sample)
+    except BadImage as error:
+        return error.fault

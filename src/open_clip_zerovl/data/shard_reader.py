@@ -1,0 +1,210 @@
+"""The members of a shard's samples: captions, picture, and others that are asked for, by the fastest way that the shard allows.
+
+    a plain local tar, from its beginning              its headers, one after the other
+    the same, from sample number `start` on            its index
+    a cluster's samples, or one for each caption       its index
+    members that no index has (other fields, teachers) its headers
+    a compressed or remote tar                         streamed from its first byte
+
+Each way yields the same samples in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from open_clip_zerovl.data.captions import captions_of, member_of
+from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import Fault
+from open_clip_zerovl.shards.cache import ShardCache
+from open_clip_zerovl.shards.index import caption_lines, open_index
+from open_clip_zerovl.shards.members import (
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSION,
+    WANTED,
+    Extent,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+    stream_samples,
+    unreadable,
+)
+from open_clip_zerovl.shards.remote import RetryPolicy
+from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.urls import local_path
+
+_READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
+
+# key, captions, picture, and all members that were read by suffix
+Member = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
+
+
+@dataclass(frozen=True)
+class ShardReader:
+    """Reads the shards of one source.
+
+    Attributes:
+        source: whose shards.
+        others: suffixes of members beside picture and captions.
+        policy: retries of remote shards.
+        cache: keeps remote shards on a local disk; None reads them from their server.
+        notes: called with a sentence about something odd through which no sample is lost.
+    """
+
+    source: Source
+    others: tuple[str, ...]
+    policy: RetryPolicy
+    cache: ShardCache | None
+    notes: Callable[[str], None]
+
+    def members(self, shard: int, start: int) -> Generator[Member, None, None]:
+        """(key, captions, image, members) of each sample from number `start` on; ShardError where there are too few."""
+        url = self.source.shards[shard]
+        path = local_path(url)
+        with ExitStack() as stack:
+            if path is None and self.cache is not None:
+                try:
+                    path = stack.enter_context(self.cache.borrowed(url, self.policy, self.notes))
+                except Unreachable as error:
+                    raise unreadable(error) from error
+            if path is not None:
+                try:
+                    yield from self._of_tar(path, shard, start)
+                    return
+                except tarfile.ReadError as error:  # compressed, or no tar; streaming reads it or says why not
+                    if self.source.picked is not None:
+                        raise ShardError("unreadable shard", str(error)) from error
+            yield from self._streamed(url, start, self.source.sizes[shard])
+
+    def _streamed(self, url: str, start: int, size: int) -> Iterator[Member]:
+        """`members` of any tar, read from its first byte on."""
+        number = -1
+        with closing(stream_samples(url, policy=self.policy, wanted=self._wanted)) as samples:
+            for number, (key, members) in enumerate(samples):
+                if number >= start:
+                    yield self._member(key, members)
+        _require(number + 1, size)
+
+    def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
+        """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
+        source, size = self.source, self.source.sizes[shard]
+        own = None if source.picked is None else source.picked[source.starts[shard] : source.starts[shard + 1]]
+        if self._wanted != WANTED or (start == 0 and own is None and source.captions != "all"):
+            return self._by_headers(path, own, start, size)
+        return self._by_index(path, own, start, size)
+
+    def _by_headers(self, path: str, own: np.ndarray | None, start: int, size: int) -> Iterator[Member]:
+        """`members` by the tar's headers.
+
+        Args:
+            own: the numbers of the source's samples in the shard; None for all.
+        """
+        wanted, numbers, seen = self._wanted, None if own is None else frozenset(own.tolist()), 0
+        try:
+            with closing(locate_samples(path)) as samples, opened(path) as descriptor:
+                for number, (key, members) in enumerate(samples):
+                    if numbers is not None and number not in numbers:
+                        continue
+                    seen += 1
+                    if seen > start:
+                        yield self._member(
+                            key, {name: _content(descriptor, at) for name, at in members.items() if name in wanted}
+                        )
+        except ShardError as error:
+            raise ShardError(error.reason, str(error), seen) from error
+        _require(seen, size)
+
+    def _by_index(self, path: str, own: np.ndarray | None, start: int, size: int) -> Iterator[Member]:
+        """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
+        index = open_index(path)
+        numbers = np.arange(len(index)) if own is None else own
+        readable = int(np.searchsorted(numbers, len(index)))
+        first, skipped, count = start, 0, readable
+        each = self.source.captions == "all"
+        if each:
+            ends = np.concatenate([[0], np.cumsum(index.captions)])
+            first = int(np.searchsorted(ends, start, side="right")) - 1
+            skipped, count = start - int(ends[first]), int(ends[-1])
+        rows = [
+            (index.key(number), _extent(index.text, number), _extent(index.image, number))
+            for number in numbers[first:readable].tolist()
+        ]
+        with opened(path) as descriptor:
+            for key, *extents in rows if own is None else _read_ahead(descriptor, rows):
+                text, image = (_content(descriptor, extent) for extent in extents)
+                members = {TEXT_EXTENSION: text, IMAGE_EXTENSIONS[0]: image}
+                if not each:
+                    yield self._member(key, members)
+                    continue
+                lines = [None] if text is None else caption_lines(text) or [b""]
+                for line in lines[skipped:]:
+                    yield key, None if line is None else [line], image, members
+                skipped = 0
+        if index.torn[0] and (own is None or readable < len(own)):
+            raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
+        _require(count, size)
+
+    def _member(self, key: str, members: Mapping[str, bytes | None]) -> Member:
+        captions = self.source.captions
+        text = members.get(TEXT_EXTENSION)
+        texts: list[bytes] | Fault | None
+        if field_names(captions):
+            texts = captions_of(members, captions)
+        elif text is None or captions is None:
+            texts = None if text is None else [text]
+        else:
+            texts = caption_lines(text)
+        return key, texts, image_of(members), members
+
+    @property
+    def _wanted(self) -> frozenset[str]:
+        """Suffixes of the members that are read of a sample."""
+        fields = field_names(self.source.captions)
+        return WANTED | {member_of(field) for field in fields} | frozenset(self.others)
+
+
+def _require(count: int, size: int) -> None:
+    """ShardError where a shard gave fewer samples than were counted."""
+    if count < size:
+        raise ShardError("short shard", f"it holds {count} of {size} samples", count)
+
+
+def _read_ahead(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
+    """The rows (key, text, image) of scattered samples, whose bytes the system is asked to fetch a little ahead.
+
+    The system then fetches several samples at a time. Its own read-ahead is switched off: it would fetch what lies between
+    them.
+    """
+    advise = getattr(os, "posix_fadvise", None)  # Linux
+    if advise is None:
+        yield from rows
+        return
+    advise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    asked = 0
+    for number, row in enumerate(rows):
+        for _, *extents in rows[asked : number + _READAHEAD_SAMPLES]:
+            for offset, size in extents:
+                if size > 0:  # 0 would mean the rest of the file
+                    advise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        asked = number + _READAHEAD_SAMPLES
+        yield row
+
+
+def _extent(extents: np.ndarray, number: int) -> Extent:
+    offset, size = extents[number].tolist()
+    return offset, size
+
+
+def _content(descriptor: int, extent: Extent | None) -> bytes | None:
+    """The bytes of a member, None where there is none."""
+    if extent is None or extent[0] < 0:
+        return None
+    return os.pread(descriptor, extent[1], extent[0])

@@ -1,0 +1,206 @@
+"""The model as a step calls it: each tower forwarded as often as needed, and its outputs checked.
+
+Shapes: `B` micro-batch per rank, `C` texts of each image, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import RngState
+
+log = logging.getLogger(__name__)
+
+FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D)
+IMAGES, TEXTS = FEATURES
+SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
+
+Outputs = dict[str, Tensor]
+
+
+class Repeat(NamedTuple):
+    """What the replay of a micro-batch needs besides its inputs.
+
+    Attributes:
+        start: the random state before its inputs were made.
+        between: that after a frozen image tower, from which the text tower started; None for another.
+        frozen: the FEATURES that it leaves out.
+    """
+
+    start: RngState
+    between: RngState | None
+    frozen: frozenset[str]
+
+
+def open_clips(*names: str) -> tuple[Any, ...]:
+    """Classes of open_clip, which is not imported here: where nobody has imported it, no object is an instance of them."""
+    modules = [sys.modules.get(name) for name in ("open_clip.model", "open_clip.coca_model", "open_clip.loss")]
+    return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
+
+
+class Towers:
+    """Forward passes of a model; a tower in which nothing is trained is forwarded once per micro-batch, and not replayed.
+
+    open_clip's models take images or texts alone. In a step that skips a tower its micro-batches' first pass is two calls, with
+    the images and with the texts, and the replay is a call without the input of the skipped tower. Parameters show which
+    towers may be skipped, the output shows whether one can be: if an adapter or a weight shared with the other tower is
+    trained inside, it requires gradient, and the tower runs twice. A model that is not open_clip's runs its frozen tower twice,
+    with the same gradients; the log says so.
+
+    Args:
+        model: called as `model(images, texts)`.
+        inner: the same without wrappers.
+        autocast: see `DecoupledGradientAccumulation`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
+        self._learning: set[str] = set()  # features that required gradient although their tower looked frozen
+        self._logged = False
+
+    def frozen(self) -> set[str]:
+        """The FEATURES that a step from now on needs to compute once per micro-batch only."""
+        names = self._without_training() - self._learning
+        # The class of a scripted module has no forward to look at, and a hook may look at all inputs.
+        forwards = [kind.forward for kind in open_clips("CLIP", "CustomTextCLIP")]
+        hooks = [*self._inner._forward_pre_hooks, *self._inner._forward_hooks]
+        scripted = isinstance(self._inner, torch.jit.ScriptModule)
+        if names and (scripted or hooks or type(self._inner).forward not in forwards):
+            if not self._logged:
+                log.info("The frozen tower (%s) runs in both passes: only open_clip models can skip it.", sorted(names))
+            self._logged, names = True, set()
+        return names
+
+    def first_pass(
+        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], frozen: set[str], *, graph: bool
+    ) -> tuple[Outputs, Repeat]:
+        """The outputs for a micro-batch, with graph or without, and what a replay of it needs.
+
+        Args:
+            take: gives the micro-batch's two inputs; it may draw random numbers.
+            rows: see `checked_outputs`.
+            frozen: features of towers that look frozen; those that require gradient nevertheless are removed from it.
+        """
+        start, between = RngState.capture(self._device), None
+        inputs = take()
+        if not frozen:
+            return checked_outputs(self._call(inputs, graph), rows), Repeat(start, None, frozenset())
+        outputs: Outputs = {}
+        for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
+            found = checked_outputs(self._call(alone, graph or name in frozen), {name: rows[name]})
+            if name in frozen and found[name].requires_grad:
+                self._learning.add(name)
+                frozen.remove(name)
+            if name in frozen and name == IMAGES:
+                between = RngState.capture(self._device)
+            outputs |= found
+        return outputs, Repeat(start, between, frozenset(frozen))
+
+    def replay(
+        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], repeat: Repeat, *, rng: bool = True
+    ) -> Outputs:
+        """The outputs for a micro-batch with graph, under the random numbers of its first pass unless `rng` is False."""
+        if rng:
+            repeat.start.restore()
+        inputs = take()
+        if rng and repeat.between is not None:
+            repeat.between.restore()
+        images, texts = (None if name in repeat.frozen else part for name, part in zip(FEATURES, inputs, strict=True))
+        wanted = {name: size for name, size in rows.items() if name not in repeat.frozen}
+        return checked_outputs(self._call((images, texts), True), wanted)
+
+    def _call(self, inputs: tuple[Any, Any], graph: bool) -> Any:
+        if graph:
+            # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
+            torch.clear_autocast_cache()
+        with torch.set_grad_enabled(graph), self._autocast():
+            return self._model(*inputs)
+
+    def _without_training(self) -> set[str]:
+        """The FEATURES whose tower has no trainable parameter now; none for a model without `visual`."""
+        visual = getattr(self._inner, "visual", None)
+        if not isinstance(visual, nn.Module):
+            return set()
+        image = {id(parameter) for parameter in visual.parameters()}
+        heads = {id(getattr(self._inner, name, None)) for name in SCALARS}
+        trainable = {id(p) for p in self._inner.parameters() if p.requires_grad} - heads
+        return {name for name, within in ((IMAGES, trainable & image), (TEXTS, trainable - image)) if not within}
+
+
+def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
+    """The model's output dict with the features in `rows`; a pair of features becomes one.
+
+    Args:
+        rows: feature -> number of its rows.
+
+    Raises:
+        UserError: an output that would get no gradient, or features of another shape.
+    """
+    if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
+        outputs = dict(zip(FEATURES, outputs, strict=True))
+    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
+        seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise UserError(
+            "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
+            f"returned {seen}; create open_clip models with output_dict=True, and put others in an adapter (docs/dga.md)."
+        )
+    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
+    if extra:
+        kind = (
+            "token logits for a caption loss (CoCa)"
+            if {"logits", "labels"} & set(extra)
+            else "a teacher's outputs (distillation)"
+            if any(name.startswith("dist_") for name in extra)
+            else "outputs unknown to it"
+        )
+        raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
+    for name, size in rows.items():
+        if outputs[name].ndim != 2 or len(outputs[name]) != size:
+            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
+        if not outputs[name].is_floating_point():
+            raise UserError(f"{name} must be floating point numbers, but are {outputs[name].dtype}.")
+    return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors that a backward pass from `outputs` would reach."""
+    todo: list[Any] = [output.grad_fn if output.grad_fn is not None else output for output in outputs]
+    visited = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaf = node if isinstance(node, Tensor) else getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            yield leaf
+        elif not isinstance(node, Tensor):
+            todo += [following for following, _ in node.next_functions]
+
+
+def detached_copy(output: Tensor) -> Tensor:
+    """A copy in fp32 or fp64. Always a copy, because a compiled model may overwrite its output in the next call."""
+    return output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
+
+
+def backpropagate(outputs: Outputs, gradients: dict[str, Tensor]) -> None:
+    """One backward pass from all outputs that depend on a trainable parameter; in several passes DDP would miss some."""
+    roots = [name for name in gradients if name in outputs and outputs[name].requires_grad]
+    if roots:
+        torch.autograd.backward(
+            [outputs[name] for name in roots], [gradients[name].to(outputs[name].dtype) for name in roots]
+        )

@@ -1,0 +1,172 @@
+"""Embed a collection by frozen models into a store, unit by unit.
+
+    batches (reading) --pictures--> N.images (n, [V,] D)     N: number of the model
+                      --captions--> N.texts (T, D)
+
+`n` samples, `V` views of each picture, `T` captions, `D` width of a model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.workers import worker_start
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
+from open_clip_zerovl.embeddings.store import Manifest, Store
+
+_TIMED_PICTURES = 16  # whose embedding is timed on a CPU; a GPU takes a whole batch
+
+
+def missing_units(store: Store, sizes: Sequence[int], part: tuple[int, int] = (0, 1)) -> list[list[int]]:
+    """The files of each unit that lack rows in a store.
+
+    Args:
+        sizes: samples of each file.
+        part: (i, n): of every n-th unit from number i on, so that n calls share the work.
+    """
+    begins = np.cumsum([0, *sizes])
+    number, parts = part
+    todo = (
+        [file for file in unit if not store.done[begins[file] : begins[file + 1]].all()]
+        for unit in units_of(sizes)[number::parts]
+    )
+    return [unit for unit in todo if unit]
+
+
+def embed(
+    store: Store,
+    models: Sequence[FrozenModel],
+    collection: Collection,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    part: tuple[int, int] = (0, 1),
+    progress: bool = True,
+    desc: str = "embeddings",
+) -> dict[str, dict[str, int]]:
+    """Write the rows that a store lacks. A call that was killed goes on when it is made again.
+
+    Args:
+        store: made with "r+"; its arrays `N.images` and `N.texts` say what is asked of model N.
+        batch_size: samples, and captions, in a model at once.
+        workers: loader processes.
+        part: see `missing_units`.
+
+    Returns:
+        How many samples could not be shown: source -> reason -> count.
+
+    Raises:
+        UserError: a sample that cannot be read, where the collection is strict; a model that makes no numbers of one.
+    """
+    units = missing_units(store, collection.sizes, part)
+    eyes = [model.eye for model in models if model.eye is not None]
+    begins = np.cumsum([0, *collection.sizes])
+    lost: dict[str, dict[str, int]] = {}
+    total = sum(collection.sizes[file] for unit in units for file in unit)
+    bar = tqdm(total=total, desc=desc, unit="sample", leave=False, disable=not progress)
+    try:
+        for batch in _read(Batches(collection, units, eyes, batch_size), workers):
+            for one in batch.lost:
+                if one.note is not None:
+                    tqdm.write(f"{one.note}. Its samples get no embeddings.")
+                of_source = lost.setdefault(one.source, {})
+                of_source[one.reason] = of_source.get(one.reason, 0) + one.count
+            for number, model in enumerate(models):
+                _encode(store, number, model, batch, batch_size)
+            for file in batch.finished:
+                store.finish(slice(int(begins[file]), int(begins[file + 1])))
+            bar.update(len(batch.rows))
+    finally:
+        bar.close()
+        store.flush()
+    return lost
+
+
+def _read(batches: Batches, workers: int) -> Iterator[Batch]:
+    start = worker_start()
+    for batch in DataLoader(batches, batch_size=None, num_workers=workers, worker_init_fn=start, collate_fn=_as_it_is):
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def _as_it_is(item: Batch | UserError) -> Batch | UserError:
+    return item
+
+
+def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: int) -> None:
+    images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
+    if images is not None and batch.rows:
+        found = _finite(
+            torch.cat([model.images(part).cpu() for part in batch.pictures[number].split(size)]), model, batch
+        )
+        images[batch.rows] = found.reshape(len(batch.rows), *images.array.shape[1:])
+    if texts is not None and batch.captions:
+        parts = [model.texts(batch.captions[at : at + size]).cpu() for at in range(0, len(batch.captions), size)]
+        texts[batch.caption_rows] = _finite(torch.cat(parts), model, batch)
+
+
+def _finite(rows: Tensor, model: FrozenModel, batch: Batch) -> Tensor:
+    if not bool(torch.isfinite(rows).all()):
+        raise UserError(
+            f"the model {model.name} makes no numbers (NaN or infinite) of a sample between numbers {batch.rows[0]} and "
+            f"{batch.rows[-1]}: its training has diverged; look at its weights, or leave --amp out"
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the work
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def require_room(folder: Path, manifest: Manifest) -> None:
+    """UserError where the embeddings do not fit on the disk of a folder that need not exist yet."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if manifest.bytes > free:
+        raise UserError(
+            f"the embeddings take {size_words(manifest.bytes)}, and {place} has {size_words(free)} free; take fewer views, or "
+            "a larger disk"
+        )
+
+
+def announce(
+    store: Store, models: Sequence[FrozenModel], samples: int, *, views: int, captions: float, batch_size: int
+) -> None:
+    """Print how fast the models are, and how long and how large the rest of the work is.
+
+    Args:
+        samples: still to be embedded.
+        captions: of a sample, on average.
+    """
+    seconds = 0.0
+    for model in models:
+        timed = batch_size if model.device.type != "cpu" else min(batch_size, _TIMED_PICTURES)
+        a_view, a_text = (spent / timed for spent in model.seconds_of(timed))
+        seconds += samples * (views * a_view + captions * a_text)
+        print(f"{model.name}: {1 / a_view:,.0f} views/s, {1 / a_text:,.0f} captions/s on {model.device}")
+    hours, minutes = divmod(round(seconds / 60), 60)
+    time_words = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else "less than a minute"
+    sources = len(store.manifest.sources)
+    print(
+        f"{samples:,} samples, {views} views each, of {sources} sources are left to embed by {len(models)} models: about "
+        f"{time_words} of the models' time (reading comes beside it), {size_words(store.manifest.bytes)} in {store.folder}"
+    )
+
+
+def size_words(count: int) -> str:
+    """Bytes in words: "3.5 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,192 @@
+"""A frozen model on its device: pictures and captions to embeddings, or to features before the projection.
+
+`b` pictures or captions at once, `S` side of the model's pictures, `D` width of its embeddings, `F` of its features.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.embeddings.fingerprint import tower_digest
+
+
+@dataclass
+class FrozenModel:
+    """A frozen model on its device.
+
+    Attributes:
+        name: for messages and manifests.
+        image_tower: normalised pictures (b, 3, S, S) -> (b, D).
+        text_tower: tokens (b, L) -> (b, D).
+        tokenizer: captions -> tokens.
+        eye: PIL image -> picture (3, S, S) as `images` takes it: uint8, or normalised.
+        mean, std: of uint8 pictures, for pixels in 0..1.
+        context: makes the context of a forward pass, such as one of mixed precision.
+        input_dtype: normalised pictures are cast to it.
+        unit_length: divide each row by its L2 norm.
+        fingerprints: digest of weights, preprocessing and precision of each tower, "image" and "text".
+    """
+
+    name: str
+    image_tower: Callable[[Tensor], Tensor]
+    text_tower: Callable[[Tensor], Tensor] | None = None
+    tokenizer: Callable[[list[str]], Tensor] | None = None
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    eye: Callable[[Any], Tensor] | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    input_dtype: torch.dtype | None = None
+    unit_length: bool = True
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
+        """The model of an encoder, with or without bf16. UserError where it cannot be loaded."""
+        network, preprocess, tokenizer, device = encoder.load()
+        precision = "amp_bf16" if amp else "fp32"
+        inputs = {"image": preprocess, "text": tokenizer}
+        digests = {tower: tower_digest(network, tower, inputs=inputs[tower], precision=precision) for tower in inputs}
+        eye, mean, std = eye_of(preprocess)
+        return cls(
+            str(encoder.model),
+            network.encode_image,
+            network.encode_text,
+            tokenizer,
+            device,
+            eye,
+            mean,
+            std,
+            context=autocast(device, amp),
+            fingerprints=digests,
+        )
+
+    @torch.no_grad()
+    def images(self, pixels: Tensor) -> Tensor:
+        """Pictures of `eye` (b, 3, S, S) -> (b, D), fp32 on the device."""
+        pixels = pixels.to(self.device)
+        if pixels.dtype == torch.uint8:
+            pixels = normalize(pixels, self.mean, self.std)
+        return self._encoded(self.image_tower, pixels.to(dtype=self.input_dtype))
+
+    @torch.no_grad()
+    def texts(self, captions: list[str]) -> Tensor:
+        """Captions -> (b, D), fp32 on the device."""
+        assert self.tokenizer is not None and self.text_tower is not None
+        return self._encoded(self.text_tower, self.tokenizer(captions).to(self.device))
+
+    def _encoded(self, tower: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        with self.context():
+            found = tower(inputs)
+        return F.normalize(found.float(), dim=-1) if self.unit_length else found.float()
+
+    def image_width(self) -> int:
+        """Width of `images`, from one made-up picture."""
+        assert self.eye is not None
+        return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
+
+    def seconds_of(self, pictures: int) -> tuple[float, float]:
+        """Seconds for so many pictures, and for so many captions, measured on made-up ones."""
+        assert self.eye is not None
+        pixels = torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
+        captions = ["a photo of a dog"] * pictures
+        for _ in range(2):  # the first time warms up
+            begin = time.perf_counter()
+            self.images(pixels).cpu()
+            middle = time.perf_counter()
+            self.texts(captions).cpu()
+        return middle - begin, time.perf_counter() - middle
+
+
+def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextManager[Any]]:
+    """The context of a forward pass in bf16, or of one as it is."""
+    return partial(torch.autocast, device.type, torch.bfloat16) if amp else nullcontext
+
+
+def eye_of(preprocess: Callable[[Any], Tensor]) -> tuple[Callable[[Any], Tensor], tuple[float, ...], tuple[float, ...]]:
+    """`split_normalize` of a transform; one that cannot be split is its own eye, and its pictures travel as floats."""
+    try:
+        return split_normalize(preprocess)
+    except UserError:
+        return preprocess, (), ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the projection
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _TimmFeatures(nn.Module):
+    """A timm trunk up to its pooled, normalised features, without its classifier (which some towers use as projection)."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.trunk.forward_head(self.trunk.forward_features(images), pre_logits=True)
+
+
+class _FirstOutput(nn.Module):
+    """The pooled output of a tower that also returns its tokens (CoCa)."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = self.tower(images)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def tower_before_projection(visual: nn.Module) -> nn.Module:
+    """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
+
+    Args:
+        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Of a
+            ResNet's attention pool only the output projection is left out.
+
+    Raises:
+        UserError: another kind of tower; a timm tower whose attention pool ends in a projection of its own.
+    """
+    kind = type(visual).__name__
+    if kind == "TimmModel":
+        if hasattr(visual.head, "pool"):
+            raise UserError(
+                "this timm tower pools by attention into the shared space, so that it has no features before the "
+                "projection; take a tower with timm_pool token, avg or map"
+            )
+        return _TimmFeatures(visual.trunk)
+    if kind == "VisionTransformer":
+        # A shallow copy: the given model keeps its projection.
+        tower = copy.copy(visual)
+        tower._parameters = {**visual._parameters, "proj": None}
+        return _FirstOutput(tower)
+    if kind == "ModifiedResNet":
+        tower = copy.copy(visual)
+        pool = copy.copy(visual.attnpool)
+        width = pool.c_proj.in_features
+        identity = nn.Linear(width, width).to(pool.c_proj.weight)
+        with torch.no_grad():
+            identity.weight.copy_(torch.eye(width))
+            identity.bias.zero_()
+        pool._modules = {**pool._modules, "c_proj": identity}
+        tower._modules = {**visual._modules, "attnpool": pool}
+        return tower
+    raise UserError(
+        f"features before the projection are known of timm towers, open_clip's ViT and CLIP's ResNets; this tower is a {kind}"
+    )

@@ -1,0 +1,144 @@
+"""Fingerprints: of a tower with its inputs' preprocessing, of a file, and of a source's samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.shards.urls import local_path
+
+_EDGE_BYTES = 1 << 16  # of a file, at both ends, that its mark digests
+_SCALES = ("logit_scale", "logit_bias")
+
+Mark = list[Any]
+
+
+def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32", pixel_path: str = "pil") -> str:
+    """A digest of everything on which a tower's features of an input depend.
+
+    Args:
+        model: with its weights loaded. Its image tower is `visual` with all below it; everything else is the text tower.
+        tower: "image" or "text".
+        inputs: the tokenizer of a text tower, the transform of an image tower.
+        precision: of the forward passes (open_clip's `--precision`).
+        pixel_path: of an image tower: two paths agree to two grey levels, not bit for bit.
+    """
+    own = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in _SCALES and name.startswith("visual.") == (tower == "image")
+    }
+    # Layers without tensors differ, too: GELU and QuickGELU.
+    layers = [plain_repr(child) for name, child in model.named_children() if (name == "visual") == (tower == "image")]
+    path = pixel_path if tower == "image" else ""
+    return _digest(own, [tower, precision, layers, _described(inputs), path])
+
+
+def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
+    """`tower_digest` of a module that is a whole tower."""
+    return _digest(module.state_dict(), [precision, plain_repr(module), _described(inputs)])
+
+
+def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def plain_repr(thing: Any) -> str:
+    """The repr of a transform or module without the memory addresses of objects, which differ in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+
+
+def _described(inputs: Any) -> list[Any]:
+    """A tokenizer's or transform's settings as JSON."""
+    inner = getattr(inputs, "tokenizer", None)
+    if inner is None:
+        return [type(inputs).__name__, getattr(inputs, "context_length", None), plain_repr(inputs)]
+    backend = getattr(inner, "backend_tokenizer", None)
+    content = _without_lengths(backend) if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
+    return [
+        type(inner).__name__,
+        inputs.context_length,
+        getattr(getattr(inputs, "clean_fn", None), "__name__", None),
+        getattr(inputs, "strip_sep_token", None),
+        getattr(inputs, "tokenizer_mode", None),
+        hashlib.blake2b(content.encode()).hexdigest(),
+    ]
+
+
+def _without_lengths(backend: Any) -> str:
+    """A tokenizer's content as JSON, without the truncation and padding that its last call has left in it."""
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy.to_str()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def file_mark(file: str) -> Mark:
+    """[name, size in bytes, modification time in ns, digest of the first and last 64 KiB]; [name] of a remote or lost file."""
+    path, name = local_path(file), os.path.basename(file)
+    try:
+        if path is None:
+            return [name]
+        with open(path, "rb") as content:
+            status = os.fstat(content.fileno())
+            digest = hashlib.blake2b(content.read(_EDGE_BYTES), digest_size=8)
+            content.seek(max(0, status.st_size - _EDGE_BYTES))
+            digest.update(content.read(_EDGE_BYTES))
+        return [name, status.st_size, status.st_mtime_ns, digest.hexdigest()]
+    except OSError:  # a lost shard has been reported when the sources were opened
+        return [name]
+
+
+def content_of(mark: Mark) -> tuple[Any, ...]:
+    """A mark without the time: the same for a file and its copies."""
+    return (*mark[:2], *mark[3:])
+
+
+def describe_source(source: Source) -> dict[str, Any]:
+    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a cluster's own samples."""
+    own = source.picked
+    if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
+        own = source.table.members
+    marks = {shard: file_mark(shard) for shard in dict.fromkeys(source.shards)}
+    return {
+        "name": source.name,
+        "marks": [marks[shard] for shard in source.shards],
+        "sizes": list(source.sizes),
+        "picked": None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
+    }
+
+
+def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:
+    """The first difference between the samples of two descriptions, in words; None where they are the same or copies."""
+    name, held, there = found["name"], sum(stored["sizes"]), sum(found["sizes"])
+    if held != there:
+        return f"they are of {held} samples of {name!r}, and it holds {there}"
+    if stored["picked"] != found["picked"]:
+        return f"they are of another clustering's {name!r}"
+    # A shard that is gone now has no size to compare.
+    known = {content_of(mark) for mark in stored["marks"]}
+    changed = next((mark[0] for mark in found["marks"] if len(mark) > 1 and content_of(mark) not in known), None)
+    if changed is not None:
+        return f"they are of other data: shard {changed} of {name!r} differs, or was not there"
+    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in found["marks"]] or stored["sizes"] != found[
+        "sizes"
+    ]:
+        return f"they are of {name!r} with its shards in another order or of other sizes"
+    return None

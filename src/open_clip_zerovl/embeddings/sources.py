@@ -1,0 +1,156 @@
+"""The samples of sources as a collection: pictures as they are or in augmented views, and all their captions.
+
+`n` samples of all sources, in the order of their shards; `V` views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import preserved
+from open_clip_zerovl.data.captions import caption_starts
+from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image
+from open_clip_zerovl.data.pixels import decode_pixels, pictures
+from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import view_picture
+from open_clip_zerovl.embeddings.reading import Lost, Sample
+from open_clip_zerovl.shards.members import ShardError
+
+
+@dataclass(frozen=True)
+class Views:
+    """Augmented views of each picture, as training shows them.
+
+    Attributes:
+        transform: picture -> view (3, S, S) uint8.
+        count: V.
+        seed: of the augmentations.
+        pixel_path: of training.
+    """
+
+    transform: Callable[[Any], Tensor]
+    count: int
+    seed: int
+    pixel_path: str
+
+
+def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
+    """The pixel path and the steps of a transform before the pixels become numbers, in words."""
+    steps = [step for step in getattr(transform, "transforms", [transform]) if not isinstance(step, ToBytes)]
+    # "pil" also where the fast path was asked for and cannot be had.
+    used = "arrays" if pictures(transform, pixel_path)[1] is decode_pixels else "pil"
+    return [f"pixel path {used}", *map(repr, steps)]
+
+
+class SourceSamples:
+    """The samples of sources (`reading.Collection`).
+
+    Args:
+        images, captions: which of the two are read; a sample that lacks one of them is lost.
+        views: of each picture; None for the picture as it is.
+        strict: a sample or shard that cannot be shown is an error.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        images: bool = True,
+        captions: bool = True,
+        views: Views | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.sources, self.strict = sources, strict
+        self.images, self.captions, self.views = images, captions, views
+        self._files = [(source, shard) for source, one in enumerate(sources) for shard in range(len(one.shards))]
+        self._transform: Any = None
+        self._decode: Callable[..., Any] = decode_image
+        if views is not None:
+            self._transform, self._decode = pictures(views.transform, views.pixel_path)
+        self._crop = None if views is None else crop_of(views.transform)
+        self._begins = np.cumsum([0, *(source.num_samples for source in sources)]).tolist()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each shard of all sources."""
+        return [size for source in self.sources for size in source.sizes]
+
+    @cached_property
+    def caption_starts(self) -> np.ndarray:
+        """(n + 1,) number of each sample's first caption; the last entry is the captions of all sources."""
+        counts = []
+        for source in self.sources:
+            starts = caption_starts(source)
+            counts.append(np.ones(source.num_samples, np.int64) if starts is None else np.diff(starts))
+        return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
+
+    def read(self, file: int) -> Iterator[Sample | Lost]:
+        """The samples of a shard as they lie."""
+        index, shard = self._files[file]
+        source = self.sources[index]
+        notes: list[str] = []
+        reading = Reading(source, index, fail=self.strict, every_caption=True, notes=notes.append)
+        begin, end = int(source.starts[shard]), int(source.starts[shard + 1])
+        try:
+            with closing(reading.samples(shard, 0, begin)) as samples:
+                for sample in samples:
+                    yield self._sample(index, sample)
+        except Surplus:
+            notes.append(self._refused_if_strict(wrong_size(source, shard, "more")))
+        except ShardError as error:
+            message = self._refused_if_strict(shard_sentence(source, shard, error))
+            yield Lost(source.name, error.reason, end - begin - error.readable, message)
+        yield from (Lost(source.name, "", 0, note) for note in notes)
+
+    def _refused_if_strict(self, message: str) -> str:
+        if self.strict:
+            raise UserError(message)
+        return message
+
+    def _sample(self, index: int, sample: RawSample) -> Sample | Lost:
+        source = self.sources[index]
+        row = self._begins[index] + sample.position
+        captions = [(number, caption) for number, caption in enumerate(sample.captions) if caption]
+        fault = sample.fault if self.captions and not captions else None
+        image: Any = None
+        if fault is None and self.images:
+            try:
+                # No picture is a fault of the sample; an empty file is one that the decoder finds.
+                missing = sample.fault is not None and not sample.image
+                image = None if missing else self._decode(sample.image, self._crop)
+            except BadImage as error:
+                fault = error.fault
+            if image is None and fault is None:
+                fault = sample.fault
+        if fault is not None:
+            if self.strict:
+                raise UserError(sample_sentence(source, sample, fault))
+            return Lost(source.name, fault.reason)
+        if self.captions:
+            begin = int(self.caption_starts[row])
+            captions = [(begin + number, caption) for number, caption in captions]
+        return Sample(row, self._pictures(index, sample.position, image), captions if self.captions else ())
+
+    def _pictures(self, index: int, position: int, image: Any) -> list[Image.Image]:
+        if not self.images:
+            return []
+        if self.views is None:
+            return [image]
+        shown = []
+        with preserved():
+            for view in range(self.views.count):
+                pixels = view_picture(
+                    self._transform, image, seed=self.views.seed, source=index, sample=position, view=view
+                )
+                shown.append(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()))
+        return shown

@@ -1,0 +1,183 @@
+"""Settings of the evaluations, which are also their commands' flags. Imports nothing heavy, so that help comes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable
+from open_clip_zerovl.core.flags import flag, number_or, positive, seed, share
+from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, RULES
+
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """How retrieval sets are scored.
+
+    Attributes:
+        captions_per_image: how many captions of an image count, the first ones; None (or "all") for all. The papers count five
+            (COCO's test set has 25,010 captions in all).
+        paper_transform: with the checkpoint's mean and standard deviation, scaled to the model's size (A.9).
+    """
+
+    split: str = flag("test", "split of the sets")
+    captions_per_image: int | None = flag(
+        5,
+        "captions kept of each image (default 5, as the papers count COCO; CLIP_benchmark: all)",
+        option="--captions",
+        kind=number_or("all", 1),
+        metavar="N|all",
+    )
+    paper_transform: bool = flag(
+        False, "squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform"
+    )
+
+    def __post_init__(self) -> None:
+        if self.captions_per_image == "all":
+            object.__setattr__(self, "captions_per_image", None)
+
+
+@dataclass(frozen=True)
+class RetrievalFiles:
+    """Files to write; None for those not wanted."""
+
+    json: Path | None = flag(None, "also write the metrics as JSON", option="--output", metavar="FILE.json")
+    csv: Path | None = flag(None, "also write the metrics as CSV, one line a set", metavar="FILE.csv")
+    gallery: Path | None = flag(None, "also show hits and misses as one HTML page", metavar="FILE.html")
+
+    def check(self) -> None:
+        """UserError where one of them cannot be written."""
+        for path in (self.json, self.csv, self.gallery):
+            if path is not None:
+                check_writable(path)
+
+
+@dataclass(frozen=True)
+class LarsSettings:
+    """How a probe's classifier is trained; the defaults are the paper's and its code's, see `probe.lars`.
+
+    A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
+    a step to the norm of the weights, whatever the norm of the gradient.
+
+    Attributes:
+        lr: at the end of the warm-up.
+        warmup_share: of all steps, 0..1.
+        seed: of the order, the augmentation and the initial weights.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    epochs: int = flag(90, "with --way paper", kind=positive)
+    batch_size: int = flag(16_384, "effective batch with --way paper", kind=positive)
+    lr: float = flag(6.4, "learning rate with --way paper")
+    weight_decay: float = flag(0.0, "weight decay with --way paper", option="--wd")
+    momentum: float = 0.9
+    trust_coefficient: float = 0.001
+    warmup_share: float = 1 / 9
+    batch_norm: bool = flag(
+        False,
+        "with --way paper: standardise the features and leave the bias out of LARS, as other papers' probes do",
+    )
+    seed: int = flag(0, "of order, augmentation and initial weights", kind=seed)
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 2:
+            raise UserError(f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}")
+        if not self.lr > 0 or self.weight_decay < 0 or not 0 <= self.warmup_share < 1:
+            raise UserError(
+                f"lr {self.lr} must be positive, weight decay {self.weight_decay} at least 0, and the warm-up's share "
+                f"{self.warmup_share} in [0, 1)"
+            )
+
+
+@dataclass(frozen=True)
+class BiasSettings:
+    """How `run_bias` measures; see `measure_bias`."""
+
+    samples_per_source: int = flag(500, "pairs of each source, at most", option="--samples", kind=positive, metavar="N")
+    batch_sizes: Sequence[int] | None = flag(
+        None, "batches for log p (default: 16, 64, 256, ...)", kind=positive, nargs="+", metavar="B"
+    )
+    map_samples: int = flag(300, "points of each source in the map", kind=positive, metavar="N")
+    concept_field: str | None = flag(
+        None, "json field that says what a sample shows; its samples share a fold", option="--concept", metavar="FIELD"
+    )
+    seed: int = flag(0, "of batches, folds and maps", kind=seed)
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """How `run_compare` measures; the fields of a sample's json are those of `samples.read_source_samples`."""
+
+    samples_per_source: int = flag(
+        1000, "pairs of each source, at most", option="--samples", kind=positive, metavar="N"
+    )
+    concept_field: str | None = flag(
+        None,
+        "json field, or column of a table, that says what a sample shows: samples of two sources with the same value match",
+        option="--concept",
+        metavar="FIELD",
+    )
+    held_out_field: str | None = flag(
+        None,
+        "likewise, true for pairs kept out of training; the others of --data are only matches of other sources' pictures "
+        "(default: all were kept out)",
+        option="--held-out",
+        metavar="FIELD",
+    )
+    draws: int = flag(1000, "draws of units, for the intervals over queries", kind=positive, metavar="N")
+    seed: int = flag(0, "of draws and folds", kind=seed)
+
+    def __post_init__(self) -> None:
+        if self.draws < 100:
+            raise UserError(f"{self.draws} draws are too few for an interval; take 100 or more")
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """A query, in words ("" for none), as a picture or both, and what is done with the hits."""
+
+    words: str = ""
+    image: Path | None = flag(None, "search for what is like this picture, and the words", metavar="FILE")
+    best: int = flag(10, "pictures to show", kind=positive, metavar="K")
+    cache: Path | None = flag(None, "where embeddings are kept (default ~/.cache/zerovl/search)", metavar="DIR")
+    page: Path | None = flag(None, "also write a page with thumbnails", metavar="FILE.html")
+    output: Path | None = flag(None, "also write what was found as JSON", metavar="FILE.json")
+
+    def __post_init__(self) -> None:
+        if self.best < 1:
+            raise UserError(f"the number of pictures to show must be 1 or more, but is {self.best}.")
+        if not self.words.strip() and self.image is None:
+            raise UserError("there is nothing to search for: give words, or a picture by --image")
+
+
+def _alphas(text: str) -> tuple[float, ...]:
+    return tuple(share(one) for one in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveFlags:
+    """Which points between two models are scored, and how one is chosen (see `choose`); 0 and 1 are always scored."""
+
+    alphas: Sequence[float] = flag(
+        ALPHAS,
+        "points to score, besides 0 and 1 (default 0 to 1 in steps of 0.1)",
+        kind=_alphas,
+        metavar="A,A,...",
+    )
+    rule: str | None = flag(
+        None,
+        "kept: the best on the new sets of the points that keep --keep of the score on the kept sets; mean: the best mean of "
+        "both; new: the best on the new sets (default: kept where there are kept sets, else new)",
+        choices=RULES,
+    )
+    kept_share: float = flag(
+        KEPT_SHARE,
+        "share of BEFORE's score on the kept sets that is to be kept",
+        option="--keep",
+        kind=share,
+        metavar="SHARE",
+    )

@@ -1,0 +1,26 @@
+"""The flags of `zerovl finetune`. Imports nothing heavy, so that help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from open_clip_zerovl.core.flags import flag, natural, seed
+
+SETS = "NAME=SET::..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneFlags:
+    """How a fine-tuning is held out, scored and ended."""
+
+    retrieval_data: str | None = flag(
+        None, "held-out pairs (default: the set that comes with --data, else a part of it)", metavar=SETS
+    )
+    kept: str | None = flag(None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS)
+    patience: int = flag(
+        5, "end when the held-out score has not risen for so many epochs; 0: never", kind=natural, metavar="EPOCHS"
+    )
+    seed: int = flag(0, "of the split and the training", kind=seed)
+    compare_pictures: bool = flag(
+        True, "do not look for held-out pictures among those to train on", option="--skip-overlap"
+    )

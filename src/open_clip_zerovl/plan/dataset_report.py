@@ -1,0 +1,124 @@
+"""The sources and retrieval sets in folders, with counts (`zerovl data report`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.prepare.public.manifest import MANIFEST_FILE, RECORDS, read_manifest
+from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
+
+log = logging.getLogger(__name__)
+DEPTH = 4  # folders below the one that is given
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Contents of one folder; `rows` is the length of the list that it was made from (None if not known)."""
+
+    name: str
+    folder: Path
+    images: int
+    texts: int
+    shards: int
+    rows: int | None = None
+    complete: bool = True
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+
+def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
+    """Every source and retrieval set in the given folders and below them.
+
+    A folder counts if it has a manifest of ours, img2dataset's `*_stats.json`, a `sizes.json`, or CLIP_benchmark's layout. If
+    several paths are given (`DIR/*`), files are ignored, and folders without any of these are ignored with a warning.
+
+    Raises:
+        UserError: a folder that does not exist, or no folder that counts.
+    """
+    paths = [Path(folder).expanduser() for folder in folders]
+    found: list[Dataset] = []
+    empty = []
+    for path in paths:
+        if not path.is_dir() and (len(paths) == 1 or not path.exists()):
+            raise UserError(f"{path} is no folder: give folders with prepared datasets.")
+        here = list(_below(path, path.absolute().name, DEPTH)) if path.is_dir() else []
+        if path.is_dir() and not here:
+            empty.append(
+                f"{path} has no shards with a {SIZES_FILE} or a {MANIFEST_FILE}: prepare the data, or `zerovl data index` it."
+            )
+        found += here
+    if not found:
+        raise UserError(empty[0] if empty else f"there is no folder among {', '.join(map(str, paths))}.")
+    for sentence in empty:
+        log.warning(sentence)
+    return found
+
+
+def report(folders: Iterable[str | Path]) -> str:
+    """The datasets as a table, and missing pairs by reason."""
+    found = find_datasets(folders)
+    lines = [f"{'dataset':24} {'images':>12} {'texts':>12} {'of list':>8} {'shards':>7}"]
+    for one in found:
+        share = f"{one.images / one.rows:.1%}" if one.rows else ""
+        lines.append(f"{one.name:24} {one.images:12,} {one.texts:12,} {share:>8} {one.shards:7,}")
+    for one in found:
+        if not one.complete:
+            lines.append(f"{one.name}: not complete, call its command again to go on ({one.folder})")
+        if one.failures:
+            lost = ", ".join(f"{reason} {count:,}" for reason, count in Counter(one.failures).most_common(8))
+            lines.append(f"{one.name}: missing by reason: {lost}")
+    return "\n".join(lines)
+
+
+def _below(folder: Path, name: str, depth: int) -> Iterable[Dataset]:
+    try:
+        found = _dataset(folder, name)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{folder} cannot be counted, because a JSON file in it has another content than its program writes "
+            f"({type(error).__name__}: {error}): remove {MANIFEST_FILE} or the *_stats.json, or leave the folder out"
+        ) from error
+    if found is not None:
+        yield found
+    elif depth:
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in (RECORDS, "downloads"):
+                yield from _below(entry, entry.name if depth == DEPTH else f"{name}/{entry.name}", depth - 1)
+
+
+def _dataset(folder: Path, name: str) -> Dataset | None:
+    manifest = read_manifest(folder)
+    if manifest is not None and "dataset" in manifest and "pairs" in manifest:
+        return Dataset(
+            f"{manifest['dataset']} {manifest['split']}",
+            folder,
+            manifest["pairs"],
+            manifest["captions"],
+            len(manifest["shards"]),
+            manifest["rows"],
+            manifest["complete"],
+            manifest["failures"],
+        )
+    if tables := [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*_stats.json"))]:
+        failures: Counter[str] = Counter()
+        for table in tables:
+            failures.update({k: v for k, v in table.get("status_dict", {}).items() if k != "success"})
+        pairs, rows = (sum(table[key] for table in tables) for key in ("successes", "count"))
+        return Dataset(name, folder, pairs, pairs, len(tables), rows, True, failures)
+    if (sizes := read_sizes(folder)) is not None:
+        return Dataset(name, folder, sum(sizes.values()), sum(sizes.values()), len(sizes))
+    if (folder / "dataset_type.txt").is_file() and (folder / "test" / "nshards.txt").is_file():
+        if (folder / "test" / MANIFEST_FILE).is_file():
+            return None  # test/ counts by itself
+        opened = open_retrieval_set(folder)
+        shards = int((folder / "test" / "nshards.txt").read_text(encoding="utf-8"))
+        return Dataset(name, folder, len(opened), opened.num_captions(), shards)
+    return None

@@ -1,0 +1,101 @@
+"""Replaces functions in open_clip_train.main, after a check that they are as expected.
+
+`open_clip_train.main` looks up the functions that it calls as module globals. `replaced` swaps some of them within a `with`
+block and restores them after it. Each supported line of releases has a module (`openclip_v3`, `openclip_v4`) that names them
+and calls the hooks, which are the public methods of `run.Run`, as that main calls its own functions. If a name is missing, not
+used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version: a change of
+open_clip's internals must not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import open_clip
+import open_clip_train.main as host
+import torch
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import save_atomically
+from open_clip_zerovl.core.releases import Line, line_of
+from training import openclip_v3, openclip_v4
+
+TABLES: dict[Line, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
+
+
+def check_host(main: ModuleType = host, version: str = open_clip.__version__) -> Any:
+    """Make sure that the installed open_clip is one whose names are known; returns the module of its line.
+
+    Raises:
+        UserError: a release of no line, a name that is missing or not used, or a function with other parameters.
+    """
+    table = TABLES[line_of(version)]
+    used = main.main.__code__.co_names
+    for name, expected in table.NAMES.items():
+        function = getattr(main, name, None)
+        if name == "optim":
+            function = getattr(function, "AdamW", None)
+        found = tuple(inspect.signature(function).parameters) if callable(function) else None
+        if found is None or any(parameter not in found for parameter in expected):
+            wrong = f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}"
+        elif name not in used:
+            wrong = f"has {name} and does not use it in open_clip_train.main"
+        else:
+            continue
+        raise UserError(f"open_clip_torch {version} {wrong}; install an unmodified open_clip_torch {table.LINE.read}")
+    return table
+
+
+class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """DDP as open_clip calls it, but on CPU: torch refuses `device_ids=[cpu]` there and wants None."""
+
+    def __init__(self, module: torch.nn.Module, device_ids: Any = None, **options: Any) -> None:
+        on_cpu = device_ids is not None and all(torch.device(device).type == "cpu" for device in device_ids)
+        super().__init__(module, device_ids=None if on_cpu else device_ids, **options)
+
+
+@contextmanager
+def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]] = dict) -> Iterator[None]:
+    """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
+    `torch.save` that is atomic.
+
+    Args:
+        entry: what to add to each checkpoint that main saves.
+
+    Raises:
+        UserError: see `check_host`.
+        KeyError: a name that the line does not list.
+    """
+    table = check_host()
+    unknown = [name for name in replacements if name not in table.NAMES]
+    if unknown:
+        raise KeyError(f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can")
+    kept = {name: getattr(host, name) for name in replacements}
+    stock_ddp = torch.nn.parallel.DistributedDataParallel
+    try:
+        for name, replacement in replacements.items():
+            setattr(host, name, replacement)
+        torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel
+        torch.save = partial(_save, entry)
+        yield
+    finally:
+        torch.save = torch.serialization.save
+        torch.nn.parallel.DistributedDataParallel = stock_ddp
+        for name, original in kept.items():
+            setattr(host, name, original)
+
+
+def _save(entry: Callable[[], dict[str, Any]], content: Any, file: Any, **options: Any) -> None:
+    """`torch.save`, atomic where it writes to a path, of main's checkpoint and an entry."""
+    if isinstance(content, dict) and "optimizer" in content:
+        content = {**content, **entry()}
+    if isinstance(file, str | os.PathLike):
+        save_atomically(content, file, **options)
+    else:
+        torch.serialization.save(content, file, **options)

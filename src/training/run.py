@@ -1,0 +1,394 @@
+"""One run of open_clip's training program with the recipe, from a parsed command line to its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import open_clip_train.main as host
+import torch
+from filelock import FileLock, Timeout
+from open_clip_train.distributed import world_info_from_env
+
+from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
+from open_clip_zerovl.data.loader import MixtureLoader
+from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from training import checkpointing, data, evaluate, model, resume, stopping
+from training.console import Console
+from training.hooks import check_host, replaced
+from training.params import require_new_name
+from training.run_log import RunLog
+from training.train import Trainer, create_loss
+
+# How torch begins when an optimizer loads a state with groups of other sizes.
+OTHER_GROUPS = "loaded state dict"
+LOCK = ".lock"
+WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
+PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")  # copied by --copy-codebase
+
+
+def train(args: argparse.Namespace, config: AllFlags) -> int:
+    """Run open_clip's main with the recipe; returns the exit status, see `main.main`."""
+    # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _, rank, world_size = world_info_from_env()
+    console, run = Console(), None
+    try:
+        line = check_host()
+        if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
+            logging.warning(f"{warning[0].upper()}{warning[1:]}.")
+        if config.active and not (config.verbose or args.debug):
+            console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
+        run = Run(args, config, line, console)
+        run.open(rank)
+        run.start()
+    except UserError as error:
+        where = f"[rank {rank}] " if world_size > 1 else ""
+        console.progress.end()
+        stopping.say(f"{where}training.main: error: {error}")
+        return 2
+    except stopping.Stopped as stopped:
+        assert run is not None
+        return run.stopped(stopped, rank)
+    finally:
+        console.close()
+        if run is not None and run.lock is not None:
+            run.lock.release()
+    return 0
+
+
+class Run:
+    """One run of open_clip's main. Its public methods after `start` are the hooks that `openclip_v3` and `openclip_v4` call.
+
+    Attributes:
+        line: the module of the installed open_clip's line.
+        model_name: the name under which open_clip knows the model and its tokenizer.
+        own_step, own_schedule, own_adamw: whether the run takes our step, our learning rates, our groups of parameters.
+        fresh: whether the run's folder was empty before.
+        trained: whether an optimizer step was taken.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console) -> None:
+        self.log = RunLog(args, config, console)
+        self.args, self.config, self.line = args, config, line
+        self.resumes_latest = args.resume == "latest"  # main puts the file's name in its place
+        self.own_step = config.own_step
+        self.own_schedule = config.lr_min is not None or config.warmup_share is not None
+        self.own_adamw = config.no_embedding_decay
+        self.preemption = stopping.Preemption()
+        self._handlers = ExitStack()
+        # set by `open`
+        self.model_name = args.model
+        self.inputs = data.Inputs()
+        self.lock: FileLock | None = None
+        self.fresh = False
+        # set by the hooks, in main's order
+        self.model: torch.nn.Module | None = None
+        self.mixup: CoinFlipMixup | None = None
+        self.resumed: resume.Position | None = None
+        self.cache: FrozenCache | None = None
+        self.trainer: Trainer | None = None
+        self.trained = False
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; it has a name once open_clip's main has begun."""
+        return Path(self.args.logs) / self.args.name
+
+    def open(self, rank: int) -> None:
+        """Check device, optimizer and model, open the data, register the model of `--text-model`, prepare the run's folder.
+
+        The first rank locks the folder, and deletes the marker of an earlier stop and half-written files of killed processes.
+
+        Raises:
+            UserError: something that cannot be used, or another process that trains a run of this name.
+        """
+        args, config = self.args, self.config
+        model.check_device(args)
+        model.check_optimizer(args)
+        check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
+        model.settle_device(args, recipe=config.active)
+        if config.text_model is not None:
+            self.model_name = with_text_model(args.model, config.text_model)
+        self.inputs = data.open_inputs(config, args)
+        if rank != 0 or args.name is None:
+            return
+        self.lock = lock_folder(self.folder)
+        require_new_name(args)  # it may have been taken while this process waited
+        self.fresh = [path.name for path in self.folder.iterdir()] == [LOCK]
+        (self.folder / REQUEUE_MARKER).unlink(missing_ok=True)
+        checkpointing.remove_leftovers(self.folder / "checkpoints")
+
+    def start(self) -> None:
+        """Run open_clip's main. A run that ends before its first step removes its folder, which would block its name.
+
+        Raises:
+            UserError: the run cannot go on.
+            Stopped: the run was asked to stop.
+        """
+        hooks = self.line.filled(self, host)
+        try:
+            with replaced(hooks, self.checkpoint_entry), no_code_from_data(), ExitStack() as self._handlers:
+                self._run_main()
+        except BaseException as error:  # also for an interrupt or a defect
+            if self.trained and not isinstance(error, stopping.Stopped | KeyboardInterrupt):
+                self.log.end("failed", first_line(error))
+            if self.fresh and not self.trained:
+                logging.shutdown()
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        finally:
+            # open_clip sets every logger to INFO, and dynamo then prints its compile statistics when the process ends.
+            for name in list(logging.root.manager.loggerDict):
+                if name.startswith("torch."):
+                    logging.getLogger(name).setLevel(logging.WARNING)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _run_main(self) -> None:
+        try:
+            status = host.main([])  # parse_args is a hook: the arguments are parsed already
+        except stopping.Stopped as stopped:
+            if self.args.rank == 0:
+                self.log.end("stopped", f"Step {stopped.step} of epoch {stopped.epoch} was the last.")
+                self._leave(stopped)
+            self.preemption.wait_for_all()
+            raise
+        except Exception as error:
+            if not isinstance(error, ValueError) or not str(error).startswith(OTHER_GROUPS):
+                if not self.trained and (sentence := words_of_main(error)) is not None:
+                    raise UserError(sentence) from error
+                raise
+            raise UserError(
+                f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
+                "--opt, --lock-*, --freeze or --no-embedding-decay are not as they were, or another line of open_clip "
+                "wrote it; give them as they were, or start a new run with --init-from"
+            ) from error
+        if status not in (None, 0):
+            raise UserError(f"open_clip's main gave up with status {status}; its message is above")
+        self.log.end("done")
+
+    def _leave(self, stopped: stopping.Stopped) -> None:
+        """On the first rank of a stopped run: write the launcher's marker, and sync to the remote store for the last time."""
+        if not stopped.saved:
+            return
+        if stopped.asked == stopping.PREEMPTED:
+            (self.folder / REQUEUE_MARKER).write_text("start again with --resume latest\n", encoding="utf-8")
+        if self.args.remote_sync is not None:
+            stopping.end_children()  # ends the process that syncs periodically
+            host.remote_sync(
+                str(self.folder), os.path.join(self.args.remote_sync, self.args.name), self.args.remote_sync_protocol
+            )
+
+    def stopped(self, stop: stopping.Stopped, rank: int) -> int:
+        """Print how to resume a stopped run, and return its exit status."""
+        interrupted = stop.asked == stopping.INTERRUPTED
+        if not stop.saved:
+            status = 128 + (signal.SIGINT if interrupted else signal.SIGTERM)
+            words = f"stopped after step {stop.step} of epoch {stop.epoch}; nothing is saved: --logs {self.args.logs}"
+        else:
+            status = 128 + signal.SIGINT if interrupted else PREEMPTED_STATUS
+            words = (
+                f"stopped; step {stop.step} of epoch {stop.epoch} is saved. The same command goes on from there with --name "
+                f"{self.args.name} --resume latest"
+            )
+            if not interrupted:
+                words += f"; left {self.folder / REQUEUE_MARKER} for the launcher"
+        if rank == 0:
+            stopping.say(f"training.main: {words}.")
+        return status
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The hooks, in the order in which main calls them
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def copy_codebase(self, args: argparse.Namespace) -> None:
+        """`--copy-codebase`: the first rank copies the code of `PACKAGES`; a resumed run keeps its first copy.
+
+        open_clip copies the folder three levels above its own main: for an installed package that is the whole environment.
+        """
+        code = self.folder / "code"
+        if args.rank != 0 or code.exists():
+            return
+        for name in PACKAGES:
+            spec = find_spec(name)
+            assert spec is not None and spec.origin is not None  # this program imports them all
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(Path(spec.origin).parent, code / name, ignore=ignored)
+        logging.info(f"Copied the code of {', '.join(PACKAGES)} to {code}.")
+
+    def create_model(self, model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
+        """(name, pretrained, **options) -> model, training transform, evaluation transform."""
+        if self.lock is None and self.args.rank == 0 and self.args.name is not None:
+            # Without --name, main has made one up; a run that is started in the same second gets the same.
+            self.lock = lock_folder(self.folder)
+        if self.model is not None:  # main makes the teacher after it: --distill-model
+            return create_model_and_transforms(model_name, pretrained, **options)
+        # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
+        if self.own_step and self.config.sampling is not None:
+            # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
+            self._handlers.enter_context(self.preemption)
+        else:
+            stopping.end_by_signals()
+        created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
+        self.model, transform_train, transform_eval, self.mixup = created
+        if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
+            checkpointing.require_room(self.folder, self.model)
+        return self.model, transform_train, transform_eval
+
+    def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
+        """(lr, betas, eps) -> optimizer, where `own_adamw`."""
+        assert self.model is not None  # main makes the optimizer after it
+        return model.create_adamw(self.model, self.args.wd, **options)
+
+    def cosine_lr(self, optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int):
+        """As open_clip's, where `own_schedule`."""
+        share = self.config.warmup_share
+        warmup = warmup_length if share is None else round(share * steps)
+        return model.cosine_lr(optimizer, base_lr, warmup, steps, lr_min=self.config.lr_min or 0.0)
+
+    def get_data(self, stock: Callable[..., dict], args: argparse.Namespace, transforms, tokenizer) -> dict:
+        """Data by name; `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`."""
+
+        def paper_transform() -> Callable[..., Any]:
+            assert self.model is not None  # main makes the data after it
+            return paper_transform_of(self.model.visual)
+
+        found = data.get_data(self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform)
+        if self.config.cache_frozen is not None and self.own_step:
+            assert self.model is not None
+            width = open_clip.get_model_config(self.model_name)["embed_dim"]
+            self.cache = data.frozen_cache(
+                self.config, self.inputs.sources, args, self.model, width, transforms[0], tokenizer
+            )
+        return found
+
+    def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
+        """The file that `--resume latest` goes on from; None where there is none."""
+        return checkpointing.newest_whole(path, remote)
+
+    def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
+        """The checkpoint with bare names, checked against the model."""
+        assert self.model is not None  # main loads a checkpoint after it has made the model
+        file_path = self._undamaged(file_path)
+        checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
+        position = resume.read_position(checkpoint)
+        if position is not None and position.step and (not self.own_step or self.config.sampling is None):
+            raise UserError(
+                f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
+                "sampling flags it was trained with"
+            )
+        self.resumed = position
+        return checkpoint
+
+    def _undamaged(self, file_path: str) -> str:
+        """The checkpoint to resume from; if epoch_latest.pt is damaged, the newest whole one beside it.
+
+        Raises:
+            UserError: it is damaged, and there is no other.
+        """
+        path = Path(file_path)
+        searched = self.resumes_latest and not self.args.save_most_recent  # `newest_whole` has read it already
+        damage = None if searched or not checkpointing.is_archive(path) else checkpointing.damage_of(path)
+        if damage is None:
+            return file_path
+        other = checkpointing.newest_whole(str(path.parent)) if self.resumes_latest else None
+        if other is None:
+            raise UserError(f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one")
+        logging.warning(f"The file {file_path} {damage}; going on from {other}.")
+        return other
+
+    def create_loss(self, args: argparse.Namespace) -> torch.nn.Module:
+        """The loss of our step, where `own_step`."""
+        return create_loss(self.config, args)
+
+    def train_epoch(
+        self, stock: Callable[[], None], model, data: dict, loss, epoch: int, optimizer, scaler, scheduler, tb_writer
+    ) -> None:
+        """Train an epoch by our step, or by `stock()`, open_clip's own loop."""
+        mark = optimizer.register_step_post_hook(self._stepped)
+        try:
+            if self.own_step:
+                if self.trainer is None:
+                    self.trainer = Trainer(
+                        self.config, self.preemption, self.resumed, mixup=self.mixup, cache=self.cache, log=self.log
+                    )
+                self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
+            else:
+                stock()
+        except RuntimeError as error:
+            # torch raises an error about a lost loader worker at any place in the process
+            loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)
+            sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
+            if sentence is None:
+                raise
+            loader.abandon()
+            raise UserError(sentence) from error
+        finally:
+            mark.remove()
+
+    def _stepped(self, *_: Any) -> None:
+        self.trained = True
+
+    def evaluate(self, stock: Callable[[dict], dict], model, data: dict, epoch: int, tb_writer, tokenizer) -> dict:
+        """Metrics of an epoch; `stock(data)` gives open_clip's own."""
+        return evaluate.evaluate(self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer)
+
+    def checkpoint_entry(self) -> dict[str, Any]:
+        """The further entry of open_clip's epoch checkpoint, with which a resumed run is bit-equal."""
+        end = self.trainer.epoch_end if self.trainer is not None else None
+        return {} if end is None else {"zerovl": resume.entry_of(end)}
+
+
+def words_of_main(error: Exception) -> str | None:
+    """The sentence in which open_clip's training program refuses its input, or for a file that it cannot open; else None."""
+    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
+    if own and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError) and str(error):
+        return f"open_clip: {first_line(error)}"
+    return place_sentence(error)
+
+
+def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FileLock:
+    """A lock on a run's folder, so that one process at a time writes into it; the system releases it when the process ends.
+
+    On a file system without locks this is logged, and the run goes on without.
+
+    Raises:
+        UserError: another process holds it for longer than `wait_seconds`, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
+    lock = FileLock(folder / LOCK)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logging.warning(f"Waiting for the process that trains in {folder} to end.")
+            lock.acquire(timeout=wait_seconds)
+    except Timeout as error:
+        raise UserError(
+            f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        logging.warning(f"{folder / LOCK} cannot be locked ({error}); make sure that no other process trains this run.")
+    return lock

@@ -1,0 +1,252 @@
+"""The end of a training process: a stop that is asked for, and the last steps of every process.
+
+A run that is asked to stop saves a step checkpoint and leaves a marker for its launcher to start it again (`Preemption`).
+
+An ordinary exit of Python waits for loader workers, threads, and collectives that another rank may never enter. Meanwhile the
+other ranks and the launcher wait, and the GPUs are held. Here the process ends its children first, then runs exit handlers
+(logs, wandb, tensorboard), then ends, all within `LIMIT_SECONDS` (`run`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import distributed_c10d
+
+from open_clip_zerovl.core.errors import place_sentence
+from open_clip_zerovl.core.processes import REQUEUE_MARKER, end_with_parent
+
+CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
+
+PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a user (Ctrl-C)
+
+LIMIT_SECONDS = 10.0
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+_LOST_RANK = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited|"
+    r"wait timeout after \d+ms",
+    re.I,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A stop that is asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stopped(Exception):
+    """The run was asked to stop and ends after `step` optimizer steps of epoch `epoch`.
+
+    Attributes:
+        asked: PREEMPTED or INTERRUPTED.
+        saved: whether these steps are in a checkpoint.
+    """
+
+    asked: int
+    epoch: int
+    step: int
+    saved: bool
+
+
+def end_by_signals() -> None:
+    """Have SIGUSR1 end this process, as SIGTERM does: for a run that could not go on from a step checkpoint.
+
+    `processes.supervise` has its ranks ignore SIGUSR1 until they are ready for it, and sends it in place of SIGTERM.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+class Preemption:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all stop.
+
+    A scheduler does not signal all processes at the same time. If one rank stopped alone, the others would wait for it in their
+    next collective until the job is killed without a checkpoint.
+
+    Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.training = False
+        self._group: Any = None
+        self._kept: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Preemption:
+        self._process = os.getpid()
+        for number in self.SIGNALS:
+            self._kept[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._kept.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        # A scheduler may also signal loader workers, which are forks of this process. They must go on until the checkpoint is
+        # written; this process ends them.
+        if os.getpid() != self._process:
+            return
+        if number != signal.SIGINT:
+            self.asked = max(self.asked, PREEMPTED)
+            return
+        if not self.training or self.asked == INTERRUPTED:
+            raise KeyboardInterrupt
+        self.asked = INTERRUPTED
+        if os.environ.get("RANK", "0") == "0":
+            words = "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
+            number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
+            os.write(number, ("\n" * os.isatty(number) + words).encode())  # a terminal shows the progress line there
+
+    def agreed(self, distributed: bool) -> int:
+        """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
+        if not distributed:
+            return self.asked
+        if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
+            on_cpu = torch.distributed.get_backend() == "gloo"
+            self._group = torch.distributed.group.WORLD if on_cpu else new_cpu_group()
+        flag = torch.tensor([self.asked])
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return int(flag.item())
+
+    def wait_for_all(self) -> None:
+        """Wait for all ranks before ending: torchrun kills the others 30 s after one rank has ended, and the first rank may
+        still be writing the checkpoint."""
+        if self._group is not None:
+            torch.distributed.barrier(group=self._group)
+
+
+def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
+    """A gloo group of all ranks. Every rank calls this at about the same time.
+
+    To connect, a rank waits in a store for the other ranks' addresses; meanwhile it notices neither a signal nor the end of a
+    rank. With torch's own time-out, that of a collective, it would wait half an hour for a lost rank.
+
+    Raises:
+        RuntimeError: a rank has not arrived within `seconds`.
+    """
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    set_timeout = (
+        getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    )  # before torch 2.15
+    set_timeout(distributed_c10d.default_pg_timeout, group)
+    return group
+
+
+def mark_requeue(args: argparse.Namespace) -> Path:
+    """Leave the marker that tells a launcher to start this run again."""
+    marker = Path(args.logs) / args.name / REQUEUE_MARKER
+    marker.write_text("start again with --resume latest\n", encoding="utf-8")
+    return marker
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of the process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(program: Callable[[], int]) -> NoReturn:
+    """Call a program and end this process with the status that it returns.
+
+    An exception is shown as one sentence if `sentence_of` has one, else as a traceback; the status is then 1. Ctrl-C gives
+    130. Under torchrun the process ends when torchrun does.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Ranks of a killed torchrun would go on training while a restart writes into the same folder.
+        end_with_parent(signal.SIGKILL)
+    try:
+        status = program()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            say(stop.code)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        say("training.main: interrupted; what was saved before is kept")
+        status = INTERRUPTED_STATUS
+    except BaseException as error:
+        sentence = sentence_of(error)
+        rank = os.environ.get("RANK")
+        where = f"[rank {rank}] " if rank else ""
+        say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
+        status = 1
+    end(status)
+
+
+def say(words: str) -> None:
+    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(words.rstrip(), file=sys.stderr, flush=True)
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for others."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"the device's memory is full ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
+            "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once; `zerovl plan` says "
+            "what fits)"
+        )
+    if (sentence := place_sentence(error)) is not None:
+        return f"{sentence}, then go on with --resume latest"
+    if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+        return f"another rank has ended, its own message says why ({first_line})"
+    return None
+
+
+def end(status: int) -> NoReturn:
+    """End this process and its children within `LIMIT_SECONDS`."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # they ask for an end, which has begun
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_late, args=(status,), daemon=True).start()
+    end_children()
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    _exit(status)
+
+
+def end_children() -> None:
+    """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each loader worker that dies
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(timeout=2)
+
+
+def _end_late(status: int) -> None:
+    time.sleep(LIMIT_SECONDS)
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # its reader is gone, or it is closed
+            continue
+    os._exit(status)

@@ -1,0 +1,70 @@
+"""Locks on files, and calls with a time limit."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import lock_file, locked
+from open_clip_zerovl.core.threads import call_within
+
+
+def test_an_exclusive_lock_excludes_and_a_shared_one_shares(tmp_path):
+    path = tmp_path / "file"
+    assert lock_file(path, shared=True) is None and not path.exists()
+    held = lock_file(path, create=True)
+    assert lock_file(path, wait=False) is None and lock_file(path, shared=True, wait=False) is None
+    os.close(held)
+    both = [lock_file(path, shared=True, wait=False) for _ in range(2)]
+    assert None not in both and lock_file(path, wait=False) is None
+    for descriptor in both:
+        os.close(descriptor)
+    with pytest.raises(OSError, match="absent"):
+        lock_file(tmp_path / "absent" / "file", create=True)
+
+
+def test_a_file_that_was_replaced_while_waiting_is_locked_anew(tmp_path):
+    path = tmp_path / "file"
+    held = lock_file(path, create=True)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(lock_file(path)))
+    waiting.start()
+    time.sleep(0.2)
+    (tmp_path / "new").touch()
+    os.replace(tmp_path / "new", path)
+    os.close(held)
+    waiting.join(timeout=30)
+    assert os.path.samestat(os.fstat(found[0]), os.stat(path))
+    os.close(found[0])
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_fork_holds_the_lock_only_if_it_may(tmp_path, forked):
+    descriptor = lock_file(tmp_path / "file", create=True, forked=forked)
+    if (child := os.fork()) == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        os.close(descriptor)
+        again = lock_file(tmp_path / "file", wait=False, forked=forked)
+        assert (again is None) == forked
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_is_locked_within_the_block(tmp_path):
+    with locked(tmp_path / "made"), pytest.raises(UserError, match="busy"), locked(tmp_path / "made", busy="busy"):
+        pass
+    with locked(tmp_path / "made", busy="busy"):
+        pass
+
+
+def test_a_call_within_its_time_gives_its_result_or_its_own_error():
+    assert call_within(30, lambda: 3) == call_within(None, lambda: 3) == 3
+    with pytest.raises(KeyError, match="mine"):
+        call_within(30, lambda: {}["mine"])
+    with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
+        call_within(0.05, lambda: time.sleep(5))

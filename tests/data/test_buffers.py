@@ -1,0 +1,211 @@
+"""Blocks of shared memory are used again, and never while somebody still reads them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data import buffers
+from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
+from open_clip_zerovl.data.loader import MixtureLoader
+from support import loading
+from support.tars import write_source
+
+LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
+
+
+def test_a_block_comes_back_when_its_last_tensor_is_gone():
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    assert (number, block.shape, block.stride(), block.dtype) == (0, LIKE.shape, LIKE.stride(), LIKE.dtype)
+    block.copy_(torch.arange(block.numel()).view(4, 3, 8, 8) % 256)
+    images, texts, name = book.receive(PooledBatch.of(0, number, block, (torch.tensor([[5]]), "name")))
+    assert torch.equal(images, block) and images.stride() == block.stride() and images.data_ptr() == block.data_ptr()
+    assert texts.tolist() == [[5]] and name == "name"
+    row = images[2]
+    del images
+    assert book.block(0, LIKE)[0] == 1  # `row` still reads block 0
+    del row
+    assert book.block(0, LIKE)[0] == 0
+    assert book.block(0, LIKE)[0] == 2  # blocks 0 and 1 are under way
+
+
+def test_blocks_are_alike_or_new():
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    book.receive(PooledBatch.of(0, number, block, ()))  # dropped at once
+    for other in (LIKE[:3], LIKE.contiguous(), LIKE.to(torch.float32)):
+        number, block = book.block(0, other)
+        assert number > 0 and block.stride() == other.stride() and block.dtype == other.dtype
+    assert book.block(0, LIKE)[0] == 0
+
+
+def test_a_word_from_another_process_frees_nothing():
+    """A worker that took the place of a lost one has blocks of its own under the same numbers."""
+    book = BufferPool(1)
+    number, _ = book.block(0, LIKE)
+    buffers._give_back(book._pipes[0][1], os.getpid() + 1, number, os.getpid())
+    assert book.block(0, LIKE)[0] == 1
+
+
+def test_beyond_the_last_block_batches_go_their_old_way(monkeypatch):
+    monkeypatch.setattr(buffers, "_MOST_BLOCKS", 2)
+    book = BufferPool(1)
+    assert [book.block(0, LIKE)[0] for _ in range(2)] == [0, 1] and book.block(0, LIKE) is None
+
+
+def test_a_full_pipe_and_a_closed_one_stop_nobody():
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    receiver, sender = book._pipes[0]
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(sender.fileno(), b"\0" * 4095)
+    book.receive(PooledBatch.of(0, number, block, ()))
+    receiver.close()
+    sender.close()
+
+
+def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
+    """The descriptor of the loader's pipe would be the next file's, had the batch kept its number alone."""
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
+    del book, block
+    files = [(tmp_path / str(number)).open("wb", buffering=0) for number in range(8)]
+    del images
+    for file in files:
+        file.close()
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 8
+
+
+def test_embeddings_in_bfloat16_travel_too():
+    """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
+    _, _, (found, other) = book.receive(
+        PooledBatch.of(0, number, block, (torch.tensor([1]), (sent, torch.tensor([0.5]))))
+    )
+    assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
+
+
+def test_full_shared_memory_gets_a_sentence(monkeypatch):
+    """The words are torch's, of a /dev/shm of 4 MiB."""
+
+    def full(_):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(UserError, match=r"shared memory \(/dev/shm\) has no room .*--shm-size=8g.* lower --workers"):
+        BufferPool(1).block(0, LIKE)
+
+
+def test_a_fork_that_drops_its_copy_frees_nothing():
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
+    child = os.fork()
+    if child == 0:
+        del images
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert book.block(0, LIKE)[0] == 1
+    del images
+    assert book.block(0, LIKE)[0] == 0
+
+
+def test_pinned_batches_free_their_block(monkeypatch):
+    """Without a GPU nothing can be pinned; a copy stands in for it."""
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
+    book = BufferPool(1)
+    number, block = book.block(0, LIKE)
+    block.fill_(7)
+    pinned = PooledBatch.of(
+        0, number, block, (torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3])))
+    ).pin_memory()
+    assert len(copied) == 4
+    assert book.block(0, LIKE)[0] == 1  # not free before it is received
+    images, texts, nothing, pair = book.receive(pinned)
+    assert [part.item() for part in pair] == [2, 3]
+    assert images.data_ptr() != block.data_ptr() and images.unique().tolist() == [7]
+    assert texts.tolist() == [1] and nothing is None
+    assert book.block(0, LIKE)[0] == 0
+
+
+def _fill(book: BufferPool, conversation) -> None:
+    for value in (1, 2):
+        number, block = book.block(0, LIKE)
+        block.fill_(value)
+        conversation.send(PooledBatch.of(0, number, block, (torch.tensor([value]),)))
+        conversation.recv()
+
+
+def test_workers_that_are_spawned():
+    book = BufferPool(1)
+    book.block(0, LIKE)  # the blocks of this process are not the worker's
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    worker = context.Process(target=_fill, args=(book, there))
+    worker.start()
+    for value in (1, 2):
+        assert here.poll(120)
+        images, texts = book.receive(here.recv())
+        assert images.unique().tolist() == [value] and texts.tolist() == [value]
+        del images
+        here.send("dropped")
+    worker.join()
+    assert [block for _, block in book._mapped] == [0]  # block 0 twice
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_source(tmp_path_factory.mktemp("source") / "a", 0, 240, 60)
+
+
+def loader_of(source: str, workers: int) -> MixtureLoader:
+    return loading.loader_of(f"a={source}", workers=workers)
+
+
+def test_every_batch_of_two_epochs_kept_at_once(source):
+    """Whoever keeps all batches gets each with its own pixels."""
+    one = {
+        int(number): image for images, ids in loader_of(source, 0) for image, number in zip(images, ids, strict=True)
+    }
+    loader = loader_of(source, 2)
+    for _ in range(2):
+        loader.set_epoch(0)
+        kept = list(loader)
+        assert len(kept) == len({images.data_ptr() for images, _ in kept}) == 60
+        assert len(loader._pool._mapped) == 60  # the second epoch used the first one's blocks
+        assert sorted(number for _, ids in kept for number in ids.tolist()) == list(range(240))
+        for images, ids in kept:
+            for number, image in zip(ids.tolist(), images, strict=True):
+                assert torch.equal(image, one[number])
+        del kept, images, image
+
+
+def test_few_blocks_serve_a_whole_epoch(source):
+    loader = loader_of(source, 2)
+    sums = [int(images.sum()) for images, _ in loader]
+    assert len(sums) == 60 and len(loader._pool._mapped) <= 10  # of 2 workers that read 2 batches ahead
+
+
+def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
+    """Negative control: without the lease, kept batches change under the reader's eyes."""
+    loader = loader_of(source, 2)
+    real = BufferPool.receive
+
+    def receive(self, batch):
+        got = real(self, batch)
+        buffers._give_back(self._pipes[batch.worker][1], batch.process, batch.block, os.getpid())
+        return got
+
+    monkeypatch.setattr(BufferPool, "receive", receive)
+    kept = [images for images, _ in loader]
+    assert len({images.data_ptr() for images in kept}) < len(kept)

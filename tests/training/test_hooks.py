@@ -1,0 +1,120 @@
+"""What is replaced in open_clip's main: a line of releases whose names and signatures are known, each really used."""
+
+from argparse import Namespace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import open_clip
+import open_clip_train.main as host
+import pytest
+from packaging.requirements import Requirement
+
+import open_clip_zerovl
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.releases import INSTALL, LINE_3, LINE_4, line_here, line_of
+from training import hooks, openclip_v3, openclip_v4, run
+from training.console import Console
+from training.params import parse
+
+
+def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> ModuleType:
+    """A stand-in for open_clip_train.main whose globals are the line's seams, with one thing wrong."""
+    module = ModuleType("open_clip_train.main")
+    lines = []
+    for name, parameters in line.NAMES.items():
+        function = {}
+        exec(f"def {name}({', '.join(('x',) if name == other else parameters)}): pass", function)
+        if name != without:
+            value = SimpleNamespace(AdamW=function[name]) if name == "optim" else function[name]
+            setattr(module, name, value)
+        if name != unused:
+            lines.append(f"    {name}")
+    exec("def main(args):\n" + "\n".join(lines), vars(module))
+    return module
+
+
+def test_the_installed_open_clip_is_of_a_supported_line():
+    line = hooks.check_host()
+    assert open_clip.__version__.startswith(line.LINE.versions) and line.LINE is line_here()
+    assert set(line.NAMES) <= set(host.main.__code__.co_names)
+
+
+@pytest.mark.parametrize(("line", "version"), [(openclip_v3, "3.3.0"), (openclip_v4, "4.2.0.dev0")])
+def test_each_line_is_known_by_its_version_and_its_names(line, version):
+    assert hooks.check_host(main_with(line), version) is line
+
+
+@pytest.mark.parametrize("version", ["3.2.0", "3.4.1", "2.30.0", "5.0.0"])
+def test_a_release_whose_main_was_not_read_is_refused(version):
+    with pytest.raises(
+        UserError, match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install"
+    ):
+        hooks.check_host(main_with(openclip_v3), version)
+
+
+def test_what_is_installed_is_the_release_that_was_tested():
+    """A wheel asks for the line that the registry has; the other runs from a checkout."""
+    (wanted,) = [
+        Requirement(text) for text in metadata.requires("open_clip_zerovl") if text.startswith("open_clip_torch")
+    ]
+    assert wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
+    assert wanted.specifier.contains(LINE_3.read) and LINE_3.released
+    assert not wanted.specifier.contains(LINE_4.read, prereleases=True) and not LINE_4.released
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("3.3.9", None), ("4.2.1", None), ("4.3.0", "not tested"), ("4.0.2", "not")]
+)
+def test_a_minor_release_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version, told):
+    """The names of main are looked at all the same; what else changed, nobody knows."""
+    monkeypatch.setattr(open_clip, "__version__", version)
+    monkeypatch.setattr(run, "check_host", lambda: hooks.TABLES[line_of(version)])
+    args, config = parse(["--dataset-type", "synthetic", "--device", "foo"])
+    assert run.train(args, config) == 2  # refused after the warning, before anything is opened
+    said = [record.message for record in caplog.records if version in record.message]
+    assert (told is None and not said) or (len(said) == 1 and told in said[0] and "docs/open_clip.md" in said[0])
+
+
+@pytest.mark.parametrize(("line", "version"), [(openclip_v3, "3.3.0"), (openclip_v4, "4.2.0.dev0")])
+@pytest.mark.parametrize("name", ["get_data", "train_one_epoch", "cosine_lr"])
+def test_a_name_that_is_missing_unused_or_other_is_refused(line, version, name):
+    with pytest.raises(UserError, match=rf"has no {name}\("):
+        hooks.check_host(main_with(line, without=name), version)
+    with pytest.raises(UserError, match=rf"has no {name}\(.* found \('x',\)"):
+        hooks.check_host(main_with(line, other=name), version)
+    with pytest.raises(UserError, match=f"has {name} and does not use it"):
+        hooks.check_host(main_with(line, unused=name), version)
+
+
+def test_main_4_imports_optim_and_does_not_use_it():
+    """The guard of names alone would let 3.3's table pass there, and its optimizer would do nothing."""
+    with pytest.raises(UserError, match="has optim and does not use it"):
+        hooks.check_host(main_with(openclip_v3, unused="optim"), "3.3.9")
+
+
+def test_what_is_replaced_is_put_back():
+    line, before = hooks.check_host(), host.get_data
+    with pytest.raises(ZeroDivisionError), hooks.replaced({"get_data": None}):
+        assert host.get_data is None
+        raise ZeroDivisionError
+    assert host.get_data is before
+    with pytest.raises(KeyError, match="cannot be replaced"), hooks.replaced({"nothing": None}):
+        pass
+    assert line in hooks.TABLES.values()
+
+
+def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp_path):
+    """open_clip's own copies the folder three levels above its main: of an installed package the environment."""
+    args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
+    a_run, code = run.Run(args, config, None, Console()), tmp_path / "run" / "code"
+    a_run.copy_codebase(Namespace(rank=1))
+    assert not code.exists()
+    a_run.copy_codebase(Namespace(rank=0))
+    assert sorted(path.name for path in code.iterdir()) == sorted(run.PACKAGES)
+    for package, name in ((open_clip_zerovl, "open_clip_zerovl/core/errors.py"), (open_clip, "open_clip/model.py")):
+        assert (code / name).read_bytes() == (Path(package.__file__).parent.parent / name).read_bytes()
+    assert list(code.rglob("model_configs/*.json")) and not list(code.rglob("__pycache__"))
+    (code / "training" / "main.py").write_text("kept")
+    a_run.copy_codebase(Namespace(rank=0))  # resumed
+    assert (code / "training" / "main.py").read_text() == "kept"

@@ -1,0 +1,73 @@
+"""What is of open_clip 4 alone: its own flags beside the recipe's, models of sounds, sharded checkpoints."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.models.build import check_model
+from training import openclip_v4
+from training.params import parse
+
+ITS_FLAGS = "these flags are of open_clip 4"
+SOURCES = ["--train-data", "a=/x", "--lr", "1e-3"]
+
+
+@pytest.mark.line("4", reason=ITS_FLAGS)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--fsdp", "--fsdp does not work with the recipe's step"),
+        ("--use-naflex", "--use-naflex does not work with the recipe's step"),
+        ("--image-key png", "--image-key does not work with named sources"),
+        ("--json-text-key caption", "--json-text-key does not work with named sources"),
+        ("--wd-exclude *.bias --no-embedding-decay", "--wd-exclude does not work with --no-embedding-decay"),
+        ("--opt nadamw --no-embedding-decay", "--opt nadamw does not work with --no-embedding-decay"),
+        ("--model CLAP-HTSAT-tiny", "--model CLAP-HTSAT-tiny does not work with the recipe's flags"),
+        ("--model naflexgenlip_test", "--model naflexgenlip_test does not work with the recipe's flags"),
+        ("--dataset-type webdataset-audio", "--dataset-type webdataset-audio does not work with the recipe's flags"),
+        ("--torchcompile", "--torchcompile-strategy task compiles open_clip's own step"),
+        ("--report-to trackio,wandb", "--report-to trackio,wandb needs one of wandb and trackio"),
+        ("--opt-kwargs eps", "--opt-kwargs is not understood"),
+        ("--text-pad-multiple 0", "--text-pad-multiple must be > 0 when set, got 0"),
+    ],
+)
+def test_its_flags_that_the_recipe_would_pass_over_are_refused(words, sentence):
+    with pytest.raises(UserError) as refusal:
+        parse([*SOURCES, *words.split()])
+    assert str(refusal.value).startswith(sentence)
+
+
+@pytest.mark.line("4", reason=ITS_FLAGS)
+def test_without_flags_of_ours_all_of_its_own_are_taken():
+    line = "--train-data x.tar --fsdp --use-naflex --image-key png --wd-exclude *.bias --opt nadamw --torchcompile"
+    args, config = parse([*line.split(), "--model", "CLAP-HTSAT-tiny", "--dataset-type", "webdataset-audio"])
+    assert args.fsdp and args.torchcompile_strategy == "task" and not config.active
+    check_model("CLAP-HTSAT-tiny")
+
+
+def filled(newest: str | None):
+    """The line's names with a run and a main that only say by whom they were called."""
+    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
+    stock["get_latest_checkpoint"] = lambda path, remote: newest
+    run = SimpleNamespace(
+        args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False, copy_codebase=None,
+        create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
+    )  # fmt: skip
+    return openclip_v4.filled(run, SimpleNamespace(**stock))
+
+
+def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
+    folder = tmp_path / "epoch_2"
+    folder.mkdir()
+    (tmp_path / "epoch_3.pt").touch()
+    for newest, found in ((str(folder), str(folder)), (str(tmp_path / "epoch_3.pt"), "ours of x"), (None, "ours of x")):
+        assert filled(newest)["get_latest_checkpoint"]("x", remote=False) == found
+    assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
+
+    load = filled(None)["load_sharded_checkpoint"]
+    with pytest.raises(UserError, match=r"epoch_2 is a folder, but no sharded checkpoint \(.metadata is missing\)"):
+        load(None, str(folder))
+    (folder / openclip_v4.SHARDED).touch()
+    assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"
