@@ -138,7 +138,10 @@ def run(settings: Settings) -> int:
 def call(*words: str) -> None:
     """Print and run a command of `zerovl`. UserError where it fails."""
     print(f"\nzerovl {shlex.join(words)}", flush=True)
-    if status := zerovl(list(words)):
+    status = zerovl(list(words))
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
         raise UserError(f"zerovl {words[0]} ended with status {status}")
 
 

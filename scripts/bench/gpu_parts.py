@@ -197,7 +197,7 @@ def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
         model = build(name, 0.25, device, torch.float32)
     setup = Setup(model, device, partial(torch.autocast, device.type, dtype=torch.bfloat16))
     batches = make_batches(name, model, [sizes.micro_batch] * min(DISTINCT_BATCHES, max(sizes.steps)), seed=1)
-    _, flops = tower_flops(setup, tuple(part[:2] for part in batches[0]))
+    _, flops = tower_flops(setup, (batches[0][0][:2], batches[0][1][:2]))
     gflops = flops / 2 / 1e9
     if compiled:
         setup.model = torch.compile(model)

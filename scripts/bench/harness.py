@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import open_clip
@@ -126,7 +126,7 @@ def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype
     return model.to(device=device, dtype=dtype).train()
 
 
-def make_batches(name: str, model: nn.Module, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
+def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
     """Micro-batches as a loader gives them: uint8 images (channels last) and captions with realistic lengths.
 
     They are in host memory, pinned if the model is on a GPU.
@@ -178,7 +178,7 @@ class Setup:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        self.model = self.inner
+        self.model: Any = self.inner
         if self.world_size > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.inner, device_ids=ids)
@@ -371,7 +371,9 @@ def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
-            held.update({name: fake.from_tensor(tensor) for name, tensor in held.items() if tensor is not None})
+            held.update(
+                {name: cast(Any, fake.from_tensor(tensor)) for name, tensor in held.items() if tensor is not None}
+            )
     with fake, PeakBytes() as live:
         step()
     return live.peak + sum(parameter.nbytes for parameter in model.parameters())

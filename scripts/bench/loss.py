@@ -59,7 +59,7 @@ def measure(pairs: Sequence[int], width: int, chunk: int, device: torch.device) 
 def _step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -> dict[str, float]:
     """Seconds and peak memory of one step, with the features and their gradients."""
     leaves = [part.clone().requires_grad_() for part in features]
-    scale = torch.tensor(50.0, device=device, requires_grad=True)
+    scale: Any = torch.tensor(50.0, device=device, requires_grad=True)
     setup = Setup(nn.Linear(1, 1), device)
     inputs = sum(part.nbytes for part in leaves)
     live = PeakBytes()

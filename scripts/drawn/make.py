@@ -29,7 +29,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.shards.members import Sample, read_samples
-from open_clip_zerovl.shards.writing import read_retrieval_set, write_retrieval_set, write_shard, write_source
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard, write_source
 from scripts.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split
 from scripts.drawn.drawings import is_blank, rasterise
 from scripts.drawn.packages import fetch_npm_package
@@ -140,9 +140,10 @@ def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, 
     samples: dict[str, list[DrawnSample]] = {}
     for source in data.sources:
         samples[source] = []
-        for sample in read_retrieval_set(folder / source):
-            held_out = json.loads(sample.files["json"])["held_out"] == split
-            samples[source].append(drawn_sample(sample, source, held_out=held_out))
+        for shard in sorted((folder / source / "test").glob("*.tar"), key=lambda shard: int(shard.stem)):
+            for sample in read_samples(shard):
+                held_out = json.loads(sample.files["json"])["held_out"] == split
+                samples[source].append(drawn_sample(sample, source, held_out=held_out))
     return samples
 
 

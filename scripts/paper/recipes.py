@@ -1,11 +1,11 @@
-"""Start one of the paper's runs (table.py) on this machine or its SLURM cluster; `make train-14m` and the like call it.
+"""Start one of the paper's runs (recipes.yaml) on this machine or its SLURM cluster; `make train-14m` and the like call it.
 
     python -m scripts.paper.recipes train-14m --data /data [--dry-run] [--set lr=5e-5 ...]
     python -m scripts.paper.recipes train-14m --data /data --plan [--assume v100:8]
     python -m scripts.paper.recipes --list | NAME --describe
 
-Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and starts torchrun here or
-submits train.sbatch where there is SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
+Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and becomes the training program
+or submits train.sbatch where there is SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
 
 DATA holds what `zerovl data NAME --out DATA/NAME` writes: for each source a folder of webdataset shards (sbu, vg, cc3m, cc12m,
 and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
@@ -18,13 +18,14 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.core.processes import PREEMPTED_STATUS
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.launch import gpu_memories, training_command
+from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.names import captions_in_a_step
 from open_clip_zerovl.plan.gpus import (
     CPU_MICRO_BATCH,
@@ -37,10 +38,10 @@ from open_clip_zerovl.plan.gpus import (
     micro_batch_for,
 )
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
-from scripts.paper.launch import Node, command_line, run_folder, run_node
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
+SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RETRIEVAL_SETS = ("coco", "f30k")
 TEACHERS_FOLDER = "teacher"  # under DATA
 
@@ -68,18 +69,6 @@ class Hardware:
     @property
     def ranks(self) -> int:
         return self.ranks_per_node * self.nodes
-
-
-def find_gpus() -> tuple[int, float]:
-    """How many GPUs nvidia-smi lists here (respecting CUDA_VISIBLE_DEVICES), and GiB of the smallest."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "" or shutil.which("nvidia-smi") is None:
-        return 0, 0.0
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True)
-    memories = [float(line) / 1024 for line in done.stdout.split() if done.returncode == 0]
-    count = len(visible.split(",")) if visible else len(memories)
-    return min(count, len(memories)), min(memories, default=0.0)
 
 
 def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple[int, int]:
@@ -139,9 +128,15 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     """A sentence that names what the recipe needs and what is missing; None if nothing is."""
     if (need := needed(recipe, settings)) is not None:
         return need
-    said = [] if recipe.program == "training" and "train-data" in settings else missing_data(recipe, data, settings)
-    said += missing_teachers(recipe, data, settings)
-    return "; ".join(said) if said else None
+    own_data = recipe.program == "training" and "train-data" in settings
+    said = [] if own_data else missing_data(recipe, data, settings)
+    teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
+    if teacher and not teacher.startswith("shards:") and not (ROOT / teacher / "embeddings.json").is_file():
+        said.append(
+            f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
+            f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
+        )
+    return "; ".join(said) or None
 
 
 def needed(recipe: Recipe, settings: Settings) -> str | None:
@@ -150,7 +145,7 @@ def needed(recipe: Recipe, settings: Settings) -> str | None:
 
 
 def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
-    """Of the recipe's folders under DATA, those that are not there or empty, in words."""
+    """The recipe's folders under DATA that are not there or empty, in words."""
     folders = [data / source for source in recipe.sources]
     folders += [data / recipe.finetuned_on / "test"] if recipe.finetuned_on and "retrieval-data" not in settings else []
     absent = [str(folder) for folder in folders if not folder.is_dir()]
@@ -158,17 +153,6 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     said = [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
     said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
     return [*said, "docs/datasets.md says how to make it (--data or DATA= names its folder)"] if said else []
-
-
-def missing_teachers(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
-    """Whether the embeddings of the recipe's teachers have still to be made, in words."""
-    teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher is None or teacher.startswith("shards:") or (ROOT / teacher / "embeddings.json").is_file():
-        return []
-    return [
-        f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
-        f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
-    ]
 
 
 def holds_data(folder: Path) -> bool:
@@ -191,8 +175,8 @@ def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
 def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
     """CPU cores of a node: on SLURM as many as are asked for (train.sbatch asks for 16), else this machine's."""
     if not slurm:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    texts = [*options.sbatch, (ROOT / "scripts" / "paper" / "train.sbatch").read_text(encoding="utf-8")]
+        return usable_cores()
+    texts = [*options.sbatch, SBATCH.read_text(encoding="utf-8")]
     asked = (re.search(r"(?:--cpus-per-task|-c)[= ]?(\d+)", text) for text in texts)
     return next(int(found[1]) for found in asked if found)
 
@@ -218,7 +202,6 @@ def check_flags(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: flags that training does not know or refuses.
     """
-    from open_clip_zerovl.core.errors import UserError
     from training.params import parse
 
     try:
@@ -250,14 +233,8 @@ def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], options
     return [
         "sbatch", f"--nodes={hardware.nodes}", f"--job-name={name}",
         *([f"--gres=gpu:{hardware.gpus}"] if hardware.gpus else []), *options,
-        str(ROOT / "scripts" / "paper" / "train.sbatch"), "--ranks", str(hardware.ranks_per_node),
-        *(["--report", name] if RECIPES[name].finetuned_on else []), "--", *arguments,
+        str(SBATCH), "--ranks", str(hardware.ranks_per_node), "--", *arguments,
     ]  # fmt: skip
-
-
-def report_line(name: str, arguments: Sequence[str]) -> list[str]:
-    """The command that ends a fine-tuning."""
-    return [sys.executable, "-m", "scripts.paper.finetune_report", str(run_folder(arguments)), "--recipe", name]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -288,11 +265,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def hardware_of(options: argparse.Namespace) -> Hardware:
     """The hardware that the options name, else this machine's."""
-    found, memory_gib = find_gpus()
-    gpus = found if options.gpus is None else options.gpus
+    found = gpu_memories()
+    gpus = len(found) if options.gpus is None else options.gpus
     if options.assume:
         gpus = max(1, gpus)  # the plan is for GPUs, also on a machine without
-    return Hardware(gpus, options.gpu_memory or memory_gib or GPUS["v100"].memory_gib, options.nodes, options.processes)
+    memory_gib = options.gpu_memory or min(found, default=0.0) or GPUS["v100"].memory_gib
+    return Hardware(gpus, memory_gib, options.nodes, options.processes)
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
@@ -315,38 +293,20 @@ def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
     return False
 
 
-def announce(name: str, *lines: Sequence[str]) -> None:
-    """Print the recipe and the commands that are started."""
+def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
+    """Print the recipe and one command, and become it; returns the exit status 0 of a dry run."""
     recipe = RECIPES[name]
     print(f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}")
-    print("\n".join(shlex.join(line) for line in lines), flush=True)
-
-
-def run_line(name: str, line: Sequence[str], *, dry_run: bool) -> int:
-    """Print one command and run it; returns its exit status."""
-    announce(name, line)
-    return 0 if dry_run else subprocess.run(line, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}).returncode
-
-
-def train(name: str, arguments: Sequence[str], hardware: Hardware, *, dry_run: bool) -> int:
-    """Train here, and end a fine-tuning with its report; returns the exit status, PREEMPTED_STATUS for a stopped run."""
-    node = Node(hardware.ranks_per_node)
-    report = report_line(name, arguments) if RECIPES[name].finetuned_on else None
-    announce(name, command_line(node, arguments), *([report] if report else []))
-    if dry_run:
-        return 0
-    status = run_node(node, arguments, cwd=ROOT)
-    if status == PREEMPTED_STATUS:
-        print("recipes.py: stopped with a step checkpoint; the same command goes on from it", flush=True)
-    if status == 0 and report:
+    print(shlex.join(line), flush=True)
+    if not dry_run:
         os.chdir(ROOT)
-        os.execv(sys.executable, report)
-    return status
+        os.execvpe(line[0], line, {**os.environ, "PYTHON": sys.executable})
+    return 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.list or options.recipe is None:
         for each, recipe in RECIPES.items():
             print(f"{each:20} {recipe.paper}: {recipe.result}  [{recipe.hardware}; {recipe.time}]")
@@ -389,7 +349,7 @@ def main() -> int:
         print(f"recipes.py: {sentence}", file=sys.stderr)
     if slurm:
         return run_line(name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run)
-    return train(name, arguments, hardware, dry_run=dry_run)
+    return run_line(name, training_command(arguments, hardware.ranks_per_node), dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ that shows where training is, in place of a line for each logged step. `--verbos
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -22,6 +23,12 @@ _OURS = tuple(
 )
 _TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")  # of open_clip: its lines of steps and metrics
 _LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")  # open_clip sets them all to INFO
+
+
+def say(words: str) -> None:
+    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 class ProgressLine:

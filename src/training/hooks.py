@@ -81,12 +81,12 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
     try:
         for name, replacement in replacements.items():
             setattr(host, name, replacement)
-        torch.nn.parallel.DistributedDataParallel = CpuDistributedDataParallel
+        vars(torch.nn.parallel)["DistributedDataParallel"] = CpuDistributedDataParallel
         torch.save = partial(_save, entry)
         yield
     finally:
         torch.save = torch.serialization.save
-        torch.nn.parallel.DistributedDataParallel = stock_ddp
+        vars(torch.nn.parallel)["DistributedDataParallel"] = stock_ddp
         for name, original in kept.items():
             setattr(host, name, original)
 

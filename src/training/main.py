@@ -25,6 +25,7 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
+from training.console import say
 from training.params import Command, rank_here, read_command
 
 TORCHRUN = "--torchrun"
@@ -63,7 +64,7 @@ def checked(argv: Sequence[str]) -> Command | None:
         return read_command(argv)
     except UserError as error:
         rank = rank_here()
-        print(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {error}", file=sys.stderr)
+        say(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {error}")
         return None
 
 
@@ -77,7 +78,7 @@ def program(words: Sequence[str]) -> int:
             return start(words[1], words[2:end], words[end + 1 :])
         return 2 if (command := checked(words)) is None else run_as_program(command)
     except KeyboardInterrupt:  # before training has begun
-        print("training.main: interrupted", file=sys.stderr)
+        say("training.main: interrupted")
         return 130
     except BrokenPipeError:  # `zerovl train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,7 +94,7 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
         asked = None if processes == EACH_GPU else int(processes)
         ranks = int(processes) if rendezvous else ranks_here(asked, command[0].device)
     except UserError as error:
-        print(f"training.main: error: {error}", file=sys.stderr)
+        say(f"training.main: error: {error}")
         return 2
     if ranks == 1 and not rendezvous:
         run_as_program(command)
@@ -120,7 +121,7 @@ def torchrun(words: list[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
             return failure.exitcode
-        print(f"training.main: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+        say(f"training.main: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
         return 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -7,9 +7,11 @@ imports torch, so that `--help` and errors are printed at once.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -37,13 +39,18 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """As argparse's, but a word that open_clip's KEY=VALUE flags raise about gives a sentence."""
         try:
-            return super().parse_args(args, namespace)
+            found = super().parse_args(args, namespace)
         except UserError:
             raise
         except (ValueError, SyntaxError) as error:
             flag = next((word for word in reversed(args or ()) if word in ("--aug-cfg", "--opt-kwargs")), "--aug-cfg")
             example = "betas='(0.9,0.98)'" if flag == "--opt-kwargs" else "scale='(0.6,1.0)'"
             raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
+        values = {action.dest: getattr(found, action.dest, action.default) for action in self._actions}
+        self.typed = {
+            action.dest: values[action.dest] for action in self._actions if values[action.dest] != action.default
+        }
+        return found
 
     def error(self, message: str) -> NoReturn:
         for word in message.split():
@@ -66,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def open_clip_parser() -> argparse.ArgumentParser:
+def open_clip_parser() -> Parser:
     """open_clip's own parser, which its `parse_args` makes in each call."""
     with _made_by_open_clip() as made:
         host_params.parse_args([])
@@ -74,11 +81,11 @@ def open_clip_parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _made_by_open_clip() -> Iterator[list[argparse.ArgumentParser]]:
+def _made_by_open_clip() -> Iterator[list[Parser]]:
     """Within the block open_clip's `parse_args` makes a `Parser`; those made are in the list."""
-    made: list[argparse.ArgumentParser] = []
+    made: list[Parser] = []
 
-    def make() -> argparse.ArgumentParser:
+    def make() -> Parser:
         made.append(Parser(prog="python -m training.main"))
         return made[-1]
 
@@ -89,7 +96,7 @@ def _made_by_open_clip() -> Iterator[list[argparse.ArgumentParser]]:
         host_params.argparse = argparse
 
 
-def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, Parser]:
     try:
         with _made_by_open_clip() as made:
             return host_params.parse_args(list(words)), made[0]
@@ -97,17 +104,6 @@ def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, argparse
         raise
     except ValueError as error:  # what open_clip 4 refuses once the words are read
         raise UserError(str(error).rstrip(".")) from error
-
-
-def flags_given(args: argparse.Namespace, config: RecipeConfig) -> dict[str, Any]:
-    """The flags that are not at their defaults: name -> value, open_clip's first."""
-    stock = {
-        action.dest: getattr(args, action.dest)
-        for action in open_clip_parser()._actions
-        if hasattr(args, action.dest) and getattr(args, action.dest) != action.default
-    }
-    ours = {each.name: (getattr(config, each.name), each.default) for each in flags_of(RecipeConfig)}
-    return stock | {name: value for name, (value, default) in ours.items() if value != default}
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -133,13 +129,26 @@ def parse(argv: Sequence[str]) -> Command:
     if values["model_config"]:
         values["model_config"] = os.path.abspath(values["model_config"])
         args.model = _own_model(values["model_config"], args.model, stock_parser.get_default("model"))
-    config = AllFlags.of(values, args)
+        _default_betas(args, values["model_config"], stock_parser.typed)
+    config = AllFlags.of(values, args, stock_parser.typed)
     check(config, args, stock_parser)
     if config.token_drop is not None:
         args.force_patch_dropout = config.token_drop
     if config.active:
         vars(args).update({each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)})
     return args, config
+
+
+def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]) -> None:
+    """open_clip's defaults of AdamW for a model config's file, by its image tower; open_clip itself goes by "vit" in a name."""
+    vision = json.loads(Path(file).read_text(encoding="utf-8"))["vision_cfg"]
+    timm_name = vision.get("timm_model_name")
+    has_vit = "vit" in timm_name if timm_name else not isinstance(vision.get("layers", 12), list)
+    for name, value in (
+        host_params.get_default_params("vit" if has_vit else "resnet").items() if "timm" not in args.opt else ()
+    ):
+        if name not in typed:
+            setattr(args, name, value)
 
 
 def _own_model(file: str, given: str, default: str) -> str:

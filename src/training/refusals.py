@@ -11,39 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import conflicts, out_of_range
+from open_clip_zerovl.core.flags import Contradiction, Requirement, Values, conflicts, out_of_range
 from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.recipe.flags import AllFlags
-
-
-class Refusal(NamedTuple):
-    """A flag of open_clip that does not work with a part of the recipe.
-
-    Attributes:
-        flag: open_clip's flag in the sentence; `{0.name}` is replaced by a flag's value.
-        recipe: the part of the recipe in the sentence.
-        when: whether both were given.
-        advice: why, and what to do.
-    """
-
-    flag: str
-    recipe: str
-    when: Callable[[AllFlags], bool]
-    advice: str
-
-
-class Need(NamedTuple):
-    """A flag of open_clip that does nothing, or ends in a traceback, without another one.
-
-    Attributes:
-        flag: the flag in the sentence; `{0.name}` is replaced by a flag's value.
-        when: whether it was given without what it needs.
-        needs: what it needs, and what to do.
-    """
-
-    flag: str
-    when: Callable[[AllFlags], bool]
-    needs: str
 
 
 class Later(NamedTuple):
@@ -51,7 +21,9 @@ class Later(NamedTuple):
 
     Attributes:
         flags: as they are written; one was given where its value is not its default.
-        recipe, when, advice: as of `Refusal`.
+        recipe: the part of the recipe in the sentence.
+        when: whether that part was asked for.
+        advice: why, and what to do.
     """
 
     flags: str
@@ -75,66 +47,70 @@ def _scripted_and_changed(f: AllFlags) -> bool:
     return f.torchscript and any((*changed, f.token_drop, f.init_from, f.init_image, f.init_text))
 
 
+def _refusal(flag: str, recipe: str, when: Callable[[AllFlags], bool], advice: str) -> Contradiction:
+    return Contradiction(flag, when, advice, recipe)
+
+
 REFUSALS = (
     # the program
-    Refusal("--horovod", THE_RECIPE, lambda f: f.horovod and f.active, "use torchrun"),
-    Refusal("--trace", THE_RECIPE, lambda f: f.trace and f.active, "a traced model cannot be trained"),
+    _refusal("--horovod", THE_RECIPE, lambda f: f.horovod and f.active, "use torchrun"),
+    _refusal("--trace", THE_RECIPE, lambda f: f.trace and f.active, "a traced model cannot be trained"),
     # the step
-    Refusal(
-        "--accum-freq {0.accum_freq}", THE_STEP, lambda f: f.accum_freq > 1 and (f.own_step or f.mixture),
+    _refusal(
+        "--accum-freq {accum_freq}", THE_STEP, lambda f: f.accum_freq > 1 and (f.own_step or f.mixture),
         "it multiplies the temperature's gradient by its number and redraws dropout; give --dga-steps instead",
     ),
-    Refusal(
+    _refusal(
         "--local-loss without --gather-with-grad", THE_STEP,
         lambda f: f.local_loss and not f.gather_with_grad and f.own_step and "detached-gather" not in f.ablate,
         "it loses the other ranks' gradients (paper section 4.1); leave both out, the recipe's loss is local and exact, or ask "
         "for the ablation with --ablate detached-gather",
     ),
-    Refusal(
+    _refusal(
         "--ddp-static-graph", THE_STEP, lambda f: f.ddp_static_graph and f.own_step,
         "a static graph counts on one backward pass a step, and the recipe's step takes one a micro-batch",
     ),
     # the loss
-    Refusal(
-        "--model {0.model}", THE_RECIPE, lambda f: f.active and any(kind in f.model.lower() for kind in OTHER_MODELS),
+    _refusal(
+        "--model {model}", THE_RECIPE, lambda f: f.active and any(kind in f.model.lower() for kind in OTHER_MODELS),
         "it is for models with an image tower and a text tower",
     ),
-    Refusal(
-        "--model {0.model}", STEP_FLAGS, lambda f: "coca" in f.model.lower() and f.step_flags,
+    _refusal(
+        "--model {model}", STEP_FLAGS, lambda f: "coca" in f.model.lower() and f.step_flags,
         "CoCa's generative loss cannot be decoupled from its graph",
     ),
-    Refusal(
+    _refusal(
         "--distill-model", STEP_FLAGS, lambda f: f.distill_model is not None and f.step_flags,
         "the distillation loss needs the teacher's features of the whole effective batch",
     ),
-    Refusal(
+    _refusal(
         "--siglip", f"--ablate {', '.join(OF_SOFTMAX)} or --coin-flip-mixup",
         lambda f: f.siglip and (f.coin_flip_mixup or any(name in OF_SOFTMAX for name in f.ablate)),
         "they belong to the softmax loss",
     ),
-    Refusal(
+    _refusal(
         "--siglip", "--teacher with --distill-weight 1",
         lambda f: f.siglip and f.teacher is not None and f.distill_weight == 1,
         "the loss then is the distillation alone, of softmaxes; give a smaller --distill-weight, or leave --siglip out",
     ),
     # the model
-    Refusal(
+    _refusal(
         "--torchscript", "--torchcompile", lambda f: f.torchscript and f.torchcompile,
         "torch.compile takes no scripted model; give one of them",
     ),
-    Refusal(
+    _refusal(
         "--torchscript",
         "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
         _scripted_and_changed,
         "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
     ),
     # the data
-    Refusal(
-        "--dataset-type {0.dataset_type}", THE_RECIPE, lambda f: f.dataset_type.endswith("-audio") and f.active,
+    _refusal(
+        "--dataset-type {dataset_type}", THE_RECIPE, lambda f: f.dataset_type.endswith("-audio") and f.active,
         "it is for pairs of an image and a text",
     ),
-    Refusal(
-        "--dataset-type {0.dataset_type}", "named sources or --sampling",
+    _refusal(
+        "--dataset-type {dataset_type}", "named sources or --sampling",
         lambda f: f.dataset_type not in ("auto", "webdataset") and f.mixture, "sources are webdataset shards",
     ),
 )  # fmt: skip
@@ -158,23 +134,25 @@ LATER = (
     ),
 )  # fmt: skip
 NEEDS = (
-    Need("--opt {0.opt}", lambda f: "timm" in f.opt and f.lr is None, "--lr: open_clip has a default for adamw alone"),
-    Need("--opt {0.opt}", lambda f: "timm" in f.opt and f.eps is None, "--eps: open_clip has a default for adamw alone"),
-    Need(
-        "--distill-model", lambda f: f.distill_model is not None and f.distill_pretrained is None,
+    Requirement(
+        "--lr and --eps: open_clip has defaults for adamw alone",
+        lambda f: "timm" not in f.opt or None not in (f.lr, f.eps), "--opt {opt}",
+    ),
+    Requirement(
         "--distill-pretrained, the teacher's weights: open_clip distils nothing without",
+        lambda f: f.distill_model is None or f.distill_pretrained is not None, "--distill-model",
     ),
-    Need(
-        "--distill-pretrained", lambda f: f.distill_pretrained is not None and f.distill_model is None,
+    Requirement(
         "--distill-model, the teacher's name: open_clip distils nothing without",
+        lambda f: f.distill_pretrained is None or f.distill_model is not None, "--distill-pretrained",
     ),
-    Need(
-        "--report-to {0.report_to}", lambda f: "trackio" in line_here().reports and {"trackio", "wandb"} <= _reports(f),
+    Requirement(
         "one of wandb and trackio: open_clip reports to one of them",
+        lambda f: "trackio" not in line_here().reports or not {"trackio", "wandb"} <= _reports(f), "--report-to {report_to}",
     ),
-    Need(
-        "--report-to {0.report_to}", lambda f: bool(f.report_to) and not _reports(f),
-        f"one of the names {', '.join(line_here().reports)}",
+    Requirement(
+        f"one of the names {', '.join(line_here().reports)}", lambda f: not f.report_to or bool(_reports(f)),
+        "--report-to {report_to}",
     ),
 )  # fmt: skip
 
@@ -192,9 +170,10 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     Raises:
         UserError: the first of them, both flags named.
     """
+    words = Values(given)
     for refusal in REFUSALS:
         if refusal.when(given):
-            raise UserError(f"{refusal.flag.format(given)} does not work with {refusal.recipe}: {refusal.advice}")
+            raise UserError(f"{refusal.other.format_map(words)} does not work with {refusal.flag}: {refusal.advice}")
     for later in LATER:
         for option in later.flags.split() if later.when(given) else ():
             action = parser._option_string_actions.get(option)  # None: this release has no such flag
@@ -208,7 +187,7 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     for sentence in conflicts(given):
         raise UserError(sentence)
     for need in NEEDS:
-        if need.when(given):
-            raise UserError(f"{need.flag.format(given)} needs {need.needs}")
+        if not need.met(given):
+            raise UserError(f"{str(need.flag).format_map(words)} needs {need.other}")
     for sentence in out_of_range(given):
         raise UserError(sentence)

@@ -30,11 +30,11 @@ from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, evaluate, model, resume, stopping
-from training.console import Console
+from training.console import Console, say
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
-from training.train import Trainer, create_loss
+from training.train import Trainer, create_loss, require_finite
 
 # How torch begins when an optimizer loads a state with groups of other sizes.
 OTHER_GROUPS = "loaded state dict"
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     except UserError as error:
         where = f"[rank {rank}] " if world_size > 1 else ""
         console.progress.end()
-        stopping.say(f"{where}training.main: error: {error}")
+        say(f"{where}training.main: error: {error}")
         return 2
     except stopping.Stopped as stopped:
         assert run is not None
@@ -211,7 +211,7 @@ class Run:
             if not interrupted:
                 words += f"; left {self.folder / REQUEUE_MARKER} for the launcher"
         if rank == 0:
-            stopping.say(f"training.main: {words}.")
+            say(f"training.main: {words}.")
         return status
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -238,6 +238,8 @@ class Run:
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = lock_folder(self.folder)
+        if self.config.model_config is not None:
+            self.args.model_config = self._kept_config(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
@@ -251,6 +253,13 @@ class Run:
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
+
+    def _kept_config(self, file: str) -> str:
+        """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
+        kept = self.folder / Path(file).name
+        if self.args.rank == 0 and self.args.logs.lower() != "none" and not kept.exists():
+            shutil.copy(file, kept)
+        return os.path.abspath(kept) if self.args.logs.lower() != "none" else file
 
     def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
         """(lr, betas, eps) -> optimizer, where `own_adamw`."""
@@ -332,6 +341,8 @@ class Run:
                 self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
             else:
                 stock()
+            if self.config.active:
+                require_finite(model, f"after epoch {epoch}")
         except RuntimeError as error:
             # torch raises an error about a lost loader worker at any place in the process
             loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)

@@ -20,11 +20,10 @@ from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_evaluation, write_run_page
 from training.console import Console
-from training.params import flags_given
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30
@@ -38,7 +37,7 @@ class RunLog:
     A record or page that cannot be written is told once and does not end the training.
     """
 
-    def __init__(self, args: argparse.Namespace, config: RecipeConfig, console: Console) -> None:
+    def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
         self.args, self.config, self.console = args, config, console
         self.facts: Facts | None = None
         self._record: Record | None = None
@@ -46,6 +45,7 @@ class RunLog:
         self._steps_here = 0  # done by this process
         self._last: dict[str, Any] = {}
         self._said: set[str] = set()
+        self.not_finite = 0  # losses, in steps of this process
 
     def first(self, kind: str) -> bool:
         """Whether this process asks for the first time whether to say something of a kind."""
@@ -76,7 +76,7 @@ class RunLog:
         self._add(
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
             sources={source.name: source.num_samples for source, _ in facts.sources},
-            settings=settings_of(self.args, self.config), resumed=facts.resumed,
+            settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
         )  # fmt: skip
 
     def step(self, epoch: int, index: int, rate: float) -> None:
@@ -153,6 +153,8 @@ class RunLog:
         if self.facts is None:
             return
         self.console.progress.end()
+        if self.not_finite:
+            words = f"The loss was not a finite number in {self.not_finite:,} steps. {words}".strip()
         record, facts = self._record, self.facts
         self.facts = None
         if record is not None:
@@ -228,7 +230,7 @@ class Facts:
     """
 
     args: argparse.Namespace
-    config: RecipeConfig
+    config: AllFlags
     model: Any
     loss: Any
     sources: Sequence[tuple[Source, int]]
@@ -269,11 +271,6 @@ def summary(facts: Facts) -> list[str]:
         path = os.path.normpath(args.log_path)
         said.append(("log", f"{path} has all settings, the model, and what is not shown here (--verbose shows it)"))
     return [f"{label:<{_LABEL}}{text}" for label, text in said]
-
-
-def settings_of(args: argparse.Namespace, config: RecipeConfig) -> dict[str, str]:
-    """The flags that are not at their defaults, as a command line has them: name -> value."""
-    return {name: str(value) for name, value in flags_given(args, config).items()}
 
 
 def _model(facts: Facts) -> str:
@@ -330,6 +327,7 @@ def _loss(facts: Facts) -> str:
 def _optimizer(facts: Facts) -> str:
     args, config = facts.args, facts.config
     words = f"{args.opt}, lr {args.lr:g}, weight decay {args.wd:g}"
+    words += f", betas {args.beta1:g} and {args.beta2:g}" if args.beta1 is not None else ""
     if args.skip_scheduler:
         return words
     warm = args.warmup if config.warmup_share is None else round(config.warmup_share * facts.steps * args.epochs)
@@ -349,7 +347,7 @@ def _device(args: argparse.Namespace) -> str:
     return words
 
 
-def _saves(args: argparse.Namespace, config: RecipeConfig) -> str:
+def _saves(args: argparse.Namespace, config: AllFlags) -> str:
     if not args.save_logs:
         return "nothing (--logs none)"
     often = []

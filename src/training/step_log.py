@@ -18,6 +18,7 @@ from open_clip_zerovl.losses.problem import Report
 from training.console import PROGRESS
 from training.run_log import RunLog, memory_bytes
 
+LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
 STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
 LIMITING_SHARE = 0.1  # share of an epoch's time spent waiting for data, from which on the log says so
@@ -145,6 +146,8 @@ class StepLog:
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
         self.by_source = BySource(sources)
+        self.every = max(1, min(args.log_every_n_steps, steps // LOGGED_AN_EPOCH))
+        self._not_finite: torch.Tensor | float = 0.0  # losses since the last logged step; counted on the device
         self.end = time.time()
         self.waited, self.counted_from, self.counted_steps = (
             0.0,
@@ -168,10 +171,21 @@ class StepLog:
             self.counted_from = self.end
         if self.run_log is not None:
             self.run_log.step(self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val)
-        due = index % self.args.log_every_n_steps == 0 or index + 1 == self.steps
+        loss = outputs["loss"]
+        finite = loss.detach().isfinite() if isinstance(loss, torch.Tensor) else math.isfinite(loss)
+        self._not_finite = self._not_finite + (1.0 - finite * 1.0)
+        due = index % self.every == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
         values = {key: float(value) for key, value in outputs.items()}  # the one synchronisation with the device
+        if lost := int(self._not_finite):
+            self._not_finite = 0.0
+            logging.warning(
+                f"Step {index + 1} of epoch {self.epoch}: the loss is not a finite number in {lost} of the last steps; lower "
+                "--lr, give --grad-clip-norm 1, or take --precision amp_bf16 or fp32."
+            )
+            if self.run_log is not None:
+                self.run_log.not_finite += lost
         scale = values.pop("logit_scale")
         values.pop("logit_bias", None)
         for key, value in values.items():

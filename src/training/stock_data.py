@@ -9,14 +9,12 @@ import os
 import warnings
 from functools import partial
 
-import numpy as np
 import pandas
 from open_clip.transform import image_transform
 from open_clip_train.data import expand_urls
 from webdataset import autodecode
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.releases import LINE_3, line_here
 from open_clip_zerovl.shards.pictures import forget_other_formats
 from open_clip_zerovl.shards.urls import check_quotes, local_path
 from open_clip_zerovl.shards.writing import read_sizes
@@ -47,17 +45,6 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
             _check_shards(flag, path, args)
         elif path and flag == "--train-data" and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
-    if args.imagenet_val or args.imagenet_v2:
-        _check_numpy("--imagenet-val" if args.imagenet_val else "--imagenet-v2")
-
-
-def _check_numpy(flag: str) -> None:
-    """UserError for numpy 2.4 and later, which make no float of a one-element array as open_clip 3.3's evaluation does."""
-    if line_here() is LINE_3 and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        raise UserError(
-            f"{flag} needs numpy below 2.4 for open_clip 3.3's zero-shot evaluation, but this is numpy {np.__version__}; "
-            f"install another, or leave {flag} out"
-        )
 
 
 def guard_decoders(workers: int) -> None:

@@ -9,9 +9,7 @@ other ranks and the launcher wait, and the GPUs are held. Here the process ends 
 
 from __future__ import annotations
 
-import argparse
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -24,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,11 +29,15 @@ import torch
 from torch.distributed import distributed_c10d
 
 from open_clip_zerovl.core.errors import place_sentence
-from open_clip_zerovl.core.processes import REQUEUE_MARKER, end_with_parent
+from open_clip_zerovl.core.processes import end_with_parent
+from training.console import say
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
-PREEMPTED, INTERRUPTED = 1, 2  # who asked: a scheduler (SIGTERM, SIGUSR1), or a user (Ctrl-C)
+PREEMPTED, INTERRUPTED = (
+    1,
+    2,
+)  # who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
 
 LIMIT_SECONDS = 10.0
 INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -77,7 +78,7 @@ def end_by_signals() -> None:
 
 
 class Preemption:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop; the ranks agree on the step after which they all stop.
+    """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
 
     A scheduler does not signal all processes at the same time. If one rank stopped alone, the others would wait for it in their
     next collective until the job is killed without a checkpoint.
@@ -85,7 +86,7 @@ class Preemption:
     Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.asked = 0
@@ -97,7 +98,8 @@ class Preemption:
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
         for number in self.SIGNALS:
-            self._kept[number] = signal.signal(number, self._ask)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+                self._kept[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,18 +150,11 @@ def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
         RuntimeError: a rank has not arrived within `seconds`.
     """
     group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    set_timeout = (
+    set_timeout: Any = (
         getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
     )  # before torch 2.15
     set_timeout(distributed_c10d.default_pg_timeout, group)
     return group
-
-
-def mark_requeue(args: argparse.Namespace) -> Path:
-    """Leave the marker that tells a launcher to start this run again."""
-    marker = Path(args.logs) / args.name / REQUEUE_MARKER
-    marker.write_text("start again with --resume latest\n", encoding="utf-8")
-    return marker
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,12 +189,6 @@ def run(program: Callable[[], int]) -> NoReturn:
     end(status)
 
 
-def say(words: str) -> None:
-    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
-    with contextlib.suppress(OSError, ValueError):
-        print(words.rstrip(), file=sys.stderr, flush=True)
-
-
 def sentence_of(error: BaseException) -> str | None:
     """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for others."""
     first_line = (str(error).splitlines() or [""])[0]
@@ -218,7 +207,7 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # they ask for an end, which has begun
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # they ask for an end, which has begun
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()

@@ -29,7 +29,7 @@ from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
@@ -78,7 +78,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RecipeConfig,
+        config: AllFlags,
         preemption: Preemption,
         resumed: Position | None = None,
         *,
@@ -169,6 +169,7 @@ class Trainer:
                 self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
+                require_finite(model, f"after step {index + 1} of epoch {epoch}")
                 checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1, retained=self._retained()))
             if stop:
                 self._lost(loader, epoch + (index + 1) / steps)
@@ -223,6 +224,19 @@ class Trainer:
         batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
         return Position(epoch, 0, batching, names, order)
+
+
+def require_finite(model: torch.nn.Module, when: str) -> None:
+    """Make sure before a checkpoint is written that the weights can be used; the ranks, whose weights are equal, agree.
+
+    Raises:
+        UserError: a weight is NaN or infinite.
+    """
+    if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in model.parameters()]).all()):
+        raise UserError(
+            f"{when} the weights are not finite numbers; no checkpoint of them is written, and the last one before is kept: go "
+            "on from it with --resume latest and a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
+        )
 
 
 def settle_buckets(

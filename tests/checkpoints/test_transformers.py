@@ -199,6 +199,35 @@ def test_the_image_processor_gives_the_transforms_pixels(home, mode):
         torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["tf-clip", "tf-plain-bert", "tf-tanh-bert"])
+def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(tmp_path, home, name, caplog):
+    """One AdamW step at 1e-6 keeps every embedding; BERT's raw [CLS] has no place that can be trained."""
+    from transformers import AutoModel, AutoProcessor
+
+    checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
+    folder = export_transformers(checkpoint, tmp_path / "export")
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    inputs = processor(text=TEXTS, padding="max_length", truncation=True, return_tensors="pt")
+    inputs["pixel_values"] = torch.randn(len(TEXTS), 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def embeds():
+        with torch.no_grad():
+            output = model.eval()(**inputs)
+        return output.image_embeds, output.text_embeds
+
+    before = embeds()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model.train()(**inputs, return_loss=True).loss.backward()
+    optimizer.step()
+    images, texts = (F.cosine_similarity(a, b).min() for a, b in zip(before, embeds(), strict=True))
+    said = [text for text in ((folder / "README.md").read_text(), caplog.text) if "or inference only" in text]
+    assert images > 0.999
+    if name == "tf-plain-bert":  # the text's pooler is a tiny multiple of the identity
+        assert texts < 0.999 and len(said) == 2 and all("export for open_clip" in text for text in said)
+    else:
+        assert texts > 0.999 and not said
+
+
 def test_a_straight_pooler_passes_a_state_on():
     torch.manual_seed(0)
     weight, bias = 1 + 0.1 * torch.randn(768), 0.1 * torch.randn(768)
@@ -218,7 +247,7 @@ def test_other_towers_pass_the_exports_own_check(tmp_path, home, name):
     folder = export_transformers(checkpoint, tmp_path / "export", precision="fp16")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ("clip" if "clip" in name else "vision-text-dual-encoder")
-    assert config["vision_config"]["model_type"] == ("vit" if "plain" in name else "clip_vision_model")
+    assert config["vision_config"]["model_type"] == ("dinov2" if "plain" in name else "clip_vision_model")
     assert config["vision_config"]["hidden_act"] == ("quick_gelu" if "quick" in name else "gelu")
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float16}

@@ -217,10 +217,25 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(home, command, m
     assert main(command.split()) == 2 and "cannot be written" in capsys.readouterr().err
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch):
+def lacks(module: str):
+    """A function that fails as an import of this module does."""
+
+    def fail(*_):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    return fail
+
+
+def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr("open_clip_zerovl.evaluate.bias.run.name_models", None)
     with pytest.raises(TypeError):
         main(BIAS.split())
+    with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
+        monkeypatch.setattr("open_clip_zerovl.evaluate.bias.run.name_models", lacks("open_clip_zerovl.gone"))
+        main(BIAS.split())
+    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.run.name_models", lacks("torch"))
+    assert main(BIAS.split()) == 2
+    assert "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"
 
 

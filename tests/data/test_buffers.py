@@ -146,6 +146,7 @@ def _fill(book: BufferPool, conversation) -> None:
         conversation.recv()
 
 
+@pytest.mark.slow  # a new interpreter imports torch; forked workers are tested in the fast tier
 def test_workers_that_are_spawned():
     book = BufferPool(1)
     book.block(0, LIKE)  # the blocks of this process are not the worker's

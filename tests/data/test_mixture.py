@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from open_clip_zerovl.data.mixture import Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sample_stream import LocalOrder, reordered
 from open_clip_zerovl.data.schedule import Batching
+from support import ROOT
 from support.loading import loader_of
-from support.tars import write_source
+from support.tars import ids_of, write_source
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
 FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID tells its source
@@ -204,3 +206,14 @@ def test_ranks_shuffle_their_parts_in_other_orders(tmp_path):
     orders = [(of_rank - of_rank.min()).tolist() for of_rank in ids]
     assert all(sorted(order) == list(range(40)) for order in orders)
     assert orders[0] != orders[1]
+
+
+def test_the_example_of_the_page_on_python_runs(tmp_path):
+    """`docs/api.md`, with sources that are here and two epochs."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    code = re.search(r"## Sources\n\n```python\n(.*?)```", page, re.DOTALL)[1]
+    for name in ("sbu", "cc3m"):
+        write_source(tmp_path / name, 0, 600, 300, px=4)
+    names = {"preprocess_train": transforms.PILToTensor(), "tokenizer": ids_of}
+    exec(code.replace("/data", str(tmp_path)).replace("range(20)", "range(2)"), names)
+    assert len(names["step"]) == 4 and names["step"][0][0].shape == (64, 3, 4, 4) and names["epoch"] == 1

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import BLOCK_SAMPLES, CsvFormat, open_table
+from open_clip_zerovl.shards import foreign
 from support.loading import loader_of
 from support.tars import png, write_source, write_tar
 
@@ -229,7 +229,7 @@ def test_too_many_open_files_are_no_fault_of_a_picture(tmp_path, monkeypatch):
     def refused(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
 
-    monkeypatch.setattr(reading, "regular_file", refused)
+    monkeypatch.setattr(foreign, "regular_file", refused)
     with pytest.raises(UserError, match="as many files open as it may"):
         captions_of_epochs(sources, 1)
 

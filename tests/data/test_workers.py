@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import workers as workers_module
+from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from support import loading
 from support.tars import write_source
@@ -95,3 +98,28 @@ def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
         for batch in read_batches(Numbers(bad=7), list, batch_size=2, num_workers=workers):
             seen += [number for number, _ in batch]
     assert seen == list(range(6))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, workers):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    loader = loading.loader_of(f"a={write_source(tmp_path / 'a', 0, 24, 6)}", 2, workers=workers)
+    for _ in range(2):
+        iterator = iter(loader)
+        next(iterator)
+    del iterator
+    for _ in loader:
+        break
+    del loader
+    gc.collect()
+    assert unraisable == []
+
+
+def test_numbers_of_workers_that_cannot_be_are_refused_where_they_are_given(tmp_path):
+    with pytest.raises(
+        UserError, match="workers is 0, and must be at least 1; a loader without worker processes has one"
+    ):
+        Batching(4, workers=0)
+    with pytest.raises(UserError, match=r"give Batching\(..., workers=2\)"):
+        loading.loader_of(f"a={write_source(tmp_path / 'a', 0, 24, 6)}", Batching(2), workers=2)

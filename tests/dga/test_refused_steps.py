@@ -1,19 +1,24 @@
 """Steps whose gradient would be wrong without a word: each is refused with a sentence, or made right (issue 33, 1 to 5)."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from open_clip.loss import ClipLoss
 from torch import nn
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.dga.replay import CHECK_EVERY
+from open_clip_zerovl.dga.objective import Objective
+from open_clip_zerovl.dga.replay import CHECK_EVERY, ReplayCheck
+from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss
 from support.dga_reference import TOLERANCE, VOCABULARY, batches, error, gradients, one_graph
+from support.programs import run_ranks
 from support.two_towers import seeded
 
 EXACT = TOLERANCE[torch.float64]
@@ -260,3 +265,54 @@ def test_a_loss_with_its_own_total_beside_the_parts_is_refused():
         step_of(seeded(Towers), both).backward(batches([2, 2]))
     total = step_of(seeded(Towers), lambda **values: {"loss": both(**values)["loss"]}).backward(batches([2, 2]))
     assert total["loss"] > 0
+
+
+def test_collectives_of_a_step_are_those_of_the_models_process_group(monkeypatch):
+    """The replay check's verdict, the number of graphs kept and the sizes of ClipLoss, in a group that is not the default."""
+    group, cpu, groups = object(), torch.device("cpu"), []
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, group=None: groups.append(group))
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda out, mine, group=None: (out.copy_(mine.expand(2)), groups.append(group))
+    )
+    check = ReplayCheck("always", 2, group)
+    check.start()
+    check.verdict(0.1, cpu)
+    Retention("auto", cpu, 2, (), group)._smallest(3)
+    objective = Objective(lambda image_features, **_: image_features.sum(), cpu, None, None)
+    objective._module, objective._world_size, objective._group = ClipLoss(), 2, group
+    objective.gradients({name: torch.ones(2, 3) for name in FEATURES}, {})
+    assert groups == [group] * 3
+
+
+@pytest.mark.slow  # three processes
+def test_a_model_in_a_process_group_of_its_own_steps_while_other_ranks_do_not(tmp_path):
+    run_ranks(3, __file__, str(tmp_path), timeout=120)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    losses = []
+    model = seeded(Towers)
+    for rank in range(2):  # each rank's own loss; DDP takes the mean
+        _, grads = one_graph(model, ClipLoss(), batches([3, 2], seed=rank))
+        losses.append(grads)
+    wanted = {name: (losses[0][name] + losses[1][name]) / 2 for name in losses[0]}
+    assert all(error(of_rank, wanted) <= EXACT for of_rank in found)
+
+
+def step_in_a_group(folder):
+    """What the first two of three ranks find, each with a loss of its own rows."""
+    group = dist.new_group([0, 1])
+    if (rank := dist.get_rank()) < 2:
+        model = nn.parallel.DistributedDataParallel(seeded(Towers), process_group=group)
+        loss = ClipLoss()
+        step = step_of(model, lambda **values: loss(**values), retain="auto", check="always")
+        step.backward(batches([3, 2], seed=rank))
+        torch.save(gradients(model), f"{folder}/{rank}.pt")
+        step.backward(batches([3, 2], seed=rank))  # decides on the graphs to keep
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step_in_a_group(sys.argv[1])
+    dist.destroy_process_group()

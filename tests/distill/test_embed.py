@@ -239,18 +239,7 @@ def test_training_with_other_captions_is_refused_by_name(stored, data):
         TeacherRows(open_teacher_folder(stored), sources, augmentation=augmentation, captions="all")
 
 
-def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
-    file = stored / "0.images.npy"
-    content = file.read_bytes()
-    file.write_bytes(content[:-100])
-    with pytest.raises(UserError, match=r"0\.images\.npy cannot be read, it is cut short or damaged"):
-        open_teacher_folder(stored)
-    np.save(file, np.zeros((15, 2, 5), np.float16))
-    with pytest.raises(UserError, match=r"holds float16 of shape \(15, 2, 5\)"):
-        open_teacher_folder(stored)
-    file.unlink()
-    with pytest.raises(UserError, match=r"0\.images\.npy is gone"):
-        open_teacher_folder(stored)
+def test_a_folder_without_a_manifest_or_with_a_broken_one_gets_a_sentence(stored):
     (stored / "embeddings.json").write_text("{")
     with pytest.raises(UserError, match=r"embeddings\.json cannot be read"):
         open_teacher_folder(stored)
@@ -259,24 +248,14 @@ def test_files_cut_short_gone_or_of_another_shape_get_a_sentence(stored):
         open_teacher_folder(stored)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rows_that_are_no_numbers_get_a_sentence_on_opening_or_when_they_are_read(tmp_path, data, monkeypatch, dtype):
-    stored = tmp_path / "out"
-    embed_sources(data, [HashEncoder()], stored, replace(SETTINGS, dtype=dtype), progress=False)
+def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_reads_it(stored, data):
     rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
-    rows[7, 2] = torch.tensor([np.nan], dtype=getattr(torch, dtype)).view(torch.int16).numpy().view(rows.dtype)[0]
-    rows.flush()
-    with pytest.raises(UserError, match=r"0\.texts\.npy holds rows that are no numbers"):
-        open_teacher_folder(stored)
-    monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last: as if the file were long
-    found = rows_of(stored, data)
-    reading = RawSample(b"", "", 0, 7, "0007", "")
-    with pytest.raises(UserError, match=r"0\.texts\.npy holds rows that are no numbers"):
-        found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
     rows[7] = 0
     rows.flush()
     with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
-        found.show(reading, None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0)
+        rows_of(stored, data).show(
+            RawSample(b"", "", 0, 7, "0007", ""), None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0
+        )
 
 
 def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):

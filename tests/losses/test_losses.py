@@ -343,6 +343,15 @@ def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch,
         assert relative(one, reference) <= 1e-12
 
 
+def test_two_ids_are_joined_without_two_pairs_getting_one():
+    """Captions 0, 1 and pictures 1, 0: joined with a factor of N - 1 both would be 1, and nobody a positive."""
+    sides = features(2)
+    ids = {"caption": torch.tensor([0, 1]), "image": torch.tensor([1, 0])}
+    found = value_and_gradients(ContrastiveLoss(positives="both"), *sides, ids=ids)
+    for one, reference in zip(found, value_and_gradients(ContrastiveLoss(), *sides), strict=True):
+        assert relative(one, reference) <= 1e-12
+
+
 def test_report_of_sources_and_twins():
     images, texts = features(5)
     ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}

@@ -134,6 +134,16 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch):
     assert of_topic(findings, "CPU cores").problem is None
 
 
+@pytest.mark.parametrize("gone", ["packaging", "torch"])
+def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
+    """An entry of None in sys.modules is what Python has for a module that cannot be found."""
+    monkeypatch.setitem(sys.modules, gone, None)
+    monkeypatch.setitem(sys.modules, f"{gone}.requirements", None)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert f"{gone} is not installed; pip install open_clip_zerovl again" in out and "CPU cores" in out
+
+
 def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU that torch sees")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 from dataclasses import fields
 
 import pytest
@@ -256,3 +257,25 @@ def test_a_flag_that_needs_another_names_it(line, sentence):
     with pytest.raises(UserError) as caught:
         parse(line.split())
     assert str(caught.value).startswith(sentence)
+
+
+def test_only_what_was_typed_counts_as_given():
+    """open_clip sets Adam's betas by the model after the words are read."""
+    args, config = parse([*DATA, "--lr", "1e-3", "--dga-steps", "2", "--workers", "4"])
+    assert args.beta2 == 0.999 and config.given == {
+        "train_data": "a=/x", "lr": 1e-3, "sampling": "random", "dga_steps": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vision", "beta2"),
+    [({"layers": 2}, 0.98), ({"layers": [1, 1, 1, 1]}, 0.999), ({"timm_model_name": "vit_tiny"}, 0.98)],
+)
+def test_the_betas_of_a_model_file_follow_its_image_tower(tmp_path, vision, beta2):
+    """open_clip goes by "vit" in the model's name, which here is the file's."""
+    file = tmp_path / f"mine-{len(str(vision))}.json"
+    text = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
+    file.write_text(json.dumps({"embed_dim": 16, "vision_cfg": {**vision, "image_size": 32}, "text_cfg": text}))
+    words = [*DATA, "--model-config", str(file)]
+    assert parse(words)[0].beta2 == beta2
+    assert parse([*words, "--beta2", "0.95"])[0].beta2 == 0.95

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import open_clip
 import pytest
@@ -20,13 +23,10 @@ import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
-from open_clip_zerovl.cli.program import main as zerovl_main
+from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
-from scripts.paper import finetune_report
 from scripts.paper import recipes as paper_recipes
-from scripts.paper.finetune_report import Comparison
-from scripts.paper.launch import Node, command_line, run_folder
 from scripts.paper.recipes import (
     Hardware,
     batching_of,
@@ -34,7 +34,6 @@ from scripts.paper.recipes import (
     crowded,
     missing_for,
     parse_settings,
-    plan_line,
     probe_line,
     training_flags,
 )
@@ -48,7 +47,6 @@ from support.programs import ForkedTrainings
 from support.reinforced import members_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
-    CLIP_TEXT,
     NATIVE_VISION,
     WORDS,
     bert_text,
@@ -59,6 +57,7 @@ from support.tiny_clip import (
     write_run,
 )
 
+PROGRAM = ROOT / "src" / "training" / "main.py"
 RECIPES_PROGRAM = [sys.executable, "-m", "scripts.paper.recipes"]
 TRAININGS = [name for name, recipe in RECIPES.items() if recipe.program == "training"]
 ENVIRONMENT = {
@@ -69,9 +68,26 @@ ENVIRONMENT = {
 }
 
 
-def recipes(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
+def recipes(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """The program in this process, for calls that start nothing."""
+    words = list(map(str, arguments))
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            status = paper_recipes.main(words)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+            errors.write(str(stop.code))
+    return subprocess.CompletedProcess(words, status, out.getvalue(), errors.getvalue())
+
+
+def started(*arguments: str | Path) -> subprocess.CompletedProcess:
     command = [*RECIPES_PROGRAM, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, **options)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
 
 
 def zerovl(*arguments: str | Path) -> None:
@@ -139,14 +155,14 @@ def test_a_batch_that_does_not_divide_is_said_and_one_without_dga_refused(capsys
 def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
     line = shlex.split(done.stdout.splitlines()[1])
-    assert done.returncode == 0 and "--nproc-per-node=8" in line and line[line.index("--") - 1] == "training.main"
+    assert done.returncode == 0 and line[1] == str(PROGRAM) and line[2:5] == ["--processes", "8", "--"]
     assert (given(line, "--batch-size"), given(line, "--dga-steps")) == ("128", "16")
     assert given(line, "--train-data").split("::")[0] == f"sbu={tmp_path}/sbu"
     assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == ["0.485", "0.456", "0.406"]
     absent = ", ".join(f"{tmp_path}/{source}" for source in ("sbu", "vg", "cc3m", "cc12m"))
     assert f"missing: {absent} are not there; docs/datasets.md" in done.stderr
-    started = recipes("train-14m", "--no-slurm", "--data", tmp_path)
-    assert started.returncode == 1 and f"{absent} are not there" in started.stderr and not started.stdout
+    refused = recipes("train-14m", "--no-slurm", "--data", tmp_path)
+    assert refused.returncode == 1 and f"{absent} are not there" in refused.stderr and not refused.stdout
 
 
 def test_empty_source_folders_are_told(tmp_path):
@@ -159,13 +175,12 @@ def test_empty_source_folders_are_told(tmp_path):
 
 
 def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paper_recipes, "find_gpus", lambda: (0, 0.0))
+    monkeypatch.setattr(paper_recipes, "gpu_memories", list)
     monkeypatch.setattr(paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU"))
-    monkeypatch.setattr(sys, "argv", ["recipes.py", "14m", "--plan", "--data", str(tmp_path)])
     with pytest.raises(
         SystemExit, match=r"cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8"
     ):
-        paper_recipes.main()
+        paper_recipes.main(["14m", "--plan", "--data", str(tmp_path)])
 
 
 def test_more_loader_processes_than_cores_are_told():
@@ -188,37 +203,6 @@ def test_a_dry_run_on_several_nodes_needs_no_sbatch(tmp_path):
     assert here.returncode == 1 and "--nodes 2 needs SLURM" in here.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "paper", "caption"),
-    [
-        ([], False, "transform: the checkpoint's own"),
-        (["--transform", "paper"], True, "transform: squash 256"),
-        (["--recipe", "finetune-coco"], True, "transform: squash 256"),
-        (["--recipe", "finetune-coco", "--transform", "checkpoint"], False, "transform: the checkpoint's own"),
-    ],
-)
-def test_a_finetunings_table_takes_the_checkpoints_own_transform(
-    tmp_path, monkeypatch, capsys, arguments, paper, caption
-):
-    (tmp_path / "checkpoints").mkdir()
-    torch.save({"epoch": 1}, tmp_path / "checkpoints" / "epoch_1.pt")
-    (tmp_path / "params.txt").write_text("init_from: before.pt\nretrieval_data: coco=/coco\n")
-    asked = []
-
-    def scored(encoder, data, settings):
-        asked.append(settings.paper_transform)
-        return {"coco": {"images": 5, "captions": 25, "rsum": 400.0}}
-
-    monkeypatch.setattr(finetune_report, "run_retrieval", scored)
-    monkeypatch.setattr(sys, "argv", ["finetune_report", str(tmp_path), *arguments])
-    assert finetune_report.main() == 0
-    assert (
-        asked == [paper, paper]
-        and caption in capsys.readouterr().out
-        and caption in (tmp_path / "finetune.md").read_text()
-    )
-
-
 def test_settings_set_replace_and_leave_out_flags(tmp_path):
     changed = settings("lr=3e-4", "pretrained-image=", "lock-text", "name=other")
     done = recipes("clip", "--dry-run", "--no-slurm", "--gpus", "0", "--data", tmp_path, *changed)
@@ -239,7 +223,7 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
 def test_a_slip_in_a_setting_is_told_before_anything_is_started(tmp_path, slip, said):
     done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip))
     assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
-    assert "torch.distributed.run" not in done.stdout
+    assert str(PROGRAM) not in done.stdout
 
 
 def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
@@ -284,7 +268,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     submitted = (tmp_path / "submitted").read_text().split()
     assert {"--nodes=2", "--gres=gpu:8", "--partition=gpu", "--job-name=finetune-coco"} <= set(submitted)
     own = submitted[submitted.index(str(ROOT / "scripts" / "paper" / "train.sbatch")) :]
-    assert own[1:6] == ["--ranks", "8", "--report", "finetune-coco", "--"]
+    assert own[1:4] == ["--ranks", "8", "--"]
     assert (given(own, "--batch-size"), given(own, "--dga-steps"), given(own, "--epochs")) == ("128", "1", "1")
     assert given(own, "--train-num-samples") == str(5000 * 2048)
     assert given(own, "--retrieval-data") == f"coco={tmp_path}/coco"
@@ -295,8 +279,8 @@ def test_what_a_recipe_cannot_start_without_is_asked_for(tmp_path):
     assert done.returncode == 1 and "give --set init-from=" in done.stderr
     done = recipes("nothing")
     assert done.returncode == 2 and "no recipe 'nothing'" in done.stderr
-    done = recipes("train-14m", "--nodes", "2", "--no-slurm", "--dry-run", "--data", tmp_path)
-    assert done.returncode == 1 and "--nodes 2 needs SLURM" in done.stderr
+    done = recipes("finetune-coco", "--plan", "--assume", "v100:8", "--dry-run", "--data", tmp_path)
+    assert done.returncode == 0 and "the run needs it: give --set init-from=" in done.stderr
 
 
 def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
@@ -309,65 +293,22 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
     assert given(line, "--device") == "cpu" and given(line, "--batch-size") == "4" and "--assume" not in line
 
 
-def test_stored_teachers_are_asked_for_and_planned_with_the_run(tmp_path):
+def test_stored_teachers_are_asked_for(tmp_path):
     """Their embeddings lie in DATA/teacher, where nothing else is said."""
     recipe = RECIPES["distill-14m"]
-    flags = training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})
-    assert flags["teacher"] == f"{tmp_path}/teacher"
-
-    def line(*words: str) -> list[str]:
-        values = parse_settings(words)
-        flags = training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), values)
-        return plan_line(recipe, flags, values, "v100:8")
-
-    def asked(line: list[str], flag: str) -> list[str]:
-        return [line[at + 1] for at, word in enumerate(line) if word == flag]
-
-    models = ["ViT-L-14-quickgelu/openai", "ViT-L-14/datacomp_xl_s13b_b90k"]
-    assert [asked(line(), f"--teacher{what}") for what in ("", "-model", "-views")] == [
-        [f"{tmp_path}/teacher"], models, ["4"],
-    ]  # fmt: skip
-    others = line("teacher=/t", "teacher-model=ViT-H-14", "teacher-views=9")
-    assert [asked(others, f"--teacher{what}") for what in ("", "-model", "-views")] == [["/t"], ["ViT-H-14"], ["9"]]
-    assert not [word for word in line("teacher=") if word.startswith("--teacher")]
+    assert training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"] == f"{tmp_path}/teacher"
     for source in recipe.sources:
         (tmp_path / source).mkdir()
         (tmp_path / source / "00000.tar").touch()
     missing = missing_for(recipe, tmp_path, {})
-    assert missing.startswith(f"{tmp_path}/teacher holds no teachers' embeddings; --plan (make plan-...) prints the")
+    assert missing.startswith(
+        f"{tmp_path}/teacher holds no teachers' embeddings; `zerovl teacher ViT-L-14-quickgelu/openai "
+    )
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "embeddings.json").touch()
     assert missing_for(recipe, tmp_path, {}) is None
     assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
-
-
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_both_recipes_with_teachers_are_planned_with_them(tmp_path, monkeypatch, capsys, gpus):
-    """A small student; the teachers are the recipe's, 14.23 M pairs are Table 2's."""
-    model = register(tmp_path / "configs", "recipes-plan", NATIVE_VISION, CLIP_TEXT)
-    started = []
-    monkeypatch.setattr(paper_recipes, "run_line", lambda name, line, **_: started.append(line) or 0)
-    plans = {}
-    for name in ("distill-14m", "datacompdr-12m"):
-        words = [name, "--plan", "--assume", f"a100-80:{gpus}", "--data", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["recipes.py", *words, *settings(f"model={model}", "pretrained-image=")])
-        assert paper_recipes.main() == 0
-        assert zerovl_main([*started[-1][3:], "--json"]) == 0
-        plans[name] = json.loads(capsys.readouterr().out)
-    made, in_shards = plans.values()
-    assert made["teachers"]["stored_bytes"] == 2 * 2 * 768 * 14_230_000 * (4 + 1)
-    assert made["teachers"]["models"] == list(RECIPES["distill-14m"].teachers)
-    assert 0 < made["teacher_hours"] < made["hours_with_teachers"] == made["teacher_hours"] + made["hours"]
-    assert (made["batching"]["ranks"], made["batching"]["effective_batch"], made["epoch_steps"]) == (gpus, 16384, 867)
-    assert in_shards["teachers"]["widths"] == [768, 768] and in_shards["teacher_hours"] is None
-    assert (in_shards["batching"]["ranks"], in_shards["batching"]["effective_batch"]) == (gpus, 8192)
-    assert in_shards["steps"] == 30_000 and in_shards["hours_with_teachers"] == in_shards["hours"] > 0
-
-
-def test_a_plan_says_what_the_run_will_ask_for(tmp_path):
-    done = recipes("finetune-coco", "--plan", "--assume", "v100:8", "--dry-run", "--data", tmp_path)
-    assert done.returncode == 0 and "the run needs it: give --set init-from=" in done.stderr
 
 
 def test_the_make_targets_call_the_launcher():
@@ -390,16 +331,7 @@ def test_the_make_targets_call_the_launcher():
     assert command("plan-14m", "ASSUME=v100:8").endswith("scripts.paper.recipes train-14m --plan --assume 'v100:8'")
 
 
-def test_nodes_meet_at_the_first_and_one_process_needs_no_torchrun():
-    node = Node(8, nodes=2, index=1, master_addr="n1", master_port="29400")
-    line = command_line(node, ["--name", "a"])
-    assert {"--nnodes=2", "--node-rank=1", "--master-addr=n1", "--master-port=29400", "--nproc-per-node=8"} <= set(line)
-    assert line[-4:] == ["training.main", "--", "--name", "a"]
-    assert command_line(Node(1), ["--name", "a"])[1:] == ["-m", "training.main", "--name", "a"]
-    assert run_folder(["--lr", "1", "--name", "a"]) == Path("logs/a")
-    assert run_folder(["--name", "a", "--logs", "b"]) == Path("b/a") and run_folder([]) is None
-
-
+@pytest.mark.slow(reason="a ViT-B with BERT-base, exported and run: 13 seconds; small models have such tests")
 def test_the_288_px_model_takes_what_convert_writes_and_its_export_loads_in_stock_open_clip(tmp_path):
     """The fine-tuning at 288 px starts from a 224 px ViT of timm, by --init-from of a folder that convert wrote."""
     name = "zerovl-ViT-B-16-288-BERT-base"
@@ -490,8 +422,8 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             shown = recipes(name, "--dry-run", "--no-slurm", "--gpus", "0", "--data", data, *small(workplace, *values))
             assert shown.returncode == 0 and "missing" not in shown.stderr, shown.stderr
             line = shlex.split(shown.stdout.splitlines()[1])
-            assert line[1:3] == ["-m", "training.main"]
-            answer, printed = trainings(line[3:], workplace / f"{name}.txt")
+            assert line[1] == str(PROGRAM)
+            answer, printed = trainings(line[2:], workplace / f"{name}.txt")
             assert answer["statuses"] == [0], f"{name}: {answer}\n{printed[-3000:]}"
             words = (workplace / "logs" / name / "out.log").read_text()
             assert words.count("Train Epoch: 0 [") == steps and f" {steps} steps of 4 samples" in words, name
@@ -500,6 +432,9 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
         trainings.close()
 
 
+@pytest.mark.slow(
+    reason="the whole program: 20 seconds; the next test holds its command line, tests/evaluate/probe the rest"
+)
 def test_the_linear_probe_runs_through_the_launcher(workplace, tmp_path):
     out = tmp_path / "probe"
     (workplace / "clip").mkdir(exist_ok=True)
@@ -507,7 +442,7 @@ def test_the_linear_probe_runs_through_the_launcher(workplace, tmp_path):
     checkpoint = write_run(workplace / "clip" / "run", random_model(name), {"model": name})
     folder = export_local_dir(checkpoint, tmp_path / "exported")
     quick = settings(f"model={folder}", f"out={out}", "batch-size=4", "epochs=2", "workers=0")
-    done = recipes("linear-probe", "--gpus", "0", "--data", workplace / "data", *quick)
+    done = started("linear-probe", "--gpus", "0", "--data", workplace / "data", *quick)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads((out / "linear_probe.json").read_text())
     assert json.dumps(result).count("top1") and (out / "state.pt").exists()
@@ -518,61 +453,11 @@ def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
     line = probe_line(RECIPES["linear-probe-cub"], "linear-probe-cub", tmp_path, Hardware(8, 32), {"model": "M"})
     assert given(line, "--train") == given(line, "--test") == f"cub:{tmp_path}/cub"
     assert (given(line, "--batch-size"), given(line, "--lr"), "--amp" in line) == ("512", "6.4", True)
-
-
-def test_the_report_is_one_table_with_the_papers_row_where_there_is_one():
-    scores = {f"{way}_R@{k}": 10.0 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    before = {**scores, "rsum": 320.0, "images": 8, "captions": 40}
-    paper = {"image_to_text_R@1": 72.9, "rsum": 485.0}
-    comparison = Comparison(before, {**before, "rsum": 321.5}, paper, ("a", "b"), "coco", "own")
-    lines = comparison.table().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [
-        "I2T R@1", "I2T R@5", "I2T R@10", "T2I R@1", "T2I R@5", "T2I R@10", "RSUM",
-    ]  # fmt: skip
-    assert [cell.strip() for cell in lines[2].split("|")[2:5]] == ["10.0", "10.0", "72.9"]
-    assert [cell.strip() for cell in lines[3].split("|")[2:5]] == ["50.0", "50.0", ""]
-    assert [cell.strip() for cell in lines[-1].split("|")[2:5]] == ["320.0", "321.5", "485.0"]
-    assert len({len(line) for line in lines}) == 1
-    assert "8 images, 40 captions" in comparison.caption() and "Before: `a`. After: `b`." in comparison.caption()
-    without = Comparison(before, before, {}, ("a", "b"), "coco", "own").table()
-    assert "paper" not in without and "485.0" not in without
-
-
-@pytest.mark.slow  # two trainings, the report and two retrieval runs to compare with, each a program: a minute on two cores
-def test_a_fine_tuning_ends_with_one_table_before_and_after(workplace):
-    """Through the launcher; the columns are `zerovl retrieval`'s own numbers of the two checkpoints."""
-    start = workplace / "start"
-    values = ["effective-batch=8", "batch-size=8", "epochs=1", f"logs={start}", "retrieval-data=", "name=base"]
-    base = ["clip", "--no-slurm", "--gpus", "0", "--data", workplace / "data", *small(workplace, *values)]
-    assert recipes(*base).returncode == 0
-    before, after = start / "base/checkpoints/epoch_1.pt", start / "finetune-coco/checkpoints/epoch_1.pt"
-    values = [f"init-from={before}", "effective-batch=8", "batch-size=4", "train-num-samples=80", f"logs={start}"]
-    values += ["lr=1e-2", "lr-min=1e-3"]
-    tune = ["train-finetune-coco", "--no-slurm", "--gpus", "0", "--data", workplace / "data"]
-    done = recipes(*tune, *small(workplace, *values))
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((start / "finetune-coco" / "finetune.json").read_text())
-    assert result["before"]["checkpoint"] == str(before) and result["after"]["checkpoint"] == str(after)
-    assert done.stdout.count("RSUM") == 1 and done.stdout.count("R@10") == 2
-    markdown = (start / "finetune-coco" / "finetune.md").read_text()
-    assert markdown in done.stdout
-    (rsum_row,) = (line for line in markdown.splitlines() if "RSUM" in line)
-    for column, checkpoint in (("before", before), ("after", after)):
-        scores = workplace / f"{column}.json"
-        retrieval = ["retrieval", checkpoint, "--data", f"coco={workplace / 'data/coco'}", "--paper-transform"]
-        zerovl(*retrieval, "--output", scores)
-        expected = json.loads(scores.read_text())["results"]["coco"]
-        for key in ("image_to_text_R@1", "image_to_text_R@5", "text_to_image_R@10"):
-            assert result[column][key] == pytest.approx(100 * expected[key], abs=1e-9)
-        assert result[column]["rsum"] == pytest.approx(expected["rsum"], abs=1e-9)
-        assert f"{expected['rsum']:.1f}" in rsum_row
-    assert result["before"] != {**result["after"], "checkpoint": str(before)}
-    assert result["paper"]["rsum"] == 485.0 and "| RSUM" in markdown and "485.0" in markdown
-    refused = subprocess.run(
-        [warm.python(), "-m", "scripts.paper.finetune_report", start / "base"],
-        env=ENVIRONMENT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert refused.returncode == 2 and "was trained without --init-from" in refused.stderr
+    parser = argparse.ArgumentParser()
+    evaluate.linear_probe(parser)
+    for name, recipe in RECIPES.items():
+        if recipe.program == "linear-probe":
+            parser.parse_args(probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:])
 
 
 def descendants(pid: int) -> list[int]:
@@ -609,7 +494,7 @@ def test_stopped_and_killed_the_same_command_ends_as_if_never_interrupted(workpl
         wait_for_step(folder, 10, run, log)
         run.terminate()  # as a scheduler does
         assert run.wait(timeout=60) == 85
-        assert "the same command goes on from it" in log.read_text() and (folder / "requeue").exists()
+        assert "The same command goes on from there" in log.read_text() and (folder / "requeue").exists()
         stopped = max(int(path.stem[-8:]) for path in (folder / "checkpoints").glob("step_*.pt"))
         run = start(broken, log)
         wait_for_step(folder, stopped + 5, run, log)
@@ -628,106 +513,6 @@ def test_stopped_and_killed_the_same_command_ends_as_if_never_interrupted(workpl
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert f"step_0000_{stopped:08d}.pt" in log.read_text()  # it did go on from there
-
-
-SLOW_TO_SAVE = """
-import os, pathlib, signal, sys, time
-asked = []
-signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
-pathlib.Path(f"started{os.environ['RANK']}").touch()
-while not asked:
-    time.sleep(0.05)
-time.sleep(float(sys.argv[-1]))
-pathlib.Path(f"saved{os.environ['RANK']}").touch()
-pathlib.Path("logs/a/requeue").touch()
-while len(list(pathlib.Path().glob("saved*"))) < 2:  # as in a training: torchrun would end the later one
-    time.sleep(0.05)
-sys.exit(85)
-"""
-
-
-def stopped_by(tmp_path: Path, number: signal.Signals, saving_seconds: float, everyone: bool) -> tuple[int, list[str]]:
-    """Two ranks under the launcher that take their time to save; its status and what they left.
-
-    Args:
-        everyone: signal torchrun, too, as some schedulers do.
-    """
-    package = tmp_path / "training"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "main.py").write_text(SLOW_TO_SAVE)
-    (tmp_path / "logs" / "a").mkdir(parents=True)
-    command = [sys.executable, "-m", "scripts.paper.launch", "--ranks", "2", "--", "--name", "a"]
-    run = subprocess.Popen(
-        [*command, str(saving_seconds)],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "src")))},
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("started*"))) < 2:
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        for pid in [run.pid, *(children_of(run.pid) if everyone else [])]:
-            os.kill(pid, number)
-        status = run.wait(timeout=saving_seconds + 30)
-    finally:
-        for pid in [*descendants(run.pid), run.pid] if run.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-    return status, sorted(path.name for path in tmp_path.glob("saved*"))
-
-
-@pytest.mark.parametrize(
-    ("number", "saving_seconds", "everyone"),
-    [
-        (signal.SIGUSR1, 0.5, True),
-        (signal.SIGTERM, 0.5, False),
-        # torchrun kills its ranks 30 s after it was told to stop itself
-        pytest.param(signal.SIGTERM, 34, False, marks=pytest.mark.slow),
-    ],
-)
-def test_told_to_stop_the_ranks_have_the_time_they_need(tmp_path, number, saving_seconds, everyone):
-    assert stopped_by(tmp_path, number, saving_seconds, everyone) == (85, ["saved0", "saved1"])
-
-
-def test_training_ends_with_a_launcher_that_is_killed(tmp_path):
-    """A scheduler starts the job again, and two runs would write into one folder."""
-    package = tmp_path / "training"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "main.py").write_text(
-        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-m", "scripts.paper.launch", "--ranks", "1", "--", "--name", "a"],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "src")))},
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    pid = int((tmp_path / "pid").read_text())
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
-        assert time.monotonic() < deadline or os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def test_an_earlier_stop_is_not_taken_for_this_ones(workplace, tmp_path):
-    (tmp_path / "logs" / "a").mkdir(parents=True)
-    (tmp_path / "logs" / "a" / "requeue").touch()
-    command = [sys.executable, "-m", "scripts.paper.launch", "--ranks", "1", "--", "--name", "a"]
-    done = subprocess.run(
-        [*command, "--dataset-type", "synthetic", "--model", "nothing"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "knows no model 'nothing'" in done.stderr
 
 
 SLOW_TO_WRITE = """
@@ -749,7 +534,7 @@ def test_ranks_without_a_checkpoint_to_write_wait_for_the_one_that_writes(workpl
     (tmp_path / "slow.py").write_text(SLOW_TO_WRITE)
     values = small(workplace, "name=slow", "effective-batch=8", "batch-size=4", "retrieval-data=", "save-every-steps=")
     shown = recipes("clip", "--dry-run", "--no-slurm", "--gpus", "0", "--data", workplace / "data", *values)
-    arguments = shlex.split(shown.stdout.splitlines()[1])[3:]
+    arguments = shlex.split(shown.stdout.splitlines()[1])[2:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
     log, folder = tmp_path / "log", workplace / "logs" / "slow"
     run = start([*torchrun, tmp_path / "slow.py", *arguments], log)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -96,14 +95,31 @@ def stand_in(tmp_path) -> StandIn:
     return StandIn(tmp_path)
 
 
-def test_one_launcher_a_node_meets_at_the_first_ones_address(stand_in):
-    srun = 'echo "meet $MASTER_ADDR:$MASTER_PORT"'
-    status, output = stand_in.run("--ranks", "4", "--", "--name", "a-run", "--lr", "1", srun=srun)
-    assert status == 0 and "meet 10.0.0.1:24711" in output
-    called = shlex.split((stand_in.folder / "log").read_text().splitlines()[-1])
-    assert called[0] == "srun" and {"--ntasks=2", "--ntasks-per-node=1"} <= set(called)
-    assert called[called.index("--ranks") + 1] == "4"
-    assert called[called.index("--") + 1 :] == ["--name", "a-run", "--lr", "1", "--resume", "latest"]
+def task_of(stand_in: StandIn, node: int) -> list[str]:
+    """The program that a task of srun becomes on a node, by the words that srun got."""
+    words = (stand_in.folder / "words").read_text().split("\0")[:-1]
+    environment = {**os.environ, "SLURM_NODEID": str(node), "SLURM_NNODES": "2"}
+    python = stand_in.folder / "commands" / "python"
+    python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    done = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_one_program_a_node_meets_at_the_first_ones_address(stand_in):
+    srun = f'printf "%s\\0" "$@" > {stand_in.folder}/words; echo "cores $SRUN_CPUS_PER_TASK"'
+    environment = {"SLURM_CPUS_PER_TASK": "16"}
+    given = ("--ranks", "4", "--", "--name", "a-run", "--lr", "1")
+    status, output = stand_in.run(*given, srun=srun, environment=environment)
+    # srun of 22.05 and later does not inherit --cpus-per-task.
+    assert status == 0 and "cores 16" in output
+    words = (stand_in.folder / "words").read_text().split("\0")
+    assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(words)
+    place = ["--nnodes=2", "--master-addr=10.0.0.1", "--master-port=24711"]
+    assert task_of(stand_in, 1) == [
+        "-m", "training.main", "--processes", "4", "--node-rank=1", *place, "--", "--name", "a-run", "--lr", "1", "--resume",
+        "latest",
+    ]  # fmt: skip
     assert stand_in.calls == ""
 
 
@@ -165,14 +181,6 @@ def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stand_in):
     process.terminate()
     process.communicate(timeout=30)
     assert process.returncode == 85 and "requeue" not in stand_in.calls
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_fine_tuning_ends_with_its_table_if_it_ended_well(stand_in, status):
-    arguments = ("--report", "finetune-coco", "--", "--logs", "elsewhere", "--name", "a-run")
-    assert stand_in.run(*arguments, srun=f"exit {status}")[0] == status
-    expected = "python -m scripts.paper.finetune_report elsewhere/a-run --recipe finetune-coco\n"
-    assert stand_in.calls == (expected if status == 0 else "")
 
 
 def test_what_cannot_work_is_refused(stand_in):

@@ -72,6 +72,20 @@ def _full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 
 
+def _spoils_the_weights() -> None:
+    stock, calls = torch.optim.AdamW.step, []
+
+    def step(self, *arguments, **options):
+        result = stock(self, *arguments, **options)
+        calls.append(1)
+        if len(calls) == _step:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].fill_(float("nan"))
+        return result
+
+    torch.optim.AdamW.step = step
+
+
 def _kill_a_loader_worker() -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
@@ -99,6 +113,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "ctrl-c": lambda: _in_step(_signals(signal.SIGINT)),
     "ctrl-c twice": lambda: _in_step(_signals(signal.SIGINT, signal.SIGINT)),
     "sigterm": lambda: _in_step(_signals(signal.SIGTERM)),
+    "sighup": lambda: _in_step(_signals(signal.SIGHUP)),
+    "weights not finite": _spoils_the_weights,
     "killed": lambda: _in_step(_signals(signal.SIGKILL)),
     "killed after the first step": _killed_after_the_first_step,
     "loader worker killed": lambda: _in_step(_kill_a_loader_worker),

@@ -86,11 +86,13 @@ CAUSES = {
     ),
     "ctrl-c twice": (130, "training.main: interrupted"),
     "sigterm": (85, "for the launcher"),
+    "sighup": (85, "for the launcher"),
+    "weights not finite": (2, "after step 2 of epoch 0 the weights are not finite numbers; no checkpoint of them"),
     "loader worker killed": (2, "loader worker 0 of rank 0 was lost"),
     "full disk": (2, "cannot be written"),
 }
 # One of each way out in the fast tests: an exception, a status, both signals, a lost child, an error of the system.
-QUICK = ("defect in the step", "ctrl-c", "sigterm", "loader worker killed", "full disk")
+QUICK = ("defect in the step", "ctrl-c", "sigterm", "sighup", "weights not finite", "loader worker killed", "full disk")
 
 
 @pytest.mark.timeout(200)
@@ -104,7 +106,8 @@ def test_one_rank_ends(train, fault):
     assert words in printed and printed.count("Traceback") == (
         1 if status == 1 and "error: the" not in words else 0
     ) + (1 if fault == "defect in a loader worker" else 0)
-    assert (folder / "requeue").exists() == (fault == "sigterm")
+    assert (folder / "requeue").exists() == (fault in ("sigterm", "sighup"))
+    assert fault != "weights not finite" or not list((folder / "checkpoints").glob("*.pt"))
 
 
 @pytest.mark.timeout(200)

@@ -118,3 +118,19 @@ def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp
     (code / "training" / "main.py").write_text("kept")
     a_run.copy_codebase(Namespace(rank=0))  # resumed
     assert (code / "training" / "main.py").read_text() == "kept"
+
+
+def test_the_run_keeps_the_content_of_a_model_file(tmp_path):
+    """An edited file made the checkpoints of a run unreadable."""
+    file = tmp_path / "mine.json"
+    file.write_text("first")
+    args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
+    a_run = run.Run(args, config, None, Console())
+    args.rank = 0
+    a_run.folder.mkdir()
+    kept = a_run._kept_config(str(file))
+    assert kept == str(tmp_path / "run" / "mine.json") and Path(kept).read_text() == "first"
+    file.write_text("edited")
+    assert Path(a_run._kept_config(str(file))).read_text() == "first"  # resumed
+    args.logs = "none"
+    assert a_run._kept_config(str(file)) == str(file)

@@ -139,3 +139,23 @@ def test_tensorboard_has_a_curve_for_each_source():
         log.step_done(index, index, {"loss": torch.tensor(value), "logit_scale": torch.tensor(1.0)}, 1e-3)
     assert written["train/loss/sbu"] == [(0, 1.0)] and written["train/loss/vg"] == [(1, 9.0)]
     assert written["train/loss"] == [(0, 1.0), (1, 9.0)]
+
+
+@pytest.mark.parametrize(("every", "steps", "logged"), [(100, 7, 7), (100, 400, 21), (10, 400, 41), (1000, 10_000, 21)])
+def test_an_epoch_is_logged_at_least_twenty_times(every, steps, logged, caplog):
+    log = StepLog(argparse.Namespace(**{**vars(ARGS), "log_every_n_steps": every}), 0, steps, steps * 20, 2)
+    with caplog.at_level(logging.INFO):
+        for index in range(steps):
+            log.step_done(index, index, {"loss": 1.0, "logit_scale": 1.0}, 1e-3)
+    assert sum(message.startswith("Train Epoch") for message in caplog.messages) == logged
+
+
+def test_a_loss_that_is_not_finite_is_counted_between_logged_steps(caplog):
+    run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
+    log = StepLog(argparse.Namespace(**{**vars(ARGS), "log_every_n_steps": 4}), 0, 80, 1600, 2, run_log=run_log)
+    for index in range(9):
+        loss = torch.tensor(float("nan") if index in (2, 3) else float("inf") if index == 7 else 1.0)
+        log.step_done(index, index, {"loss": loss, "logit_scale": 1.0}, 1e-3)
+    said = [message for message in caplog.messages if "is not a finite number" in message]
+    assert [message.partition(":")[0] for message in said] == ["Step 5 of epoch 0", "Step 9 of epoch 0"]
+    assert "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3

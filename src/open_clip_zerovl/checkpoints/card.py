@@ -95,11 +95,12 @@ class ModelCard:
                 f"the licence '{self.licence}' is no name as a hub takes it; give one such as mit, apache-2.0, cc-by-4.0"
             )
 
-    def text(self, *, needs_import: bool = False) -> str:
+    def text(self, *, needs_import: bool = False, trainable: bool = True) -> str:
         """The card as Markdown with the front matter that a hub reads.
 
         Args:
             needs_import: open_clip 3.3 builds the model only after this package's import.
+            trainable: an optimizer can go on from the folder's weights.
         """
         params, metrics = self.params or {}, self.metrics or {}
         name = _public(self.spec.name)
@@ -118,6 +119,7 @@ class ModelCard:
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
                 "needs_import": needs_import,
+                "trainable": trainable,
                 "model": _model_facts(self.spec, self.weights),
                 "recipe": _recipe_facts(params) if params else [],
                 "data": _data(params),

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 
-LAYOUTS = ("timm", "open_clip", "CLIP", "ViT")  # the last two are transformers'
+LAYOUTS = ("timm", "open_clip", "CLIP", "DINOv2")  # the last two are transformers'
 _BLOCKS = ("blocks.", "transformer.resblocks.", "encoder.layers.", "encoder.layer.")
 _QKV = ("attn.qkv.", "attn.in_proj_")
 _SPLIT = {  # transformers has the attention's first map in three parts
     "CLIP": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
-    "ViT": ("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
+    "DINOv2": ("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
 }
 # Names, or beginnings that end in a dot, in each of LAYOUTS; "" where a layout has no such tensor.
 _IN_BLOCK = (
-    ("norm1.", "ln_1.", "layer_norm1.", "layernorm_before."),
+    ("norm1.", "ln_1.", "layer_norm1.", "norm1."),
     ("attn.proj.", "attn.out_proj.", "self_attn.out_proj.", "attention.output.dense."),
-    ("norm2.", "ln_2.", "layer_norm2.", "layernorm_after."),
-    ("mlp.fc1.", "mlp.c_fc.", "mlp.fc1.", "intermediate.dense."),
-    ("mlp.fc2.", "mlp.c_proj.", "mlp.fc2.", "output.dense."),
+    ("norm2.", "ln_2.", "layer_norm2.", "norm2."),
+    ("mlp.fc1.", "mlp.c_fc.", "mlp.fc1.", "mlp.fc1."),
+    ("mlp.fc2.", "mlp.c_proj.", "mlp.fc2.", "mlp.fc2."),
 )
 _OUTSIDE = (
     ("cls_token", "class_embedding", "embeddings.class_embedding", "embeddings.cls_token"),
@@ -50,7 +50,7 @@ _OUTSIDE = (
 def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a ViT or a text transformer under another layout's names, and the names that have no place there.
 
-    In the layout "timm" and "ViT" class token and positions have leading dimensions of one, which others lack.
+    In the layout "timm" and "DINOv2" class token and positions have leading dimensions of one, which others lack.
     """
     old, new = LAYOUTS.index(source), LAYOUTS.index(target)
     placed: dict[str, Tensor] = {}

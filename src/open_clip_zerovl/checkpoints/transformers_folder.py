@@ -57,6 +57,10 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-5  # largest difference of an entry of a normalised embedding
 PIXEL_TOLERANCE = 2.5 / 255  # largest difference of a pixel's value, before it is normalised
+INFERENCE_ONLY = (
+    "transformers' dual encoder has no text tower that gives the first token's state itself, so a pooler passes it on, and the "
+    "first step of an optimizer would destroy it. To train the model further, take the export for open_clip."
+)
 MODEL_TYPES = ("clip", "vision-text-dual-encoder")
 # What a tokenizer's file says of how the tokenizer was loaded.
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
@@ -106,7 +110,7 @@ def export_transformers(
     check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
     opened = _open(os.fspath(source), model, text_model)
     card = _card(os.fspath(source), opened, licence)
-    config, tensors = whole_model(opened.model)
+    config, tensors, trainable = whole_model(opened.model)
     with new_folder(final) as folder:
         _save_processor(folder, opened, config.model_type)
         config.save_pretrained(folder)
@@ -114,8 +118,10 @@ def export_transformers(
         _verify(folder, opened)
         if precision is not None:
             _save_weights(tensors, folder, PRECISIONS[precision])
-        (folder / CARD_FILE).write_text(card.text(), encoding="utf-8")
+        (folder / CARD_FILE).write_text(card.text(trainable=trainable), encoding="utf-8")
     log.info("Wrote %s (%s) to %s.", source, opened.spec.name, final)
+    if not trainable:
+        log.warning("%s is for inference only: %s", final, INFERENCE_ONLY)
     return final
 
 
@@ -147,8 +153,12 @@ def _card(source: str, opened: _Opened, licence: str | None) -> ModelCard:
     return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
 
 
-def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor]]:
-    """The config and the state dict of the whole model in transformers. UserError for what it has no place for."""
+def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
+    """The config and the state dict of the whole model in transformers, and whether it can be trained there.
+
+    Raises:
+        UserError: transformers has no place for a part of the model.
+    """
     from transformers import CLIPConfig, VisionTextDualEncoderConfig
 
     if getattr(model, "logit_bias", None) is not None:
@@ -172,7 +182,7 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor]]:
     tensors = {f"{prefixes[0]}{name}": tensor for name, tensor in image.tensors.items()}
     tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}
     tensors |= {"visual_projection.weight": image.projection, "text_projection.weight": text.projection}
-    return config, tensors | {"logit_scale": scale}
+    return config, tensors | {"logit_scale": scale}, image.trainable and text.trainable
 
 
 def _save_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:

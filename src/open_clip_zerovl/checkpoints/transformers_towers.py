@@ -1,15 +1,16 @@
 """open_clip's towers as models of transformers: their configs, and their tensors under the names that hubs hold.
 
     image tower                                           model of transformers
-    timm's plain ViT; open_clip's without `ln_pre`        ViTModel
+    timm's plain ViT; open_clip's without `ln_pre`        Dinov2Model, which is one with layers scaled by 1
     open_clip's ViT                                       CLIPVisionModel
     open_clip's causal text transformer                   CLIPTextModel
     BERT, RoBERTa, XLM-RoBERTa, pooled at the first token the same, with its pooler
 
-transformers' dual encoder takes the output of a tower's pooler, tanh(W h + b), where open_clip takes h, the state of the first
-token, itself. `straight_pooler` gives tanh(2^-k h), of which the projection, times 2^k, makes the same feature: tanh(x) is
+transformers' dual encoder takes the output of a text tower's pooler, tanh(W h + b), where open_clip may take h, the state
+of the first token. `straight_pooler` gives tanh(2^-k h), of which the projection, times 2^k, makes the same feature: tanh(x) is
 x (1 - x^2 / 3 + ...), and 2^-k only moves the exponent of a float. k is chosen so that x^2 / 3 < 2^-20 for the largest entry
-that the last LayerNorm can give; common entries are ten times smaller, and their error is below float32's rounding.
+that the last LayerNorm can give; common entries are ten times smaller, and their error is below float32's rounding. Such a
+tower is for inference only: an optimizer's step of 1e-6 is as large as the entries of the pooler's matrix.
 
 The names are those of transformers 4, which 5 reads too; 4 does not read the names that 5 writes for a CLIPVisionModel in a
 dual encoder, and leaves it at random.
@@ -50,11 +51,13 @@ class Tower:
         config: its config; `model_type` says which model it is.
         tensors: its state dict.
         projection: (D, width), of the model's pooled output.
+        trainable: whether an optimizer can go on from these weights; False for `straight_pooler`.
     """
 
     config: Any
     tensors: dict[str, Tensor]
     projection: Tensor
+    trainable: bool = True
 
 
 def refuse(what: str) -> NoReturn:
@@ -130,12 +133,17 @@ def straight_pooler(norm_weight: Tensor, norm_bias: Tensor) -> tuple[dict[str, T
 
 
 def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
-    from transformers import ViTConfig
+    from transformers import Dinov2Config
 
-    pooler, factor = straight_pooler(weights["ln_post.weight"], weights["ln_post.bias"])
-    tensors, shape = _transformer(weights, "ViT")
-    tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(shape["hidden_size"])
-    return Tower(ViTConfig(**shape, **sizes), tensors | pooler, projection * factor)
+    tensors, shape = _transformer(weights, "DINOv2")
+    width, inner = shape["hidden_size"], shape.pop("intermediate_size")
+    if inner % width:
+        refuse(f"the inner width {inner} of its image tower's MLPs is no multiple of the width {width}")
+    tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(width)
+    tensors["embeddings.mask_token"] = torch.zeros(1, width)
+    for number in range(shape["num_hidden_layers"]):
+        tensors |= {f"encoder.layer.{number}.layer_scale{part}.lambda1": torch.ones(width) for part in (1, 2)}
+    return Tower(Dinov2Config(mlp_ratio=inner // width, **shape, **sizes), tensors, projection)
 
 
 def _clip_vision(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
@@ -196,7 +204,8 @@ def _hugging_face_text(text: HFTextEncoder) -> Tower:
         refuse(f"its dual encoder pools the text at the first token, and this model by {name} (hf_pooler_type)")
     tensors = dict(text.transformer.state_dict())
     projection = torch.eye(text.config.hidden_size) if isinstance(text.proj, nn.Identity) else _linear(text.proj)
-    if isinstance(text.pooler, ClsLastHiddenStatePooler) or "pooler.dense.weight" not in tensors:
+    trainable = not isinstance(text.pooler, ClsLastHiddenStatePooler) and "pooler.dense.weight" in tensors
+    if not trainable:
         last = max(int(name.split(".")[2]) for name in tensors if name.startswith("encoder.layer."))
         norm = f"encoder.layer.{last}.output.LayerNorm"
         pooler, factor = straight_pooler(tensors[f"{norm}.weight"], tensors[f"{norm}.bias"])
@@ -204,7 +213,7 @@ def _hugging_face_text(text: HFTextEncoder) -> Tower:
         projection = projection * factor
     config = copy.deepcopy(text.config)
     config._name_or_path = ""  # the folder on this machine
-    return Tower(config, tensors, projection)
+    return Tower(config, tensors, projection, trainable)
 
 
 def _transformer(weights: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, int]]:

@@ -103,11 +103,10 @@ def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, Work, Limits)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.public.cc import prepare_cc
-        from open_clip_zerovl.prepare.public.sbu import prepare_sbu
+        from open_clip_zerovl.prepare.public.lists import prepare_list
 
-        prepare = prepare_sbu if name == "sbu" else partial(prepare_cc, name)
-        prepare(
+        prepare_list(
+            name,
             arguments.out,
             source=arguments.source,
             shard_size=arguments.shard_size,

@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         sentence = sentence_of(error)
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("open_clip_zerovl", "training")):
+            sentence = f"the package {error.name} is not installed here; `zerovl doctor` lists what this program needs"
         if sentence is None:
             raise
         print(f"zerovl: error: {sentence}", file=sys.stderr)

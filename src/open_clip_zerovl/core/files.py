@@ -101,7 +101,7 @@ def remove_scratch(path: str | os.PathLike[str]) -> None:
 
 def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:
     """`torch.save(content, path, **options)` by `atomic_file`; UserError as there."""
-    # Not torch.save: while open_clip's main runs, that name is this function (training/seams.py).
+    # Not torch.save: while open_clip's main runs, that name is this function (training/hooks.py).
     from torch.serialization import save
 
     with atomic_file(path) as file:

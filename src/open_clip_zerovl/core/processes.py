@@ -1,8 +1,8 @@
 """Processes: ending with the one that started them, stopping a training from outside, and what it then leaves behind.
 
-SIGTERM and SIGUSR1 are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a step, save it and end.
-Ctrl-C is passed on as it is, once each time it is pressed. torchrun gets none of them: it would kill the ranks after 30 s, and
-an optimizer step with its checkpoint can take longer.
+SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a
+step, save it and end. Ctrl-C is passed on as it is, once each time it is pressed. torchrun gets none of them: it would kill the
+ranks after 30 s, and an optimizer step with its checkpoint can take longer.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _begin_child() -> None:
 
 
 class _StopSignals:
-    """Within its block, remembers SIGTERM and SIGUSR1 in `asked`, and counts Ctrl-C in `interrupts`."""
+    """Within its block, remembers SIGTERM, SIGUSR1 and SIGHUP in `asked`, and counts Ctrl-C in `interrupts`."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -121,8 +121,9 @@ class _StopSignals:
         self._kept: dict[int, object] = {}
 
     def __enter__(self) -> _StopSignals:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            self._kept[number] = signal.signal(number, self._ask)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+                self._kept[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

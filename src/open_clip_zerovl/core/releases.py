@@ -1,7 +1,7 @@
 """Which releases of open_clip this package runs on.
 
 A line is the releases whose training program has the same names. One release of each line was read and tested; another of the
-same line is taken when its names are as expected (`training.seams` looks), with a warning.
+same line is taken when its names are as expected (`training.hooks` looks), with a warning.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
     return _of_files(f"{kind}:{root} ({role})", files, labels)
 
 
-def _torchvision(dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any):
+def _torchvision(dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any) -> Any:
     """The listing of a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
 
     The files are opened by this package: torchvision opens pictures of any format.

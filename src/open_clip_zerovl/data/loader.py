@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.mixture import Failure, Mixture
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.stats import DataStats
-from open_clip_zerovl.data.workers import explain_worker_error, reading_words, stall_watchdog, worker_start
+from open_clip_zerovl.data.workers import stall_watchdog, worker_start
 
 
 class MixtureLoader:
@@ -43,8 +44,9 @@ class MixtureLoader:
         batch_size: B.
 
     Raises:
-        UserError: a time-out or a share out of range, and what `Mixture.schedule` refuses. While iterating: a sentence of a
-            worker, a worker process that was lost or stalled, too many bad samples.
+        UserError: another number of workers than that of the mixture, a time-out or a share out of range, and what
+            `Mixture.schedule` refuses. While iterating: a sentence of a worker, a worker process that was lost or stalled, too
+            many bad samples.
     """
 
     def __init__(
@@ -58,6 +60,11 @@ class MixtureLoader:
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
+        if workers < 0 or max(1, workers) != mixture.batching.workers:
+            raise UserError(
+                f"the loader has {workers} worker processes, and its mixture was made for {mixture.batching.workers}: give "
+                f"Batching(..., workers={max(1, workers)})"
+            )
         if stall_timeout_seconds < 0:
             raise UserError(
                 f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
@@ -182,7 +189,6 @@ class MixtureLoader:
 
     def _wait_sentence(self, seconds: float, delivered: int) -> str:
         """That no batch has come for some time, and what is being read."""
-        activity = [activity.get() for activity in self.mixture.activity]
         worker = delivered % max(1, self.workers)
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
@@ -190,7 +196,7 @@ class MixtureLoader:
             limit = f"; it is given {self.stall_timeout_seconds:g} s (--loader-timeout)"
         return (
             f"Waiting for data: no batch has come for {seconds:.0f} s from {reader} of rank {self.mixture.rank}"
-            f"{reading_words(activity[worker], self.mixture.sources)}{limit}"
+            f"{self._activity(worker)}{limit}"
         )
 
     def abandon(self) -> None:
@@ -222,14 +228,30 @@ class MixtureLoader:
         """
         if self._begun is not None:
             return self._begun.explain(error, delivered)
-        return explain_worker_error(
-            error,
-            [activity.get() for activity in self.mixture.activity],
-            self.mixture.sources,
-            rank=self.mixture.rank,
-            next_worker=delivered % max(1, self.workers),
-            timeout_seconds=self.stall_timeout_seconds,
+        first, rank = str(error).split("\n")[0], self.mixture.rank
+        if first.startswith("DataLoader timed out"):
+            worker = delivered % max(1, self.workers)
+            return (
+                f"loader worker {worker} of rank {rank} has delivered nothing for {self.stall_timeout_seconds:g} s"
+                f"{self._activity(worker)}; check where the shard comes from, or raise --loader-timeout"
+            )
+        if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", first):
+            return None
+        processes = [activity.get()[0] for activity in self.mixture.activity]
+        lost = [worker for worker, process in enumerate(processes) if str(process) in re.findall(r"\d+", first)]
+        who, doing = (f"loader worker {lost[0]}", self._activity(lost[0])) if lost else ("a loader worker", "")
+        return (
+            f"{who} of rank {rank} was lost{doing} ({first.split('. ')[0].rstrip('.')}); if the machine ran out of memory, "
+            "lower --workers or --batch-size"
         )
+
+    def _activity(self, worker: int) -> str:
+        """The shard that a worker reads, as the end of a sentence."""
+        _, source, shard = self.mixture.activity[worker].get()
+        if source < 0:
+            return " (it has not opened a shard yet)"
+        read = self.mixture.sources[source]
+        return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
 def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:

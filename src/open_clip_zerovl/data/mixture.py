@@ -99,8 +99,8 @@ def schedule_of(
     if sampling.source_order is not None:
         if sorted(sampling.source_order) != sorted(names):
             raise UserError(
-                f"the source order {', '.join(sampling.source_order)} must name each source once; the sources are "
-                f"{', '.join(names)}"
+                f"--source-order {'::'.join(sampling.source_order)} must name each source once, separated by '::', as "
+                f"{'::'.join(names)}"
             )
         order = [names.index(name) for name in sampling.source_order]
     return source_schedule(

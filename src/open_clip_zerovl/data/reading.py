@@ -13,14 +13,12 @@ replaces a lost sample follows from the seed. An epoch can therefore be entered 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.captions import CaptionSets, DrawnCaptions
 from open_clip_zerovl.data.names import field_names
@@ -28,13 +26,13 @@ from open_clip_zerovl.data.shard_reader import ShardReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import ShardError, unreadable
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
-_LARGEST_PICTURE_BYTES = 1 << 30
 _GONE_SHARDS = 8  # when so many remote shards in a row fail, their host is taken to be down
 
 
@@ -98,7 +96,7 @@ class Surplus(Exception):
     """A shard holds more samples than were counted."""
 
 
-def _ignore(*_) -> None:
+def _ignore(*_: Any) -> None:
     pass
 
 
@@ -270,16 +268,10 @@ def _caption(text: bytes) -> str | Fault:
 
 
 def picture_file(path: str) -> bytes | None:
-    """The bytes of a picture's file; None where it cannot be read, or is no regular file. UserError as `members.unreadable`."""
+    """The bytes of a picture's file; None where it cannot be read. UserError as `foreign.read_foreign`."""
     try:
-        with regular_file(path) as file:
-            if os.fstat(file.fileno()).st_size > _LARGEST_PICTURE_BYTES:
-                return None
-            return file.read(_LARGEST_PICTURE_BYTES)
-    except OSError as error:
-        unreadable(error)  # too many open files are no fault of the picture
-        return None
-    except ValueError:  # a NUL in the path
+        return read_foreign(path)
+    except BadFile:
         return None
 
 

@@ -217,6 +217,12 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
     found = kind_of(text)
     if not os.path.exists(found.path) and "{" not in found.path:
         raise UserError(f"retrieval set {found.path} does not exist")
+    if os.path.isfile(found.path) and found.kind == "shards" and not found.path.lower().endswith(".tar"):
+        raise UserError(
+            f"{text} is no retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
+            "(/d/{00000..00003}.tar); a .csv or .tsv with its pictures; a folder in CLIP_benchmark's webdataset layout; "
+            "Karpathy's .json with a folder of pictures (dataset_coco.json@/data/coco)"
+        )
     read = {"shards": _read_shards, "table": _read_table, "annotations": _read_annotations}.get(
         found.kind, _read_benchmark
     )
@@ -348,9 +354,8 @@ def _samples(shards: Sequence[Path], where: str | Path) -> list[RetrievalSample]
     for shard, key, members, content in indexed_members(shards, TEXT_EXTENSION):
         image = image_of(members, CLIP_BENCHMARK_ORDER)
         if image is None:
-            raise UserError(
-                f"{shard}: sample {key!r} has no image ({', '.join(CLIP_BENCHMARK_ORDER)}); remove or mend it"
-            )
+            has = "captions but no image" if content is not None else "neither image nor captions"
+            raise UserError(f"{shard}: sample {key!r} has {has} ({', '.join(CLIP_BENCHMARK_ORDER)}); remove or mend it")
         if content is None:
             raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is missing behind its image")
         samples.append(RetrievalSample(key, _captions(content, shard, key), shard, *image))

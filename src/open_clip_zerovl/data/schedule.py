@@ -50,13 +50,22 @@ class Batching:
         micro_batch: B.
         dga_steps: K.
         world_size: W.
-        workers: V, at least 1.
+        workers: V; 1 for a loader without worker processes.
+
+    Raises:
+        UserError: a number below 1.
     """
 
     micro_batch: int
     dga_steps: int = 1
     world_size: int = 1
     workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value < 1:
+                hint = "; a loader without worker processes has one reader" if name == "workers" else ""
+                raise UserError(f"Batching: {name} is {value}, and must be at least 1{hint}")
 
     @property
     def effective_batch(self) -> int:

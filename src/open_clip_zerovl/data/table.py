@@ -22,6 +22,7 @@ import numpy as np
 
 from open_clip_zerovl.core.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
@@ -184,7 +185,10 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
     unreadable = 0
     try:
         with open(path, "rb") as file:
-            separator = style.separator or ("\t" if b"\t" in file.readline() else ",")
+            header_line = file.readline()
+            if not (encoding := encoding_of(header_line)).startswith("utf-8"):
+                raise UserError(f"table {path} is {encoding.upper()} text; save it as UTF-8")
+            separator = style.separator or ("\t" if b"\t" in header_line else ",")
             file.seek(0)
             stamp = _stamp(file.fileno())
             scanner = CsvRows(file, separator, _PICTURES)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import end_with_parent
-from open_clip_zerovl.data.sources import Source
 
 FIRST_WARNING_SECONDS = 30.0  # of a wait
 NEXT_WARNING_SECONDS = 300.0
@@ -63,58 +61,6 @@ def _begin_worker(_worker: int, *, parent: int | None) -> None:
             signal.signal(number, signal.SIG_IGN)
     if parent is not None:
         end_with_parent(signal.SIGKILL, parent)
-
-
-def reading_words(activity: tuple[int, ...], sources: Sequence[Source]) -> str:
-    """What a worker is doing, as the end of a sentence.
-
-    Args:
-        activity: (process number, source, shard), -1 for what it does not have yet.
-        sources: of the mixture.
-    """
-    _, source, shard = activity
-    if source < 0:
-        return " (it has not opened a shard yet)"
-    return f" while reading shard {sources[source].shards[shard]} of source {sources[source].name!r}"
-
-
-def explain_worker_error(
-    error: RuntimeError,
-    activity: Sequence[tuple[int, ...]],
-    sources: Sequence[Source],
-    *,
-    rank: int,
-    next_worker: int,
-    timeout_seconds: float,
-) -> str | None:
-    """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
-
-    Args:
-        activity: (process number, source, shard) of each worker, -1 for what it does not have yet.
-        sources: of the mixture.
-        rank: of this process.
-        next_worker: the worker whose batch was waited for.
-        timeout_seconds: the loader's time-out.
-    """
-
-    def doing(worker: int) -> str:
-        return reading_words(activity[worker], sources)
-
-    words = str(error)
-    if words.startswith("DataLoader timed out"):
-        return (
-            f"loader worker {next_worker} of rank {rank} has delivered nothing for {timeout_seconds:g} s"
-            f"{doing(next_worker)}; check where the shard comes from, or raise --loader-timeout"
-        )
-    if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", words):
-        return None
-    named = {int(number) for number in re.findall(r"\d+", words.splitlines()[0])}
-    lost = [worker for worker, (process, _, _) in enumerate(activity) if process in named]
-    who = f"loader worker {lost[0]}" if lost else "a loader worker"
-    return (
-        f"{who} of rank {rank} was lost{doing(lost[0]) if lost else ''} ({words.splitlines()[0].split('. ')[0].rstrip('.')}); "
-        "if the machine ran out of memory, lower --workers or --batch-size"
-    )
 
 
 def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str]) -> Iterator[Item]:

@@ -24,7 +24,7 @@ class GradientHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._linear: set[int] = set()  # hooks that were tried
+        self._linear: dict[int, Any] = {}  # hooks that were tried, by id
 
     def check(self) -> None:
         """UserError for a hook that is not linear in the gradient, or acts on the accumulated one."""
@@ -42,7 +42,7 @@ class GradientHooks:
                         f"A hook on the gradient of {name} is not linear: it would act on each micro-batch's gradient instead "
                         "of the whole batch's (a clamp, a norm). Do its work after backward()."
                     )
-                self._linear.add(id(hook))
+                self._linear[id(hook)] = hook
 
 
 def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:

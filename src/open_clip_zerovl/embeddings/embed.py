@@ -9,17 +9,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.workers import worker_start
+from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
@@ -75,7 +76,8 @@ def embed(
     total = sum(collection.sizes[file] for unit in units for file in unit)
     bar = tqdm(total=total, desc=desc, unit="sample", leave=False, disable=not progress)
     try:
-        for batch in _read(Batches(collection, units, eyes, batch_size), workers):
+        batches = Batches(collection, units, eyes, batch_size)
+        for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):
             for one in batch.lost:
                 if one.note is not None:
                     tqdm.write(f"{one.note}. Its samples get no embeddings.")
@@ -90,18 +92,6 @@ def embed(
         bar.close()
         store.flush()
     return lost
-
-
-def _read(batches: Batches, workers: int) -> Iterator[Batch]:
-    start = worker_start()
-    for batch in DataLoader(batches, batch_size=None, num_workers=workers, worker_init_fn=start, collate_fn=_as_it_is):
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
-
-
-def _as_it_is(item: Batch | UserError) -> Batch | UserError:
-    return item
 
 
 def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: int) -> None:
@@ -158,12 +148,10 @@ def announce(
         a_view, a_text = (spent / timed for spent in model.seconds_of(timed))
         seconds += samples * (views * a_view + captions * a_text)
         print(f"{model.name}: {1 / a_view:,.0f} views/s, {1 / a_text:,.0f} captions/s on {model.device}")
-    hours, minutes = divmod(round(seconds / 60), 60)
-    time_words = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else "less than a minute"
-    sources = len(store.manifest.sources)
+    sources, size = len(store.manifest.sources), size_words(store.manifest.bytes)
     print(
         f"{samples:,} samples, {views} views each, of {sources} sources are left to embed by {len(models)} models: about "
-        f"{time_words} of the models' time (reading comes beside it), {size_words(store.manifest.bytes)} in {store.folder}"
+        f"{duration(seconds)} of the models' time (reading comes beside it), {size} in {store.folder}"
     )
 
 

@@ -133,12 +133,13 @@ def eye_of(preprocess: Callable[[Any], Tensor]) -> tuple[Callable[[Any], Tensor]
 class _TimmFeatures(nn.Module):
     """A timm trunk up to its pooled, normalised features, without its classifier (which some towers use as projection)."""
 
-    def __init__(self, trunk: nn.Module) -> None:
+    def __init__(self, trunk: Any) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk = trunk  # timm's
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.trunk.forward_head(self.trunk.forward_features(images), pre_logits=True)
+        trunk: Any = self.trunk
+        return trunk.forward_head(trunk.forward_features(images), pre_logits=True)
 
 
 class _FirstOutput(nn.Module):
@@ -153,7 +154,7 @@ class _FirstOutput(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
 
-def tower_before_projection(visual: nn.Module) -> nn.Module:
+def tower_before_projection(visual: Any) -> nn.Module:
     """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
 
     Args:

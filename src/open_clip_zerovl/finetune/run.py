@@ -35,6 +35,8 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.evaluate.retrieval.ceiling import ceiling_note
+from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
@@ -263,6 +265,10 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             f"note: {cut:,} of {looked:,} captions looked at are longer than the model's {length} tokens (the longest has "
             f"{longest}) and are cut; say first what matters most in a caption"
         )
+    for name, dataset in pairs.sets_of(prepared.new).items():
+        scored = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
+        if (note := ceiling_note(name, scored)) is not None:
+            say(f"note: {note} (--set positives=caption)")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

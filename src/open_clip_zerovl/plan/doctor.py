@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import InvalidRequirement, Requirement
+from typing import TYPE_CHECKING
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 PACKAGE = "open_clip_zerovl"
 HOST = "open_clip_torch"
@@ -69,8 +71,15 @@ def examine(logs: str | Path = "logs") -> list[Finding]:
             found.extend(check())
         except Exception as error:  # a doctor reports whatever a broken installation raises
             name = getattr(check, "__name__", "limits").replace("_", " ")
-            found.append(Finding(name, "could not be checked", f"{type(error).__name__}: {error}"))
+            found.append(Finding(name, "could not be checked", in_a_sentence(error)))
     return found
+
+
+def in_a_sentence(error: Exception) -> str:
+    """What an error says, and what to do where a package is missing."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name.partition('.')[0]} is not installed; pip install {PACKAGE} again, which brings it"
+    return f"{type(error).__name__}: {error}"
 
 
 def page(findings: Iterable[Finding]) -> str:
@@ -105,6 +114,8 @@ def python_version() -> list[Finding]:
 
 def package_versions() -> list[Finding]:
     """Required packages, and optional ones that are installed, against the ranges in this package's metadata."""
+    from packaging.requirements import InvalidRequirement, Requirement  # not at the top: it may be missing
+
     try:
         found = [Finding(PACKAGE, metadata.version(PACKAGE))]
         needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
@@ -225,7 +236,7 @@ def devices() -> list[Finding]:
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding
-            found.append(Finding(name, seen, f"a training step fails: {type(reason).__name__}: {reason}"))
+            found.append(Finding(name, seen, f"a training step fails: {in_a_sentence(reason)}"))
             continue
         problem = None
         if not error <= TOLERANCE:

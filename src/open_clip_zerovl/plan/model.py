@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
 from open_clip.factory import parse_model_name
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize, split_normalize
@@ -33,6 +33,7 @@ from open_clip_zerovl.models.build import (
     registered_name,
     with_text_model,
 )
+from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
@@ -54,7 +55,7 @@ class PlannedModel:
         texts_per_image: captions of a picture that a step shows.
     """
 
-    model: nn.Module
+    model: ClipModel
     transform: Callable[..., Tensor]
     normalize: Callable[[Tensor], Tensor] | None
     tokenizer: Callable[[list[str]], Tensor]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
@@ -63,10 +63,33 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 # ---------------------------------------------------------------------------------------------------------------------
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-
-
 _OWN_STEP = Requirement("the recipe's step, which CoCa and --distill-model don't take", lambda given: given.own_step)
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
+_MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
+_TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
+_DETACHED_GATHER = Contradiction(
+    "--ablate detached-gather",
+    lambda given: "detached-gather" in given.ablate,
+    "it is the paper's comparison of the plain loss",
+)
+
+
+def _no_mixup(advice: str) -> Contradiction:
+    return Contradiction("--coin-flip-mixup", lambda given: given.coin_flip_mixup, f"{advice}; leave one of them out")
+
+
+def _caches_text(given: Any) -> bool:
+    return given.cache_frozen is not None and given.freeze == ("text",)
+
+
+def _ablation_needs(ablation: str, need: Requirement) -> Requirement:
+    return Requirement(
+        need.other, lambda given: ablation not in given.ablate or need.met(given), f"--ablate {ablation}"
+    )
+
+
+def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
+    return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +184,6 @@ class SourceFlags:
     )
 
 
-def _asked(ablation: str, other: str, met: Callable[[Any], bool]) -> Requirement:
-    return Requirement(other, lambda given: ablation not in given.ablate or met(given), f"--ablate {ablation}")
-
-
-def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
-    return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DgaFlags:
     """Decoupled gradient accumulation (section 4.1)"""
@@ -204,9 +219,7 @@ class DgaFlags:
         planned="texts are planned at the tokenizer's length",
         contradicts=(
             Contradiction(
-                "--cache-frozen of the text tower",
-                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
-                "texts whose features are kept are not forwarded; leave it out",
+                "--cache-frozen of the text tower", _caches_text, "such texts are not forwarded; leave it out"
             ),
             Contradiction("--torchscript", lambda given: given.torchscript, "a scripted model cannot be changed"),
         ),
@@ -223,9 +236,9 @@ class DgaFlags:
         choices=ABLATIONS,
         metavar="NAME",
         needs=(
-            _asked("iid-draw", "--debiased-sampling", lambda given: given.sampling == "debiased"),
-            _asked("mixup-both", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
-            _asked("mixup-embeddings", "--coin-flip-mixup", lambda given: given.coin_flip_mixup),
+            _ablation_needs("iid-draw", _DEBIASED),
+            _ablation_needs("mixup-both", _MIXUP),
+            _ablation_needs("mixup-embeddings", _MIXUP),
         ),
         contradicts=(
             _ablation(
@@ -249,7 +262,7 @@ class DgaFlags:
             _ablation(
                 "mixup-embeddings",
                 "--cache-frozen of the text tower",
-                lambda given: given.cache_frozen is not None and given.freeze == ("text",),
+                _caches_text,
                 "mixed words have other features each step",
             ),
             _ablation(
@@ -266,13 +279,6 @@ class DgaFlags:
             ),
         ),
     )
-
-
-_DETACHED_GATHER = Contradiction(
-    "--ablate detached-gather",
-    lambda given: "detached-gather" in given.ablate,
-    "it is the paper's comparison of the plain loss",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,11 +298,7 @@ class LossFlags:
                 lambda given: given.strategy != "random" and given.debiased_share == 1,
                 "a batch from one source has no negatives of others; give --sampling random, or --debiased-share",
             ),
-            Contradiction(
-                "--coin-flip-mixup",
-                lambda given: given.coin_flip_mixup,
-                "a sample mixed from two sources belongs to neither; leave one of them out",
-            ),
+            _no_mixup("a sample mixed from two sources belongs to neither"),
             _DETACHED_GATHER,
         ),
         planned=False,
@@ -308,11 +310,7 @@ class LossFlags:
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
         contradicts=(
-            Contradiction(
-                "--coin-flip-mixup",
-                lambda given: given.coin_flip_mixup,
-                "a mixed sample has two captions and pictures; leave one of them out",
-            ),
+            _no_mixup("a mixed sample has two captions and pictures"),
             Contradiction(
                 "--teacher with --distill-weight 1",
                 lambda given: given.teacher is not None and given.distill_weight == 1,
@@ -322,9 +320,6 @@ class LossFlags:
         ),
         planned=False,
     )
-
-
-_TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,11 +332,7 @@ class TeacherFlags:
         metavar="DIR",
         needs=(_NAMED_SOURCES,),
         contradicts=(
-            Contradiction(
-                "--coin-flip-mixup",
-                lambda given: given.coin_flip_mixup,
-                "no teacher has seen the mixed samples; leave one of them out",
-            ),
+            _no_mixup("no teacher has seen the mixed samples"),
             _DETACHED_GATHER,
         ),
     )
@@ -361,9 +352,6 @@ class TeacherFlags:
         needs=(_TEACHER,),
         planned=False,
     )
-
-
-_MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -767,13 +755,24 @@ class OpenClipFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AllFlags(OpenClipFlags, RecipeConfig):
-    """The values of all flags that are declared here, from which ranges and contradictions are checked."""
+    """The values of all flags that are declared here, from which ranges and contradictions are checked.
+
+    Attributes:
+        given: the flags of the command line that are not at their defaults, open_clip's first: name -> value.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace) -> AllFlags:
-        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given."""
+    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace, typed: Mapping[str, Any]) -> AllFlags:
+        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
+
+        Args:
+            typed: of open_clip's flags those that were typed, which changes others by the model.
+        """
         known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
-        return cls(**values_of(known), **ours)
+        changed = {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
+        return cls(**values_of(known), **ours, given={**typed, **changed})
 
     @property
     def strategy(self) -> str:

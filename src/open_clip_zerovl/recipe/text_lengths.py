@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from open_clip.transformer import TextTransformer
@@ -91,7 +92,7 @@ def text_padding(model: nn.Module) -> int:
     return padding
 
 
-def _features_with_and_without(tower: nn.Module, padding: int) -> tuple[Tensor, Tensor]:
+def _features_with_and_without(tower: Any, padding: int) -> tuple[Tensor, Tensor]:
     tower = copy.deepcopy(tower).float().eval()
     device = next(tower.parameters()).device
     length = min(tower.context_length, 32)

@@ -82,7 +82,7 @@ def _hold_in_eval(module: nn.Module, name: str, frozen: set[str]) -> bool:
     module.training = False
     # Set on the instance, where nn.Module.train of every parent calls it. A partial, unlike a closure, is copied and pickled
     # together with its module.
-    module.train = partial(_train_only, module, following)
+    vars(module)["train"] = partial(_train_only, module, following)
     return bool(following)
 
 

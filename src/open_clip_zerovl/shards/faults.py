@@ -99,18 +99,14 @@ def picture_fault(content: bytes, extension: str, *, decode: bool = False) -> st
         decode: decode it too; otherwise only its first and last bytes are looked at.
     """
     first, last = PICTURE_MARKS[extension]
-    fault = mark_fault(content.startswith(first), content.endswith(last, len(first)), extension)
-    if fault or not decode:
-        return fault
+    if not content.startswith(first):
+        return f"picture is no {extension}"
+    if not content.endswith(last, len(first)):
+        return "picture is cut off"
+    if not decode:
+        return ""
     try:
         decoded(content, Image.Image.load)
     except BadPicture as error:
         return f"picture cannot be decoded ({type(error.__cause__).__name__})"
     return ""
-
-
-def mark_fault(begins: bool, ends: bool, extension: str) -> str:
-    """The fault of a picture that does not begin, or does not end, as its kind does; "" where it does both."""
-    if not begins:
-        return f"picture is no {extension}"
-    return "" if ends else "picture is cut off"

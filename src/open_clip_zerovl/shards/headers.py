@@ -14,12 +14,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple, cast
 
-import numpy as np
-
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
-_OCTAL_PLACES = 8 ** np.arange(5, -1, -1, dtype=np.uint32)
 _LARGEST_HEADER_BYTES = 1 << 24  # of a long name or of pax fields; a header that claims more is corrupt
 # What tarfile raises for corrupt headers.
 _CORRUPT = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
@@ -79,53 +76,12 @@ def end_of(begin: int, size: int) -> int:
     return begin + -(-size // BLOCK) * BLOCK
 
 
-def plain_run(buffer: bytearray, begin: int, end: int, start: int = 0) -> list[Member]:
-    """The members from the header at `begin` on, as long as they are plain and end before `end`: `walk_tar` for a buffer.
-
-    A plain member is a regular file with a name of at most 100 bytes and a size in octal digits, as nearly all members of
-    shards are. All headers are parsed by a few array operations, in about half the time of `walk_tar`. The run ends at the
-    first member that is not plain, at the end of the tar, and at anything broken; `walk_tar` goes on there.
-
-    Args:
-        buffer: the tar's bytes from byte `start` on.
-        begin, end: places in the buffer.
-
-    Returns:
-        The members, with offsets in the tar.
-    """
-    heads, sizes = [], []
-    at = begin
-    while at + BLOCK <= end and buffer[at + 156] in _REGULAR:
-        try:
-            size = int(buffer[at + 124 : at + 135], 8)
-        except ValueError:
-            break
-        after = end_of(at + BLOCK, size)
-        if size < 0 or after > end:
-            break
-        heads.append(at)
-        sizes.append(size)
-        at = after
-    if not heads:
-        return []
-    first = begin % BLOCK
-    blocks = np.frombuffer(buffer, np.uint8, (end - first) // BLOCK * BLOCK, first).reshape(-1, BLOCK)
-    places = np.array(heads)
-    headers = blocks[(places - first) // BLOCK]  # (m, 512), a copy
-    digits = headers[:, 148:154] - np.uint8(ord("0"))
-    sums = headers.sum(axis=1, dtype=np.uint32) - headers[:, 148:156].sum(axis=1, dtype=np.uint32) + 8 * ord(" ")
-    plain = (sums == digits @ _OCTAL_PLACES) & (digits < 8).all(axis=1)
-    ends = headers[:, (135, 154, 155)]  # (m, 3), the bytes after the size and the checksum
-    blank = (ends == 0) | (ends == ord(" "))
-    plain &= blank[:, 0] & ((ends[:, 1] == 0) | blank[:, 1:].all(axis=1)) & (headers[:, 345] == 0)
-    count = len(plain) if plain.all() else int(plain.argmin())
-    fields = np.ascontiguousarray(headers[:count, :100]).view("S100").ravel().tolist()
-    names = [field.partition(b"\0")[0].decode("utf-8", errors="surrogateescape") for field in fields]
-    return list(map(Member._make, zip(names, (places + (start + BLOCK)).tolist(), sizes, strict=False)))
-
-
 def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
-    """The member of a plain header (see `plain_run`), None for any other block."""
+    """The member of a plain header, None for any other block.
+
+    A plain member is a regular file with a name of at most 100 bytes and a size in octal digits; nearly all members of shards
+    are plain.
+    """
     if len(header) < BLOCK or header[156] not in _REGULAR or header[345] or header[135] not in b"\0 ":
         return None
     size, checksum, behind = header[124:135], header[148:154], header[154:156]

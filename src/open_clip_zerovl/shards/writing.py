@@ -12,24 +12,20 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, write_atomically
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of, read_samples
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
 SHARD_COUNT = "nshards.txt"  # in the folder of each of its splits
-_EDGE_BYTES = 1 << 16  # of a shard, at both ends, which its mark is made of
 MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
 
 
@@ -111,20 +107,6 @@ def write_retrieval_set(
     return len(samples)
 
 
-def read_retrieval_set(folder: str | Path, *, split: str = "test") -> Iterator[Sample]:
-    """The samples of a set in CLIP_benchmark's layout, shard by shard.
-
-    Raises:
-        UserError: the folder holds no such set.
-    """
-    folder = Path(folder) / split
-    count_file = folder / SHARD_COUNT
-    if not count_file.is_file():
-        raise UserError(f"{folder} holds no retrieval set: {count_file.name} is missing there.")
-    for k in range(int(count_file.read_text())):
-        yield from read_samples(folder / f"{k}.tar")
-
-
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
     """Shard name -> samples, from the text of a `sizes.json`.
 
@@ -158,22 +140,3 @@ def read_sizes(folder: str | Path) -> dict[str, int] | None:
     """`parse_sizes` of a local folder's `sizes.json`; None where there is none."""
     file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None
-
-
-def shard_mark(shard: str) -> list[Any]:
-    """The last part of a shard's path; of a local one also its size and a digest of its first and last 64 KiB.
-
-    Modification times are left out: a copy of the data elsewhere is the same data.
-    """
-    path, name = local_path(shard), os.path.basename(shard)
-    try:
-        if path is None:
-            return [name]
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = hashlib.blake2b(file.read(_EDGE_BYTES), digest_size=8)
-            file.seek(max(0, size - _EDGE_BYTES))
-            digest.update(file.read(_EDGE_BYTES))
-        return [name, size, digest.hexdigest()]
-    except OSError:  # a lost shard has been reported when the sources were opened
-        return [name]

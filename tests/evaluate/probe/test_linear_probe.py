@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -316,42 +317,6 @@ def test_metrics_and_confusions_of_a_small_table():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Features before the projection
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["native", "timm", "timm-classifier", "resnet"])
-def test_features_are_those_before_the_projection(tmp_path: Path, kind: str):
-    """Projected by the tower's own projection they are its output; and the given model stays as it was."""
-    vision = {
-        "native": tiny_clip.NATIVE_VISION,
-        "timm": tiny_clip.TIMM_VISION,
-        "timm-classifier": {**tiny_clip.TIMM_VISION, "timm_proj": ""},
-        "resnet": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8},
-    }[kind]
-    name = tiny_clip.register(tmp_path, f"probe-{kind}", vision, tiny_clip.CLIP_TEXT)
-    visual = tiny_clip.random_model(name).visual
-    side = vision["image_size"]
-    images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = visual(images)
-        features = tower_before_projection(visual)(images)
-        projection = {
-            "native": lambda x: x @ visual.proj,
-            "timm": lambda x: visual.head(x),
-            "timm-classifier": lambda x: visual.trunk.head(x),
-            "resnet": lambda x: visual.attnpool.c_proj(x),
-        }[kind]
-        torch.testing.assert_close(projection(features), expected, rtol=1e-4, atol=1e-4)
-        assert torch.equal(visual(images), expected)
-
-
-def test_unknown_towers_are_refused():
-    with pytest.raises(UserError, match="Linear"):
-        tower_before_projection(nn.Linear(2, 2))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Sets
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -383,13 +348,11 @@ def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: 
         monkeypatch.chdir(tmp_path / str(seed))
         found.append(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0])
     assert not torch.equal(*found)
-    colour_set(6, seed=5).image(0).save("set/red/000.png")
-    changed = cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0]
-    assert [torch.equal(*pair) for pair in zip(changed, found[1], strict=True)] == [True] * 4 + [False, True]
-    # Copied anew, they are the same.
-    os.utime("set/red/000.png", (1, 1))
-    monkeypatch.setattr("open_clip_zerovl.evaluate.probe.features._Pictures.read", None)
-    assert torch.equal(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0], changed)
+    for seed in (5, 6):  # two pictures of one size in bytes
+        colour_set(6, seed=seed).image(0).save("set/red/000.png", "BMP")
+        found.append(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0])
+    for before, after in pairwise(found[1:]):
+        assert [torch.equal(*pair) for pair in zip(after, before, strict=True)] == [True] * 4 + [False, True]
 
 
 @pytest.mark.timeout(60)
@@ -490,7 +453,7 @@ def test_datasets_that_bring_their_split(tmp_path: Path):
     files = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
     (birds / "images.txt").write_text("".join(f"{i} {file}\n" for i, file in enumerate(files, start=1)))
     (birds / "train_test_split.txt").write_text("1 1\n2 0\n3 1\n")
-    with pytest.raises(UserError, match="a.jpg, the first image of images.txt, is not there"):
+    with pytest.raises(UserError, match="a.jpg, its first image, is not there"):
         open_probe_set(f"cub:{tmp_path}", "train")
     for red, file in enumerate(files):
         save(birds / "images" / file, 50 * red)

@@ -162,7 +162,7 @@ def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(home, photos, 
         search(home, photos, tmp_path / "cache")
 
 
-def test_shards_and_tables_are_searched_too(home, photos, tmp_path):
+def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
     alone = search(home, photos, tmp_path / "cache", best=3)
     (tmp_path / "shards").mkdir()
     good = sorted(path for path in photos.rglob("*") if path.stem.isdigit())
@@ -174,6 +174,8 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path):
     found = search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache", best=3)
     assert [Path(hit.picture).name for hit in found.hits] == [Path(hit.picture).stem for hit in alone.hits]
     assert found.hits[0].picture.startswith("mine/") and found.pictures == COUNT and found.bad == 0
+    printed = [line[12:] for line in capsys.readouterr().out.splitlines()[-7:-1]]
+    assert printed == [words for hit in found.hits for words in (hit.picture, hit.caption)]
     assert [hit.caption for hit in found.hits] == [f"picture {Path(hit.picture).name}" for hit in found.hits]
     assert search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache").computed == 0
     rows = "".join(f"{path},words\n" for path in [*good, good[0], photos / "gone.jpg"])
@@ -221,6 +223,8 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, c
     assert "there is nothing to search for" in said(photos, " ")
     assert "has an image that cannot be decoded" in said(photos, "", "--image", photos / "broken.jpg")
     assert "cannot be read" in said(photos, "", "--image", photos / "absent.jpg")
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file but a pipe" in said(photos, "", "--image", tmp_path / "pipe")
     assert "cannot be written" in said(photos, "a cat", "--page", photos)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "1.jpg").write_bytes(b"x")

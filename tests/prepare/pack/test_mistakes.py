@@ -82,6 +82,7 @@ def file(name: str, content: bytes) -> Callable[[Path], Path]:
     return make
 
 
+#: What is made (a text: a table with it), settings, the sentence.
 MISTAKES = {
     "no captions": (
         pictures_alone,
@@ -99,29 +100,29 @@ MISTAKES = {
     "unknown file": (file("pairs.dat", b"image,caption\n"), {}, r"has no known ending: name its form with --format"),
     "zip": (file("x.zip", b""), {}, r"is a zip with .*unpack it|is a zip"),
     "column misspelt": (
-        lambda folder: table(folder, "filepath,title\n0.png,x\n"),
+        "filepath,title\n0.png,x\n",
         {"columns": Columns(captions=("titel",))},
         r"has no column 'titel', given with --caption-column; its columns are 'filepath', 'title'; did you mean "
         r"--caption-column 'title'\?",
     ),
     "source column missing": (
-        lambda folder: table(folder, "filepath,title\n0.png,x\n"),
+        "filepath,title\n0.png,x\n",
         {"columns": Columns(source="kind")},
         r"has no column 'kind', given with --source-column; its columns are 'filepath', 'title'$",
     ),
     "columns of other names": (
-        lambda folder: table(folder, "a,b\n0,x\n"),
+        "a,b\n0,x\n",
         {},
         r"no column of .*pairs.csv is called as one with pictures is .* its columns are 'a', 'b': name the one with "
         r"--picture-column",
     ),
     "no caption column": (
-        lambda folder: table(folder, "filepath,label\n0.png,3\n"),
+        "filepath,label\n0.png,3\n",
         {},
         r"no column of .* is called as one with captions is .* 'filepath', 'label': name the one with --caption-column",
     ),
     "no header": (
-        lambda folder: table(folder, "0.png,x,3\n1.png,y,4\n"),
+        "0.png,x,3\n1.png,y,4\n",
         {},
         r"has no header line \(its first line is '0.png', 'x', '3'\): number its columns, as --picture-column 1 "
         r"--caption-column 2",
@@ -132,9 +133,9 @@ MISTAKES = {
         r"is not UTF-8 text \(UTF-16, as some programs save it\?\)",
     ),
     "paths that do not exist": (
-        lambda folder: table(folder, "image,caption\nimages/0.png,x\nimages/1.png,y\n"),
+        "image,caption\nimages/0.png,x\nimages/1.png,y\n",
         {},
-        r"none of the 2 pictures that .*pairs.csv names first exists; 'images/0.png' in line 2 was looked for at "
+        r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
     "pictures elsewhere": (
@@ -143,7 +144,7 @@ MISTAKES = {
         r"a file of that name lies in .*/images: give --pictures-in .*/images$",
     ),
     "pictures nowhere": (
-        lambda folder: table(folder, "image,caption\nz/7.png,x\n"),
+        "image,caption\nz/7.png,x\n",
         {},
         r"paths are taken as relative to .*: give the folder that they are relative to with --pictures-in",
     ),
@@ -153,12 +154,8 @@ MISTAKES = {
         r"none of the 2 rows can be used: caption not text in 2 \(first pairs.jsonl line 1\); check the input, and which "
         r"columns are read \(picture 'image', caption 'text'",
     ),
-    "all captions empty": (
-        lambda folder: table(folder, "image,caption\n0.png,\n1.png, \n"),
-        {},
-        r"empty caption in 2 \(first pairs.csv line 2\)",
-    ),
-    "only a header": (lambda folder: table(folder, "image,caption\n"), {}, r"pairs.csv has no rows: check the input"),
+    "all captions empty": ("image,caption\n0.png,\n1.png, \n", {}, r"empty caption in 2 \(first pairs.csv line 2\)"),
+    "only a header": ("image,caption\n", {}, r"pairs.csv has no rows: check the input"),
     "empty file": (file("pairs.csv", b""), {}, r"has no first line with the names of its columns"),
     "no json": (file("pairs.jsonl", b"<html>\n"), {}, r"holds no JSON objects.*it begins with '<html>"),
     "one object": (file("pairs.json", b'{\n "a": 1\n}\n'), {}, r"holds no JSON objects"),
@@ -214,12 +211,12 @@ MISTAKES = {
         r"has no column 'kind': give --source-column folder",
     ),
     "too small a source": (
-        lambda folder: table(folder, "image,caption,kind\n0.png,x,a\n1.png,y,b\n"),
+        "image,caption,kind\n0.png,x,a\n1.png,y,b\n",
         {"columns": Columns(source="kind"), "test_share": 0.1},
         r"source 'a' has 1 picture, and --test-share 0.1 holds at least one of each source out",
     ),
     "sources of one name": (
-        lambda folder: table(folder, "image,caption,kind\n0.png,x,a b\n1.png,y,a/b\n"),
+        "image,caption,kind\n0.png,x,a b\n1.png,y,a/b\n",
         {"columns": Columns(source="kind")},
         r"the sources 'a b' and 'a/b' \(column 'kind'\) would both be called 'a-b'",
     ),
@@ -234,7 +231,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gets_a_sentence(mistake, tmp_path):
     make, changes, sentence = MISTAKES[mistake]
-    given = make(tmp_path / "in")
+    given = table(tmp_path / "in", make) if isinstance(make, str) else make(tmp_path / "in")
     changes = dict(changes)
     if changes.pop("at", None):
         given = given.parent

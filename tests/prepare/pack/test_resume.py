@@ -15,7 +15,7 @@ from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.manifest import sole_writer
 from support.hostile_server import hostile_server
-from support.pairs import as_csv, as_folder, as_parquet_rows, make_pairs, picture, shards_of
+from support.pairs import as_csv, as_folder, make_pairs, picture, shards_of
 
 WORK = Work(threads=2, progress=False)
 SETTINGS = PackSettings(test_share=0.2, shard_size=5, max_side_px=20, columns=Columns(source="kind"))
@@ -25,26 +25,32 @@ class Killed(BaseException):
     """Stands for a kill: nothing of ours catches it."""
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A table of 30 pairs, and the files that one call makes of it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    given = as_csv(folder / "in", make_pairs(30))
+    pack([str(given)], folder / "out", SETTINGS, work=WORK)
+    return given, _files(folder / "out")
+
+
 @pytest.mark.parametrize(
-    ("form", "module", "name", "call"),
+    ("module", "name", "call"),
     [
-        (as_csv, Gathering, "_finish", 1),
-        (as_parquet_rows, Gathering, "_take", 20),
-        (as_csv, write.manifest, "write_recorded_shard", 0),
-        (as_parquet_rows, write.manifest, "write_recorded_shard", 3),
-        (as_csv, write.manifest, "write_record", 2),
-        (as_csv, write, "write_atomically", 0),
-        (as_csv, run.reports, "write_refused", 0),
-        (as_csv, run, "write_atomically", 2),
-        (as_csv, run.shutil, "rmtree", 0),
+        (Gathering, "_finish", 1),
+        (Gathering, "_take", 20),
+        (write.manifest, "write_recorded_shard", 0),
+        (write.manifest, "write_recorded_shard", 3),
+        (write.manifest, "write_record", 2),
+        (write, "write_atomically", 0),
+        (run.reports, "write_refused", 0),
+        (run, "write_atomically", 2),
+        (run.shutil, "rmtree", 0),
     ],
 )
-def test_a_kill_at_any_step_is_mended(form, module, name, call, tmp_path, monkeypatch):
-    if form is as_parquet_rows:
-        pytest.importorskip("pyarrow")
+def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "PICTURES_A_SPOOL", 7)
-    given = form(tmp_path / "in", make_pairs(30))
-    pack([str(given)], tmp_path / "undisturbed", SETTINGS, work=WORK)
+    given, wanted = undisturbed
     calls, original = [0], getattr(module, name)
 
     def killed(*arguments, **options):
@@ -58,7 +64,7 @@ def test_a_kill_at_any_step_is_mended(form, module, name, call, tmp_path, monkey
         with pytest.raises(Killed):
             pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
     pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
-    assert _files(tmp_path / "out") == _files(tmp_path / "undisturbed")
+    assert _files(tmp_path / "out") == wanted
 
 
 def _files(out: Path) -> dict[str, bytes]:
@@ -70,6 +76,7 @@ def _files(out: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow  # a process that is killed; test_a_kill_at_any_step_is_mended holds its shards
 def test_pictures_that_came_are_not_fetched_again(tmp_path):
     """A real process, killed while it fetches."""
     with hostile_server() as server:
@@ -133,11 +140,10 @@ def test_a_picture_that_changes_meanwhile_ends_the_call(tmp_path, monkeypatch):
         pack([str(given)], tmp_path / "out", work=WORK)
 
 
-def test_threads_do_not_change_the_bytes(tmp_path):
-    given = as_csv(tmp_path / "in", make_pairs(40))
-    for threads in (1, 8):
-        pack([str(given)], tmp_path / f"{threads}/out", SETTINGS, work=Work(threads=threads, progress=False))
-    assert _files(tmp_path / "1/out") == _files(tmp_path / "8/out")
+def test_threads_do_not_change_the_bytes(undisturbed, tmp_path):
+    given, wanted = undisturbed
+    pack([str(given)], tmp_path / "out", SETTINGS, work=Work(threads=8, progress=False))
+    assert _files(tmp_path / "out") == wanted
 
 
 def test_one_process_writes_a_folder(tmp_path, monkeypatch):

@@ -22,10 +22,10 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.public import manifest, pairs
-from open_clip_zerovl.prepare.public.cc import prepare_cc
 from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
+from open_clip_zerovl.prepare.public.lists import prepare_list
 from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
@@ -34,7 +34,7 @@ from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import hostile_server, photo
 
-LIMITS = Limits(idle_seconds=1.0, total_seconds=2.0, max_bytes=1_000_000)
+LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000)
 WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
 
 #: What each kind of address comes to.
@@ -88,7 +88,7 @@ def test_every_kind_of_answer_is_counted_by_its_reason(server, tmp_path):
     urls += ["", "ftp://127.0.0.1/x.jpg", "http://127.0.0.1:1/x.jpg", "http://no host/x.jpg", server.url("tofile", 0)]
     listed = write_list(tmp_path / "list.tsv", urls)
     begin = time.monotonic()
-    result = prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    result = prepare_list("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
     assert time.monotonic() - begin < 20  # no address holds the rest up for longer than its limit and its retry
 
     came = [i for i, kind in enumerate(kinds) if EXPECTED[kind] is None]
@@ -112,14 +112,16 @@ def test_every_kind_of_answer_is_counted_by_its_reason(server, tmp_path):
 
 def test_a_second_call_fetches_nothing(server, tmp_path):
     listed = write_list(tmp_path / "list.tsv", [server.url("good", 1000 + i) for i in range(25)])
-    first = prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    first = prepare_list("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
     before, asked = contents(tmp_path / "out"), server.requests.total()
-    assert prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK) == first
+    assert (
+        prepare_list("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK) == first
+    )
     assert contents(tmp_path / "out") == before and server.requests.total() == asked
     assert json.loads((tmp_path / "out/sizes.json").read_text()) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
     # A shard that has gone is made again, and only that one.
     (tmp_path / "out/00001.tar").unlink()
-    prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
+    prepare_list("cc3m", tmp_path / "out", source=[str(listed)], shard_size=10, limits=LIMITS, work=WORK)
     assert contents(tmp_path / "out") == before and server.requests.total() == asked + 10
 
 
@@ -128,11 +130,11 @@ def test_what_failed_for_a_passing_reason_can_be_tried_again(server, tmp_path):
     listed = write_list(tmp_path / "list.tsv", urls)
     once = dataclasses.replace(WORK, attempts=1)
     arguments = dict(source=[str(listed)], shard_size=6, limits=LIMITS)
-    first = prepare_cc("cc12m", tmp_path / "out", work=once, **arguments)
+    first = prepare_list("cc12m", tmp_path / "out", work=once, **arguments)
     assert first["failures"] == {"http 503": 8, "http 404": 4} and first["pairs"] == 0
     assert not list((tmp_path / "out").glob("*.tar"))
     again = dataclasses.replace(once, retry_failed=True)
-    second = prepare_cc("cc12m", tmp_path / "out", work=again, **arguments)
+    second = prepare_list("cc12m", tmp_path / "out", work=again, **arguments)
     assert second["failures"] == {"http 404": 4} and second["pairs"] == 8
     assert captions(tmp_path / "out") == [f"caption {i}" for i in range(12) if i % 3]
     assert all(server.requests[f"/missing/{2000 + i}.jpg"] == 1 for i in range(0, 12, 3))  # gone is gone
@@ -141,25 +143,25 @@ def test_what_failed_for_a_passing_reason_can_be_tried_again(server, tmp_path):
 def test_two_processes_share_a_list(server, tmp_path):
     listed = write_list(tmp_path / "list.tsv", [server.url("good", 3000 + i) for i in range(35)])
     arguments = dict(source=[str(listed)], shard_size=10, limits=LIMITS)
-    half = prepare_cc("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(0, 2)), **arguments)
+    half = prepare_list("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(0, 2)), **arguments)
     assert not half["complete"] and half["pairs"] == 20
-    whole = prepare_cc("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(1, 2)), **arguments)
+    whole = prepare_list("cc3m", tmp_path / "out", work=dataclasses.replace(WORK, part=(1, 2)), **arguments)
     assert whole["complete"] and captions(tmp_path / "out") == [f"caption {i}" for i in range(35)]
-    alone = prepare_cc("cc3m", tmp_path / "alone", work=WORK, **arguments)
+    alone = prepare_list("cc3m", tmp_path / "alone", work=WORK, **arguments)
     assert alone["shards"] == whole["shards"]
 
 
 def test_a_folder_keeps_to_its_list(server, tmp_path):
     listed = write_list(tmp_path / "list.tsv", [server.url("good", i) for i in range(3)])
-    prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
+    prepare_list("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
     write_list(listed, [server.url("good", i) for i in range(4)])
     with pytest.raises(UserError, match="was begun with made_from"):
-        prepare_cc("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
+        prepare_list("cc3m", tmp_path / "out", source=[str(listed)], limits=LIMITS, work=WORK)
     with (
         manifest.sole_writer(tmp_path / "busy", "0-of-1"),
         pytest.raises(UserError, match="Another process is writing"),
     ):
-        prepare_cc("cc3m", tmp_path / "busy", source=[str(listed)], limits=LIMITS, work=WORK)
+        prepare_list("cc3m", tmp_path / "busy", source=[str(listed)], limits=LIMITS, work=WORK)
 
 
 # ------------------------------------------------------------------------------------------------------ interrupted
@@ -170,14 +172,15 @@ import importlib.util, sys, types
 package = types.ModuleType("open_clip_zerovl")
 package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
 sys.modules["open_clip_zerovl"] = package
-from open_clip_zerovl.prepare.public.cc import prepare_cc
+from open_clip_zerovl.prepare.public.lists import prepare_list
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.pairs import Work
-prepare_cc("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5),
+prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5),
            work=Work(threads=4, attempts=1, progress=False))
 """
 
 
+@pytest.mark.slow  # processes that are killed; the crashes and the spool below hold each step
 def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
     """SIGKILL twice at different depths, then to the end: byte for byte what an undisturbed call writes."""
     kinds = ["good", "good", "missing", "moved", "truncated"]
@@ -202,11 +205,11 @@ def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
     before = server.requests.total()
     work = Work(threads=4, attempts=1, progress=False)
     arguments = dict(source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5), work=work)
-    resumed = prepare_cc("cc3m", tmp_path / "out", **arguments)
+    resumed = prepare_list("cc3m", tmp_path / "out", **arguments)
     # 150 rows and 30 redirects; the kills cost no more than what was under way.
     assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10
     assert sorted(captions(tmp_path / "out")) == sorted(f"caption {i}" for i in range(150) if i % 5 in (0, 1, 3))
-    assert resumed == prepare_cc("cc3m", tmp_path / "undisturbed", **arguments)
+    assert resumed == prepare_list("cc3m", tmp_path / "undisturbed", **arguments)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
     assert not [p for p in (tmp_path / "out").rglob("*") if p.suffix in (".spool", ".part")]
 
@@ -227,10 +230,10 @@ def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, tmp_path, mo
         with pytest.raises(SystemError, match="killed here"):
             arguments = dict(source=[str(listed)], shard_size=4, limits=LIMITS, work=WORK)
             # described() hashes the list too: the shard's own hash is what shall crash
-            patch.setattr("open_clip_zerovl.prepare.public.cc.described", lambda paths: ["the list"])
-            prepare_cc("cc3m", tmp_path / "out", **arguments)
-    monkeypatch.setattr("open_clip_zerovl.prepare.public.cc.described", lambda paths: ["the list"])
-    result = prepare_cc("cc3m", tmp_path / "out", **arguments)
+            patch.setattr("open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"])
+            prepare_list("cc3m", tmp_path / "out", **arguments)
+    monkeypatch.setattr("open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"])
+    result = prepare_list("cc3m", tmp_path / "out", **arguments)
     assert result["complete"] and captions(tmp_path / "out") == [f"caption {i}" for i in range(8)]
     assert not list((tmp_path / "out/records").glob("*.spool"))
 
@@ -290,19 +293,16 @@ def test_pictures_of_other_formats_are_not_opened(monkeypatch):
     """EPS from the web started Ghostscript."""
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started"))
     for form in ("EPS", "DDS", "TGA"):
-        content = io.BytesIO()
-        Image.new("RGB", (32, 32), (9, 9, 9)).save(content, form)
         with pytest.raises(Failure, match="not a picture"):
-            encode_picture(content.getvalue(), Encoding())
+            encode_picture(saved(Image.new("RGB", (32, 32), (9, 9, 9)), form), Encoding())
 
 
 def test_sixteen_bit_greys_are_scaled_as_in_training():
     """They were stored as white."""
-    content = io.BytesIO()
-    Image.fromarray(np.full((32, 32), 0x4000, np.uint16)).save(content, "PNG")
-    extension, stored = encode_picture(content.getvalue(), Encoding())
-    assert extension == "jpg" and opened(stored).getpixel((5, 5)) == (64, 64, 64)
-    assert decode_image(content.getvalue()).getpixel((5, 5)) == (64, 64, 64)
+    content = saved(Image.fromarray(np.full((32, 32), 0x4000, np.uint16)), "PNG")
+    stored = encode_picture(content, Encoding())
+    assert stored.extension == "jpg" and opened(stored.content).getpixel((5, 5)) == (64, 64, 64)
+    assert decode_image(content).getpixel((5, 5)) == (64, 64, 64)
 
 
 @pytest.mark.parametrize("kind", ["corrupt deflate data", "encrypted", "unknown compression"])
@@ -341,44 +341,47 @@ def opened(content: bytes) -> Image.Image:
     [((1000, 500), (512, 256)), ((500, 1001), (256, 513)), ((200, 100), (200, 100)), ((256, 4000), (256, 4000))],
 )
 def test_the_shorter_side_is_shrunk_to_256_and_never_enlarged(size, stored):
-    extension, content = encode_picture(photo(0, *size), Encoding())
-    assert extension == "jpg" and opened(content).size == stored and opened(content).format == "JPEG"
+    made = encode_picture(photo(0, *size), Encoding())
+    assert made.extension == "jpg" and opened(made.content).size == stored and opened(made.content).format == "JPEG"
 
 
 def test_quality_95_is_what_pillow_writes_at_95():
-    original = photo(5, 300, 256, "PNG")
-    expected = io.BytesIO()
+    original, expected = photo(5, 300, 256, "PNG"), io.BytesIO()
     opened(original).save(expected, "JPEG", quality=95)
-    assert encode_picture(original, Encoding())[1] == expected.getvalue()
+    assert encode_picture(original, Encoding()).content == expected.getvalue()
+
+
+def saved(image: Image.Image, form: str, **options) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
 
 
 def test_transparency_becomes_white_and_exif_turns_the_picture():
-    content = io.BytesIO()
-    Image.new("RGBA", (64, 32), (0, 0, 0, 0)).save(content, "PNG")
-    assert opened(encode_picture(content.getvalue(), Encoding())[1]).getpixel((5, 5)) == (255, 255, 255)
+    clear = saved(Image.new("RGBA", (64, 32), (0, 0, 0, 0)), "PNG")
+    assert opened(encode_picture(clear, Encoding()).content).getpixel((5, 5)) == (255, 255, 255)
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    content = io.BytesIO()
-    Image.new("RGB", (64, 32)).save(content, "JPEG", exif=exif)
-    assert opened(encode_picture(content.getvalue(), Encoding())[1]).size == (32, 64)
+    turned = saved(Image.new("RGB", (64, 32)), "JPEG", exif=exif)
+    assert opened(encode_picture(turned, Encoding()).content).size == (32, 64)
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "1", "I;16"])
 def test_every_mode_is_stored_as_rgb(mode):
-    content = io.BytesIO()
     image = Image.new("L", (40, 30), 90).convert(mode) if mode != "I;16" else Image.new("I;16", (40, 30), 90)
-    image.save(content, "TIFF" if mode in ("CMYK", "I;16") else "PNG")
-    assert opened(encode_picture(content.getvalue(), Encoding())[1]).mode == "RGB"
+    content = saved(image, "TIFF" if mode in ("CMYK", "I;16") else "PNG")
+    assert opened(encode_picture(content, Encoding()).content).mode == "RGB"
 
 
 def test_originals_can_be_kept_and_are_still_checked():
     keep = Encoding(shorter_side_px=None)
     for format, extension in (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")):
         content = photo(1, 900, 700, format)
-        assert encode_picture(content, keep) == (extension, content)
+        kept = encode_picture(content, keep)
+        assert (kept.extension, kept.content) == (extension, content)
         with pytest.raises(Failure, match="broken picture"):
             encode_picture(content[: len(content) // 2], keep)
-    assert encode_picture(photo(1, format="GIF", mode="P"), keep)[0] == "jpg"
+    assert encode_picture(photo(1, format="GIF", mode="P"), keep).extension == "jpg"
     with pytest.raises(Failure, match="picture too large"):
         encode_picture(photo(1, 900, 700), Encoding(max_pixels=100_000))
 

@@ -18,7 +18,7 @@ from open_clip_zerovl.plan.dataset_report import find_datasets, report
 from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.shards.faults import check_report
-from open_clip_zerovl.shards.headers import BrokenTar, Member, plain_run, walk_tar
+from open_clip_zerovl.shards.headers import BrokenTar, Member, walk_tar
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard
 from support.tars import png, write_source, write_tar
@@ -56,9 +56,6 @@ def test_headers_are_read_as_tarfile_reads_them(form):
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
     assert members_of(content) == expected and len(expected) >= 5
-    plain = plain_run(bytearray(content), 1024 if form == tarfile.PAX_FORMAT else 512, len(content))
-    # In bulk the same, up to the first that is not plain: ustar's long path, GNU's long name, pax's fields.
-    assert plain == (expected[:3] if form != tarfile.PAX_FORMAT else [])
     end = expected[-1].offset + expected[-1].size
     for length in (0, 100, 512, end - 1 if expected[-1].size else end - 600, end):
         with pytest.raises(BrokenTar):
@@ -79,36 +76,29 @@ def plain_tar(count: int) -> tuple[bytes, list[Member]]:
     return stream.getvalue(), members_of(stream.getvalue())
 
 
-def test_a_run_of_plain_members_ends_where_walking_has_to_tell():
+def test_broken_headers_end_the_walk_after_the_members_before_them():
     content, expected = plain_tar(40)
-    assert plain_run(bytearray(content), 0, len(content)) == expected and len(expected) == 40
-    for skip in (1, 7, 39):  # entered at a later header, in a buffer that begins anywhere
-        start = expected[skip].offset - 512 - 100
-        assert plain_run(bytearray(content[start:]), 100, len(content) - start, start) == expected[skip:]
-    for whole in (1, 20):  # the buffer ends within a header, a file, or right behind one
-        for end in (
-            expected[whole].offset - 1,
-            expected[whole].offset,
-            expected[whole].offset + expected[whole].size - 1,
-        ):
-            found = plain_run(bytearray(content), 0, end)
-            assert found == [m for m in expected if -(-(m.offset + m.size) // 512) * 512 <= end]
     head = expected[20].offset - 512
-    for spot, byte in ((0, b"?"), (110, b"7"), (124, b"\x80"), (150, b"9"), (156, b"5"), (156, b"x"), (345, b"d")):
-        broken = bytearray(content[: head + spot] + byte + content[head + spot + 1 :])
-        assert plain_run(broken, 0, len(broken)) == expected[:20], spot
-    assert plain_run(bytearray(1024), 0, 1024) == []
-    for digits in (b"-0000001000", b"-0000000001"):
-        negative = bytearray(content)
-        negative[head + 124 : head + 135] = digits
-        assert plain_run(negative, 0, len(negative)) == expected[:20]
-        with pytest.raises(BrokenTar, match=f"a negative size at byte {head}"):
-            members_of(bytes(negative))
+    changes = [
+        (0, b"?"),
+        (110, b"7"),
+        (124, b"\x80"),
+        (150, b"9"),
+        (345, b"d"),
+        (124, b"-0000001000"),
+        (124, b"-0000000001"),
+    ]
+    for spot, changed in changes:
+        broken = content[: head + spot] + changed + content[head + spot + len(changed) :]
+        found = []
+        with pytest.raises(BrokenTar, match=f"at byte {head}"):
+            for member in walk_tar(lambda offset, size: broken[offset : offset + size], len(broken)):  # noqa: B023
+                found.append(member)
+        assert found == expected[:20], spot
 
 
-@pytest.mark.parametrize("window_bytes", [300, 512, 1500, 4096, 1 << 22])
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_a_check_sees_the_same_through_any_window(tmp_path, monkeypatch, window_bytes, form):
+def test_a_check_sees_the_same_in_every_form_of_tar(tmp_path, form):
     names = [f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}" for i in range(30)]
     picture = png((1, 2, 3), 40)
     with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
@@ -122,7 +112,6 @@ def test_a_check_sees_the_same_through_any_window(tmp_path, monkeypatch, window_
                 tar.addfile(member, io.BytesIO(content))
     manifest = {"shards": {"0.tar": {"sha256": sha256_of(tmp_path / "0.tar")}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr("open_clip_zerovl.prepare.public.index._WINDOW_BYTES", window_bytes)
     for decode in (False, True):
         (found,) = check_shards(tmp_path, hashes=True, decode=decode, progress=False).shards
         assert found.samples == 30
@@ -312,11 +301,8 @@ def test_report_puts_table_2_beside_what_is_there(tmp_path):
         (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
     text = report([tmp_path / "data", cc12m])
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["SBU"] == ["SBU", "0.86M", "0.86M", "86", "86", "0.0%", "2"]
-    assert lines["CC12M"] == ["CC12M", "10.06M", "10.06M", "120", "120", "0.0%", "60.0%", "2"]
-    assert lines["CC3M"] == ["CC3M", "2.81M", "2.81M", "-", "-", "-", "-", "-"]
-    assert lines["Total (pre-training)"][2:6] == ["14.23M", "14.23M", "0.00M", "0.00M"]
-    assert lines["MS-COCO test"][2:4] == ["5K", "25K"] and lines["F30K test"][2:4] == ["1K", "5K"]
+    assert lines["sbu"] == ["sbu", "86", "86", "2"]
+    assert lines["cc12m"] == ["cc12m", "120", "120", "60.0%", "2"]
     assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -34,6 +34,7 @@ from open_clip_zerovl.evaluate.bias.measures import (
 from open_clip_zerovl.evaluate.bias.report import BiasReport, ModelBias, bias_table
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
 from open_clip_zerovl.evaluate.settings import BiasSettings as BiasSettings
+from open_clip_zerovl.models.configs import ClipModel
 
 ALIKE = 1e-6  # a standard deviation of L2-normalised features below this one is rounding error
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def embed_samples(
-    model: nn.Module,
+    model: ClipModel,
     preprocess: Callable[[Any], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
     samples: Sequence[SourceSample],

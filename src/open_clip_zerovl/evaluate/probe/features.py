@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +96,14 @@ def tower_features(
     Raises:
         UserError: an image that cannot be read.
     """
-    device = torch.device(settings.device)
+    model = _frozen(tower, settings)
     for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=settings.workers):
-        with torch.no_grad(), autocast(device, settings.amp)():
-            features = tower(images.to(device))
-        yield features.float(), targets.to(device)
+        yield model.images(images), targets.to(model.device)
+
+
+def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
+    device = torch.device(settings.device)
+    return FrozenModel("probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False)
 
 
 class _Pictures:
@@ -140,11 +144,11 @@ def cached_features(
         UserError: an image that cannot be read, features that are not finite.
     """
     settings = settings or TowerSettings()
-    device = torch.device(settings.device)
-    eye, mean, std = eye_of(transform)
-    context = autocast(device, settings.amp)
-    model = FrozenModel("probed", tower, None, None, device, eye, mean, std, context, unit_length=False)
-    digests = [images.fingerprint(), tower_digest_of(tower, transform, settings)]
+    model = _frozen(tower, settings)
+    model.eye, model.mean, model.std = eye_of(transform)
+    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
+    made_of = hashlib.sha256(json.dumps([images.fingerprint(), times]).encode()).hexdigest()
+    digests = [made_of, tower_digest_of(tower, transform, settings)]
     pictures = _Pictures(images)
     source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
     shape = (len(images), model.image_width())

@@ -119,7 +119,7 @@ def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) 
     }
 
 
-def _paper_augmentation(visual: nn.Module) -> Transform:
+def _paper_augmentation(visual: Any) -> Transform:
     """The paper's training transform for a probe (A.7), at the size, mean and standard deviation of a tower."""
     config = visual.preprocess_cfg
     side = config["size"] if isinstance(config["size"], int) else config["size"][0]

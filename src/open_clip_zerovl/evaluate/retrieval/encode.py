@@ -16,6 +16,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import RetrievalSet, retrieval_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics
+from open_clip_zerovl.models.configs import ClipModel
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def encode_retrieval(
-    model: nn.Module,
+    model: ClipModel,
     batches: Iterable[tuple[Tensor, Sequence[Sequence[str]]]],
     tokenizer: Callable[[list[str]], Tensor],
     *,
@@ -57,8 +58,8 @@ def encode_retrieval(
     """
     frozen = FrozenModel(
         "retrieval",
-        model.encode_image,
-        model.encode_text,
+        lambda pixels: model.encode_image(pixels),
+        lambda tokens: model.encode_text(tokens),
         tokenizer,
         torch.device(device),
         context=autocast or nullcontext,
@@ -85,7 +86,7 @@ def encode_retrieval(
 
 
 def evaluate_retrieval(
-    model: nn.Module,
+    model: ClipModel,
     preprocess: Callable[[Any], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
     dataset: RetrievalSet,

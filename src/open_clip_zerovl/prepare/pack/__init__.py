@@ -1,6 +1,6 @@
 """`zerovl data pack`: from what people have to shards. A reader for each form of input yields the same rows.
 
-inputs -> folder, table, columnar, tars     readers: rows of (picture, captions, source, file and line)
+inputs -> columned, samples                 readers: rows of (picture, captions, source, file and line)
 collect                                     rows and pictures into a store: each picture once, decoded, with its pixels' hash
 split                                       a held-out set, and pictures that are left out
 write                                       shards

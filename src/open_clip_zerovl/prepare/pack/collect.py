@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, texts_of
@@ -18,18 +17,10 @@ from open_clip_zerovl.prepare.pack.sources import SourceNames
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.gather import Batch, Gathering, Picture, Work
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, examine_picture
+from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 
 PICTURES_A_SPOOL = 2_000
-
-
-class _Wanted(NamedTuple):
-    """A picture to get: its place in an input, or its bytes."""
-
-    input: int
-    place: str
-    content: bytes | None
 
 
 class Collecting:
@@ -57,8 +48,7 @@ class Collecting:
         work: Work,
     ) -> None:
         self.readers, self.names, self.store, self.folder = readers, names, store, folder
-        self.encoding, self.limits, self.work = encoding, limits, work
-        self.downloader: Downloader | None = None
+        self.encoding, self.work, self.downloader = encoding, work, Downloader(limits)
         totals = [reader.total for reader in readers]
         self.gathering = Gathering(
             self._fetch,
@@ -80,25 +70,21 @@ class Collecting:
             self.gathering.drain()
         finally:
             self.gathering.close()
-            if self.downloader is not None:
-                self.downloader.close()
 
     def _add(self, input: int, row: PairRow) -> None:
         captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
         source, unnamed = self.names[input].of(row.source)
         reason = problem or unnamed or ("" if row.place else "no picture named")
-        number = None
+        number, new = None, False
         if not reason:
             number, new = self.store.number_of(row.content if row.content is not None else row.place, input)
-            if new:
-                self._submit(number, _Wanted(input, row.place, row.content))
-            else:
-                self.gathering.show(rows=1)
+        if new and number is not None:
+            self._submit(number, input, row)
         else:
-            self.gathering.show(rows=1, failures={reason: 1})
-        self.store.add_row(input, row.file, row.line, source, number, captions, reason)
+            self.gathering.show(rows=1, failures={reason: 1} if reason else None)
+        self.store.add_row(input, row, source, number, captions, reason)
 
-    def _submit(self, number: int, wanted: _Wanted) -> None:
+    def _submit(self, number: int, input: int, row: PairRow) -> None:
         index, place = divmod(number, PICTURES_A_SPOOL)
         if self._batch is None or self._batch.number != index:
             if self._batch is not None:
@@ -108,21 +94,19 @@ class Collecting:
                 spool.forget_transient()
             self._batch = Batch(index, spool)
             self.gathering.begin(self._batch)
-        if self.downloader is None and is_address(wanted.place):
-            self.downloader = Downloader(self.limits)
         if place not in self._batch.spool.outcomes:
-            self.gathering.submit(self._batch, place, wanted)
+            self.gathering.submit(self._batch, place, (input, row))
 
-    def _fetch(self, wanted: _Wanted) -> Picture:
-        if wanted.content is not None:
-            content = wanted.content
-        elif is_address(wanted.place):
-            assert self.downloader is not None
-            content = self.downloader(wanted.place)
+    def _fetch(self, wanted: tuple[int, PairRow]) -> Picture:
+        input, row = wanted
+        if row.content is not None:
+            content = row.content
+        elif is_address(row.place):
+            content = self.downloader(row.place)
         else:
-            content = self.readers[wanted.input].obtain(wanted.place)
-        stored = examine_picture(content, self.encoding)
-        again = wanted.content is None and not is_address(wanted.place) and stored.content is content
+            content = self.readers[input].obtain(row.place)
+        stored = encode_picture(content, self.encoding, hashed=True)
+        again = row.content is None and not is_address(row.place) and stored.content is content
         about = {
             "key": stored.pixels,
             "width": stored.width,

@@ -10,12 +10,16 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.prepare.pack.coco import CocoReader, is_coco
-from open_clip_zerovl.prepare.pack.columnar import ArrowReader, ParquetReader, saved_files
-from open_clip_zerovl.prepare.pack.folder import FolderReader, walk
+from open_clip_zerovl.prepare.pack.columned import (
+    ArrowReader,
+    CocoReader,
+    JsonReader,
+    TableReader,
+    is_coco,
+    saved_files,
+)
 from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
-from open_clip_zerovl.prepare.pack.table import JsonReader, TableReader
-from open_clip_zerovl.prepare.pack.tars import TarReader
+from open_clip_zerovl.prepare.pack.samples import FolderReader, TarReader, walk
 
 FORMATS = ("folder", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -61,12 +65,12 @@ def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
             raise UserError(f"{path} is a file, and --format folder wants a folder of pictures and texts")
         return FolderReader(path, wanted)
     if found == "arrow":
-        return ArrowReader(path, [path] if path.is_file() else saved_files(path), wanted)
+        return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
     files = [path] if path.is_file() else _files(path, _IN_FOLDERS[found])
     if not files:
         raise UserError(f"{path} holds no file of --format {found} ({', '.join(_IN_FOLDERS[found])})")
     if found == "parquet":
-        return ParquetReader(path, files, wanted)
+        return ArrowReader(found, path, files, wanted)
     if found == "webdataset":
         return TarReader(path, files, wanted)
     if len(files) > 1:

@@ -25,12 +25,6 @@ class Places:
     def __init__(self, file: Path, pictures_in: Path | None) -> None:
         self.file = file
         self.folder = str((pictures_in or file.parent).absolute())
-        self.given = pictures_in is not None
-        self._names: dict[str, str] = {}  # of the first paths: path -> the name that it was resolved from
-        self._missing: tuple[str, str] | None = (
-            None  # the first picture that is not there: where it is named, and its path
-        )
-        self._looked_at = 0
 
     def place(self, name: str) -> str:
         """An address as it is, a path made absolute."""
@@ -41,56 +35,44 @@ class Places:
         path = os.path.normpath(os.path.join(self.folder, os.path.expanduser(name)))
         if "\\" in name and not os.path.exists(path):  # written on Windows
             path = os.path.normpath(os.path.join(self.folder, name.replace("\\", "/")))
-        if len(self._names) < LOOKED_AT:
-            self._names.setdefault(path, name)
         return path
 
     def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
         """The rows. UserError where not one of the first pictures exists."""
-        held: list[PairRow] | None = []
+        rows, held = iter(rows), []
+        missing: list[PairRow] = []
         for row in rows:
-            if held is None:
-                yield row
-                continue
             held.append(row)
-            if self._is_there(row):
-                yield from held
-                held = None
-            elif self._looked_at >= LOOKED_AT:
-                self._refuse()
-        if held is not None:
-            if self._looked_at:
-                self._refuse()
-            yield from held  # rows that name no picture at all
+            if row.refused or not row.place:
+                continue
+            if row.content is not None or row.place.lower().startswith(ADDRESS) or os.path.exists(row.place):
+                missing = []
+                break
+            missing.append(row)
+            if len(missing) == LOOKED_AT:
+                break
+        if missing:
+            raise self._wrong(missing)
+        yield from held
+        yield from rows
 
-    def _is_there(self, row: PairRow) -> bool:
-        """Whether a row shows that paths are right: its picture exists, or is no file. Remembers the first that is missing."""
-        if row.refused or not row.place:
-            return False
-        if row.content is not None or row.place.lower().startswith(ADDRESS) or os.path.exists(row.place):
-            return True
-        self._looked_at += 1
-        if self._missing is None:
-            self._missing = (f"line {row.line}" if row.line else row.file, row.place)
-        return False
-
-    def _refuse(self) -> None:
-        assert self._missing is not None
-        where, path = self._missing
-        found = self._found_elsewhere(self._names.get(path, path))
+    def _wrong(self, missing: list[PairRow]) -> UserError:
+        first = missing[0]
+        found = self._found_elsewhere(os.path.relpath(first.place, self.folder))
         advice = (
             f"a file of that name lies in {found}: give --pictures-in {found}"
             if found
             else f"paths are taken as relative to {self.folder}: give the folder that they are relative to with --pictures-in"
         )
-        raise UserError(
-            f"none of the {self._looked_at} pictures that {self.file} names first exists; {self._names.get(path, path)!r} in "
-            f"{where} was looked for at {path}; {advice}"
+        where = f"line {first.line}" if first.line else first.file
+        return UserError(
+            f"none of the {len(missing)} pictures that {self.file} names first exists; that of {where} was looked for at "
+            f"{first.place}; {advice}"
         )
 
     def _found_elsewhere(self, picture: str) -> str | None:
         """A folder, the file's own or below it, from which this path, or else its last part, leads to a file."""
-        name, seen = os.path.basename(picture.replace("\\", "/")), 0
+        name, seen = os.path.basename(picture), 0
         for folder, _, names in os.walk(self.file.parent):
             if name in names:
                 found = os.path.join(folder, name)

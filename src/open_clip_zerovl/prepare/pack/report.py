@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import io
 import shlex
@@ -272,18 +273,22 @@ def _spread(values: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _tokens(store: Store) -> dict[str, Any] | None:
-    """Tokens of CLIP's tokenizer in captions of the first samples in the order, begin and end included."""
+@functools.cache
+def _tokenizer() -> Any:
     from open_clip.tokenizer import SimpleTokenizer
 
+    return SimpleTokenizer()
+
+
+def _tokens(store: Store) -> dict[str, Any] | None:
+    """Tokens of CLIP's tokenizer in captions of the first samples in the order, begin and end included."""
     cursor = store.db.execute(
         "SELECT text FROM samples JOIN pictures ON pictures.key = samples.key JOIN rows ON rows.picture = pictures.number AND "
         "rows.source = samples.source JOIN captions ON captions.row = rows.id WHERE dropped IS NULL AND rows.reason IS NULL "
         "ORDER BY position, rows.id, captions.rowid LIMIT ?",
         (TOKENIZED,),
     )
-    tokenizer = SimpleTokenizer()
-    counts = np.array([len(tokenizer.encode(text)) + 2 for (text,) in cursor])
+    counts = np.array([len(_tokenizer().encode(text)) + 2 for (text,) in cursor])
     if not len(counts):
         return None
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}

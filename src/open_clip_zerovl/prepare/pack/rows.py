@@ -102,15 +102,22 @@ class Reader(ABC):
         return read_file(place)
 
 
-def read_file(place: str) -> bytes:
-    """The bytes of a picture's file; Failure where there is none."""
+def read_file(place: str | Path, *, largest_bytes: int = -1, kind: str = "picture") -> bytes:
+    """The bytes of a picture's or a caption's file.
+
+    Raises:
+        Failure: there is none, it is no regular file (a pipe might never be written to), or it is too large.
+    """
     try:
         with regular_file(place) as file:
-            return file.read()
+            content = file.read(largest_bytes if largest_bytes < 0 else largest_bytes + 1)
     except FileNotFoundError as error:
-        raise Failure("picture missing") from error
+        raise Failure(f"{kind} missing") from error
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise Failure("picture cannot be read") from error
+        raise Failure(f"{kind} cannot be read") from error
+    if 0 <= largest_bytes < len(content):
+        raise Failure(f"{kind} too large")
+    return content
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,8 @@ class PackSettings:
         """All of it as JSON."""
         return {
             "format": self.form,
-            "picture_column": self.columns.picture,
-            "caption_columns": self.columns.captions and list(self.columns.captions),
-            "source_column": self.columns.source,
+            **asdict(self.columns),
             "pictures_in": self.columns.pictures_in and str(self.columns.pictures_in),
-            "separator": self.columns.separator,
             "test_share": self.test_share,
             "shard_size": self.shard_size,
             "seed": self.seed,
@@ -131,7 +128,9 @@ def pack(
     if retry:
         _write_state(out, {**state, "complete": False})
     known: dict[str, str] = {}
-    sources = [_names(name, out, settings, known, reader) for (name, _), reader in zip(named, readers, strict=True)]
+    sources = [
+        SourceNames(name or source_name(out.absolute().name), settings.columns.source, known) for name, _ in named
+    ]
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
         store = Store(scratch / "rows.sqlite", seed=settings.seed)
         try:
@@ -177,21 +176,13 @@ def _finish(
     exclude(store, settings.exclusions, contents)
     several = len(names) > 1 or any(entry["name"] for entry in state["inputs"]) or bool(settings.columns.source)
     written: list[Written] = []
+    about = {"made_from": {"inputs": state["inputs"]}, "settings": state["settings"]}
     for name in names:
         folder = folder_of(out, name, several)
         for split in ("train", "test"):
             if store.count(name, split):
-                one = write_split(
-                    store,
-                    contents,
-                    folder,
-                    name,
-                    split,
-                    made_from={"inputs": state["inputs"]},
-                    settings=state["settings"],
-                    shard_size=settings.shard_size,
-                )
-                written.append(one)
+                shard_size = settings.shard_size
+                written.append(write_split(store, contents, folder, name, split, **about, shard_size=shard_size))
     found = reports.summarize(store, readers, written, out)
     found["settings"] = state["settings"]
     reports.write_refused(store, out / "refused.csv")
@@ -243,10 +234,6 @@ def _identity(reader: Reader) -> dict[str, Any]:
         "bytes": size,
         "hash": digest.hexdigest(),
     }
-
-
-def _names(name: str | None, out: Path, settings: PackSettings, known: dict[str, str], reader: Reader) -> SourceNames:
-    return SourceNames(name or source_name(out.absolute().name), settings.columns.source, known)
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:

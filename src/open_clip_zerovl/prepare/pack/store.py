@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import Outcome
 
 _TABLES = """
@@ -33,8 +34,14 @@ CREATE INDEX pictures_by_key ON pictures (key);
 
 
 class Stored(NamedTuple):
-    """A sample that is to be written: its key and, of its picture, number and extension, offset and bytes in the spool (0
-    bytes: it is still in the input), its place there, the number of the input, and the hash of the bytes.
+    """A sample that is to be written.
+
+    Attributes:
+        key: of the sample.
+        number, extension: of its picture.
+        offset, size: bytes of the picture in its spool; size 0 where it is still in the input.
+        place, input: where it lies there, and the number of the input.
+        sum: hash of the bytes.
     """
 
     key: str
@@ -79,49 +86,31 @@ class Store:
         return self.pictures - 1, True
 
     def add_row(
-        self,
-        input: int,
-        file: str,
-        line: int,
-        source: str | None,
-        picture: int | None,
-        captions: list[str],
-        reason: str | None,
+        self, input: int, row: PairRow, source: str | None, picture: int | None, captions: list[str], reason: str
     ) -> None:
-        """Keep a row."""
+        """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
         self.row_count += 1
+        file = row.file.encode("utf-8", "backslashreplace").decode()
         self.db.execute(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                self.row_count,
-                input,
-                file.encode("utf-8", "backslashreplace").decode(),
-                line,
-                source,
-                picture,
-                reason or None,
-            ),
+            (self.row_count, input, file, row.line, source, picture, reason or None),
         )
         self.db.executemany("INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions])
 
-    def add_outcomes(self, first: int, outcomes: dict[int, Outcome]) -> None:
-        """Keep what became of pictures; their numbers are counted from `first`."""
+    def add_outcomes(self, first: int, outcomes: Mapping[int, Outcome]) -> None:
+        """Keep the outcomes of pictures; their numbers are counted from `first`."""
+        about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk")
         self.db.executemany(
-            "UPDATE pictures SET key=?, extension=?, offset=?, size=?, width=?, height=?, bytes=?, sum=?, turned=?, shrunk=?, "
-            "reason=?, transient=? WHERE number=?",
-            [
+            f"UPDATE pictures SET {', '.join(f'{name}=?' for name in about)}, extension=?, offset=?, size=?, reason=?, "
+            "transient=? WHERE number=?",
+            (
                 (
-                    outcome.about.get("key"),
-                    outcome.extension,
-                    outcome.offset_bytes,
-                    outcome.size_bytes,
-                    *(outcome.about.get(name) for name in ("width", "height", "bytes", "sum", "turned", "shrunk")),
-                    outcome.reason or None,
-                    outcome.transient,
+                    *(one.about.get(name) for name in about),
+                    *(one.extension, one.offset_bytes, one.size_bytes, one.reason or None, one.transient),
                     first + number,
                 )
-                for number, outcome in outcomes.items()
-            ],
+                for number, one in outcomes.items()
+            ),
         )
 
     def make_samples(self) -> None:
@@ -149,23 +138,20 @@ class Store:
         )
 
     def samples(self, source: str, split: str) -> Iterator[Stored]:
-        """What is to be written, in its order."""
-        cursor = self.db.execute(
-            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum FROM samples JOIN pictures ON "
-            "pictures.number = samples.picture WHERE samples.source = ? AND split = ? AND dropped IS NULL "
-            "ORDER BY position, samples.key",
-            (source, split),
-        )
-        return (Stored(*row) for row in cursor)
+        """The samples to be written, in their order."""
+        return self._stored("samples.source = ? AND split = ? ORDER BY position, samples.key", source, split)
 
     def sample(self, source: str, key: str) -> Stored | None:
         """One sample of a source; None where it is dropped."""
-        row = self.db.execute(
+        return next(self._stored("samples.source = ? AND samples.key = ?", source, key), None)
+
+    def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
+        cursor = self.db.execute(
             "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum FROM samples JOIN pictures ON "
-            "pictures.number = samples.picture WHERE samples.source = ? AND samples.key = ? AND dropped IS NULL",
-            (source, key),
-        ).fetchone()
-        return Stored(*row) if row else None
+            f"pictures.number = samples.picture WHERE dropped IS NULL AND {which}",
+            parameters,
+        )
+        return (Stored(*row) for row in cursor)
 
     def captions_of(self, source: str, key: str) -> list[str]:
         """All captions of a picture in a source, each once, in the order of the rows."""

@@ -72,19 +72,13 @@ def write_split(
     for number in range(shards):
         name = f"{number}.tar" if split == "test" else f"{number:05d}.tar"
         chunk = [next(samples) for _ in range(bounds[number], bounds[number + 1])]
-        record = manifest.read_record(here, name)
-        if record is not None and record.pairs == len(chunk):
+        known_record = manifest.read_record(here, name)
+        if known_record is not None and known_record.pairs == len(chunk):
             continue
         captions = [store.captions_of(source, sample.key) for sample in chunk]
-        manifest.write_recorded_shard(
-            here,
-            name,
-            (_sample(sample, texts, contents) for sample, texts in zip(chunk, captions, strict=True)),
-            first_row=bounds[number],
-            rows=len(chunk),
-            pairs=len(chunk),
-            captions=sum(map(len, captions)),
-        )
+        record = manifest.ShardRecord(name, bounds[number], len(chunk), len(chunk), sum(map(len, captions)))
+        pairs = zip(chunk, captions, strict=True)
+        manifest.write_recorded_shard(here, record, (_sample(sample, texts, contents) for sample, texts in pairs))
     content = manifest.rebuild(here, shard_count=shards)
     if split == "test":
         # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.

@@ -10,7 +10,7 @@ import itertools
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,13 +52,23 @@ class Picture(NamedTuple):
     about: Mapping[str, Any] = {}
 
 
+@dataclass(eq=False)
 class Batch:
-    """Rows that are kept in one spool: its number, the spool, and how many rows are still open."""
+    """Rows that are kept in one spool.
 
-    def __init__(self, number: int, spool: Spool) -> None:
-        self.number, self.spool = number, spool
-        self.open_rows = 0
-        self.submitted = False
+    Attributes:
+        number: of the batch.
+        spool: of its pictures.
+        rows: where its rows are needed again once their pictures have come.
+        open_rows: rows whose pictures are under way.
+        submitted: whether no more rows come.
+    """
+
+    number: int
+    spool: Spool
+    rows: Sequence[Any] = ()
+    open_rows: int = 0
+    submitted: bool = False
 
 
 class Gathering:

@@ -1,17 +1,16 @@
 """Existing shards: count their samples into `sizes.json`, and check them.
 
-`index_shards` reads tar headers only, on a local disk or in a store that fsspec opens (`s3://...`). `check_shards` reads every
-byte once, in order, and checks the samples on the way; pictures are decoded only on request.
+`index_shards` reads tar headers only, on a local disk or in a store that fsspec opens (`s3://...`). `check_shards` reads
+every sample; pictures are decoded only on request.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,19 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.prepare.public.manifest import read_manifest
+from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
 from open_clip_zerovl.shards.faults import (
     PICTURE_MARKS,
     FolderCheck,
     ShardCheck,
     caption_fault,
-    mark_fault,
     picture_fault,
 )
-from open_clip_zerovl.shards.headers import BrokenTar, Member, end_of, plain_run, walk_tar
+from open_clip_zerovl.shards.headers import BrokenTar, Member, ReadAt, walk_tar
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, group, image_of
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_WINDOW_BYTES = 4 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,9 +157,8 @@ def check_shards(
         if not (path / name).is_file():
             found.fault("shard missing")
             return found
-        digest = hashlib.sha256() if hashes else None
-        _check_shard(path / name, found, decode, digest)
-        if digest is not None and digest.hexdigest() != expected_hashes.get(name):
+        _check_shard(path / name, found, decode)
+        if hashes and sha256_of(path / name) != expected_hashes.get(name):
             found.fault("hash differs from the manifest's")
         if sizes is not None and name not in sizes:
             found.fault("not in sizes.json")
@@ -179,64 +175,18 @@ def check_shards(
     return FolderCheck(shards, time.perf_counter() - begin)
 
 
-class _Window:
-    """A file that is read once, from beginning to end, through a buffer. `window(offset, size)` -> bytes; offsets ascend.
-
-    The buffer is so large that threads seldom wait for each other (they read without Python's lock, and check members with it),
-    and so small that it stays in the processor's cache while its members are checked.
-    """
-
-    def __init__(self, file: Any, digest: Any) -> None:
-        self._file, self._digest = file, digest
-        self._bytes = bytearray(_WINDOW_BYTES)
-        self._start = self._length = 0
-
-    def __call__(self, offset: int, size: int) -> bytearray:
-        begin = offset - self._start
-        if begin + size <= self._length:
-            return self._bytes[begin : begin + size]
-        found = bytearray()
-        while True:
-            part = self._bytes[begin : min(begin + size, self._length)]
-            found += part
-            size -= len(part)
-            begin = max(0, begin - self._length)
-            if not size or not self.advance():
-                return found
-
-    def frame(self, offset: int, size: int, first: bytes, last: bytes) -> tuple[bool, bool]:
-        """Whether the bytes begin with `first`, and whether they end with `last` after that."""
-        begin = offset - self._start
-        if begin + size <= self._length:
-            held, end = self._bytes, begin + size
-            return held.startswith(first, begin, end), held.endswith(last, begin + len(first), end)
-        begins = self(offset, min(size, len(first))) == first
-        rest = max(len(first), size - len(last))
-        return begins, rest <= size and self(offset + rest, size - rest).endswith(last)
-
-    def plain_run(self, position: int) -> list[Member]:
-        """`headers.plain_run` of the buffer, from the header at `position` on."""
-        if position < self._start:
-            return []
-        return plain_run(self._bytes, position - self._start, self._length, self._start)
-
-    def advance(self) -> bool:
-        """Read the next bytes into the buffer; False at the end of the file."""
-        self._start += self._length
-        self._length = self._file.readinto(self._bytes)
-        if self._digest is not None:
-            self._digest.update(memoryview(self._bytes)[: self._length])
-        return self._length > 0
-
-
-def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> None:
-    """Check one shard into `found`, and its bytes into `digest`."""
-    found.size_bytes = path.stat().st_size
+def _check_shard(path: Path, found: ShardCheck, decode: bool) -> None:
+    """Check one shard into `found`."""
     seen: set[str] = set()
     with open(path, "rb", buffering=0) as file:
-        window = _Window(file, digest)
+        found.size_bytes = os.fstat(file.fileno()).st_size
+
+        def read_at(offset: int, size: int) -> bytes:
+            return os.pread(file.fileno(), size, offset)
+
+        members = walk_tar(read_at, found.size_bytes)
         try:
-            for key, faults in group(_faults(file.fileno(), window, found.size_bytes, decode)):
+            for key, faults in group((member.name, _fault(read_at, member, decode)) for member in members):
                 found.samples += 1
                 if key in seen:
                     found.fault("key comes twice", key)
@@ -250,39 +200,14 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool, digest: Any) -> No
                         found.fault(fault, key)
         except BrokenTar as error:
             found.fault(f"broken: {error}")
-        while window.advance():  # bytes after the end mark belong to the hash
-            pass
 
 
-def _faults(descriptor: int, window: _Window, total: int, decode: bool) -> Iterator[tuple[str, str]]:
-    """(name, fault) of each member of a tar; "" for no fault."""
-
-    def read_at(offset: int, size: int) -> bytes:
-        return os.pread(descriptor, size, offset)
-
-    position, walk = 0, None
-    while True:
-        for member in window.plain_run(position):
-            yield member.name, _fault(window, member, decode)
-            position, walk = end_of(member.offset, member.size), None
-        # A member that is not plain, or not whole in the buffer.
-        walk = walk or walk_tar(read_at, total, position)
-        following = next(walk, None)
-        if following is None:
-            return
-        position = end_of(following.offset, following.size)
-        if position <= total:  # else the walk raises there
-            yield following.name, _fault(window, following, decode)
-
-
-def _fault(window: _Window, member: Member, decode: bool) -> str:
-    """What is wrong with a caption or a picture; "" for nothing, and for other members."""
+def _fault(read_at: ReadAt, member: Member, decode: bool) -> str:
+    """The fault of a caption or a picture; "" for none, and for other members."""
     name, offset, size = member
     extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
     if extension == TEXT_EXTENSION:
-        return caption_fault(bytes(window(offset, size)))
-    if extension not in PICTURE_MARKS:
-        return ""
-    if decode:
-        return picture_fault(bytes(window(offset, size)), extension, decode=True)
-    return mark_fault(*window.frame(offset, size, *PICTURE_MARKS[extension]), extension)
+        return caption_fault(bytes(read_at(offset, size)))
+    if extension in PICTURE_MARKS:
+        return picture_fault(bytes(read_at(offset, size)), extension, decode=decode)
+    return ""

@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ class ShardRecord:
     rows: int
     pairs: int
     captions: int
-    size_bytes: int
-    sha256: str
+    size_bytes: int = 0
+    sha256: str = ""
     failures: Mapping[str, list[int]] = field(default_factory=dict)
-    transient_reasons: list[str] = field(default_factory=list)
+    transient_reasons: Sequence[str] = ()
 
 
 def sha256_of(path: str | Path) -> str:
@@ -64,48 +64,29 @@ def sha256_of(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def write_recorded_shard(
-    folder: Path,
-    name: str,
-    samples: Iterable[Sample],
-    *,
-    first_row: int,
-    rows: int,
-    pairs: int,
-    captions: int,
-    failures: Mapping[str, list[int]] | None = None,
-    transient_reasons: Sequence[str] = (),
-) -> None:
-    """Write a shard, then its record. No tar is written where `pairs`, the number of samples, is 0.
+def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sample]) -> None:
+    """Write a shard, then its record. No tar is written where `record.pairs`, the number of samples, is 0.
 
     Args:
-        first_row, rows, captions, failures, transient_reasons: as in `ShardRecord`.
+        record: size and hash are filled in.
     """
-    path = folder / name
+    path = folder / record.shard
     remove_scratch(path)
     # A shard that is written again (after a retry) is not done until its new record is written.
-    (folder / RECORDS / f"{path.stem}.json").unlink(missing_ok=True)
-    if pairs:
+    _record_file(folder, record.shard).unlink(missing_ok=True)
+    if record.pairs:
         write_shard(path, samples)
-    record = ShardRecord(
-        shard=name,
-        first_row=first_row,
-        rows=rows,
-        pairs=pairs,
-        captions=captions,
-        size_bytes=path.stat().st_size if pairs else 0,
-        sha256=sha256_of(path) if pairs else "",
-        failures=failures or {},
-        transient_reasons=list(transient_reasons),
-    )
+        record = replace(record, size_bytes=path.stat().st_size, sha256=sha256_of(path))
     write_record(folder, record)
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record, which marks the shard as done."""
-    text = json.dumps(asdict(record), separators=(",", ":")) + "\n"
-    file = folder / RECORDS / f"{Path(record.shard).stem}.json"
-    _write_again(file, text)
+    _write_again(_record_file(folder, record.shard), json.dumps(asdict(record), separators=(",", ":")) + "\n")
+
+
+def _record_file(folder: Path, shard: str) -> Path:
+    return folder / RECORDS / f"{Path(shard).stem}.json"
 
 
 def _write_again(file: Path, text: str) -> None:
@@ -116,7 +97,7 @@ def _write_again(file: Path, text: str) -> None:
 
 def read_record(folder: Path, shard: str) -> ShardRecord | None:
     """The record of a shard, None if it has none. The record of a tar that is missing or has another size is removed."""
-    file = folder / RECORDS / f"{Path(shard).stem}.json"
+    file = _record_file(folder, shard)
     if not file.is_file():
         return None
     record = ShardRecord(**_load(file))
@@ -148,13 +129,8 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
     Raises:
         UserError: the folder holds another dataset, or was made from other inputs or with other settings.
     """
-    head = {
-        "format": _FORMAT,
-        "dataset": dataset,
-        "split": split,
-        "made_from": json.loads(json.dumps(made_from)),
-        "settings": json.loads(json.dumps(settings)),
-    }
+    head = {"format": _FORMAT, "dataset": dataset, "split": split, "made_from": made_from, "settings": settings}
+    head = json.loads(json.dumps(head))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / RECORDS):
         known = read_manifest(folder)

@@ -14,7 +14,7 @@ written twice, because a shard is always written as a whole, from its rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,19 +73,18 @@ def prepare_pairs(
     """
     out, encoding, work = Path(out), encoding or Encoding(), work or Work()
     check_work(work, shard_size)
-    index, count = work.part
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
-    with manifest.sole_writer(out, f"{index}-of-{count}"):
-        run = _Run(out, obtain, encoding, work, shard_name, total_rows, f"{dataset} {split}")
+    with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
+        shards = _Shards(out, obtain, encoding, work, shard_name, shard_size, total_rows, f"{dataset} {split}")
         try:
-            shard_count = run.do(_chunks(rows, shard_size), shard_size)
+            shard_count = shards.make(rows)
         except OSError as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
         finally:
-            run.close()
+            shards.gathering.close()
             if any((out / manifest.RECORDS).glob("*.json")):
                 manifest.rebuild(out)
     if shard_count == 0:
@@ -108,22 +107,8 @@ def summary(content: Mapping[str, Any], folder: Path) -> str:
     )
 
 
-def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
-
-
-class _Shard(Batch):
-    """A shard that is being made, from its rows."""
-
-    def __init__(self, number: int, rows: list[Row], spool: Spool, first_row: int) -> None:
-        super().__init__(number, spool)
-        self.rows, self.first_row = rows, first_row
-
-
-class _Run:
-    """One call."""
+class _Shards:
+    """The shards of one call."""
 
     def __init__(
         self,
@@ -132,109 +117,94 @@ class _Run:
         encoding: Encoding,
         work: Work,
         shard_name: str,
+        shard_size: int,
         total_rows: int | None,
         title: str,
     ) -> None:
-        self.out, self.obtain, self.encoding, self.work, self.shard_name = out, obtain, encoding, work, shard_name
+        self.out, self.obtain, self.encoding, self.work = out, obtain, encoding, work
+        self.shard_name, self.shard_size = shard_name, shard_size
         self.gathering = Gathering(self._picture, self._finish, work, title=title, total_rows=total_rows)
 
-    def close(self) -> None:
-        self.gathering.close()
-
-    def do(self, chunks: Iterator[list[Row]], shard_size: int) -> int:
+    def make(self, rows: Iterable[Row]) -> int:
         """Make all shards of this part; returns the number of shards of all parts."""
         index, count = self.work.part
-        number = -1
-        for number, rows in enumerate(chunks):
-            if number % count != index or self._is_done(number, rows):
+        iterator, number = iter(rows), -1
+        while chunk := list(itertools.islice(iterator, self.shard_size)):
+            number += 1
+            if number % count != index:
                 continue
-            shard = self._open(number, rows, number * shard_size)
-            for row in range(len(rows)):
+            name = self.shard_name.format(number)
+            record = manifest.read_record(self.out, name)
+            spool = self.out / manifest.RECORDS / f"{Path(name).stem}.spool"
+            if record is not None and self._is_done(record, chunk):
+                # A process that was killed right after it wrote the record leaves the spool behind.
+                spool.unlink(missing_ok=True)
+                continue
+            shard = Batch(number, Spool(spool), chunk)
+            if record is not None:
+                self._reopen(record, shard)
+            if self.work.retry_failed:
+                shard.spool.forget_transient()
+            self.gathering.begin(shard)
+            for row in range(len(chunk)):
                 if row not in shard.spool.outcomes:
-                    self.gathering.submit(shard, row, rows[row])
+                    self.gathering.submit(shard, row, chunk[row])
             self.gathering.end(shard)
         self.gathering.drain()
         return number + 1
 
-    def _is_done(self, number: int, rows: list[Row]) -> bool:
-        """Whether a shard is finished. UserError where it was made from another number of rows."""
-        record = manifest.read_record(self.out, self.shard_name.format(number))
-        if record is None or (self.work.retry_failed and record.transient_reasons):
+    def _is_done(self, record: manifest.ShardRecord, rows: list[Row]) -> bool:
+        """Whether a shard with a record stays as it is. UserError where it was made from another number of rows."""
+        if self.work.retry_failed and record.transient_reasons:
             return False
         if record.rows != len(rows):
             raise UserError(
                 f"shard {record.shard} of {self.out} was made from {record.rows} rows, and now it has {len(rows)}: the list "
                 "has changed; give a new folder."
             )
-        # A process that was killed right after it wrote the record leaves the spool behind.
-        self._spool_path(record.shard).unlink(missing_ok=True)
         lost = {reason: len(rows_lost) for reason, rows_lost in record.failures.items()}
         self.gathering.show(pairs=record.pairs, failures=lost, rows=record.rows)
         return True
 
-    def _spool_path(self, shard: str) -> Path:
-        return self.out / manifest.RECORDS / f"{Path(shard).stem}.spool"
-
-    def _open(self, number: int, rows: list[Row], first_row: int) -> _Shard:
-        """Begin or go on with a shard."""
-        name = self.shard_name.format(number)
-        spool = Spool(self._spool_path(name))
-        record = manifest.read_record(self.out, name)
-        if record is not None:
-            self._reopen(record, rows, spool)
-        if self.work.retry_failed:
-            spool.forget_transient()
-        shard = _Shard(number, rows, spool, first_row)
-        self.gathering.begin(shard)
-        return shard
-
-    def _reopen(self, record: manifest.ShardRecord, rows: list[Row], spool: Spool) -> None:
+    def _reopen(self, record: manifest.ShardRecord, shard: Batch) -> None:
         """Put the pictures of a finished shard, and its failures that are not transient, back into the spool."""
-        row_of = {row.key: number for number, row in enumerate(rows)}
-        if record.pairs:
-            for sample in read_samples(self.out / record.shard):
-                extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
-                if row_of[sample.key] not in spool.outcomes:
-                    spool.add(row_of[sample.key], extension, sample.files[extension])
-        lasting = set(record.failures) - set(record.transient_reasons)
-        for reason in lasting:
+        row_of = {row.key: number for number, row in enumerate(shard.rows)}
+        for sample in read_samples(self.out / record.shard) if record.pairs else ():
+            extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
+            if row_of[sample.key] not in shard.spool.outcomes:
+                shard.spool.add(row_of[sample.key], extension, sample.files[extension])
+        for reason in set(record.failures) - set(record.transient_reasons):
             for row in record.failures[reason]:
-                if row - record.first_row not in spool.outcomes:
-                    spool.fail(row - record.first_row, reason, transient=False)
+                if row - record.first_row not in shard.spool.outcomes:
+                    shard.spool.fail(row - record.first_row, reason, transient=False)
 
     def _picture(self, row: Row) -> Picture:
         if not row.caption.strip():
             raise Failure("no caption")
-        return Picture(*encode_picture(self.obtain(row.where), self.encoding))
+        stored = encode_picture(self.obtain(row.where), self.encoding)
+        return Picture(stored.extension, stored.content)
 
     def _finish(self, shard: Batch) -> None:
         """Write the tar of a shard, then its record, then remove the spool. All its rows have come or failed."""
-        assert isinstance(shard, _Shard)
-        name = self.shard_name.format(shard.number)
+        outcomes, first_row = dict(sorted(shard.spool.outcomes.items())), shard.number * self.shard_size
+        came = [number for number, outcome in outcomes.items() if not outcome.reason]
         failures: dict[str, list[int]] = {}
-        transient: set[str] = set()
-        came = []
-        for number, outcome in sorted(shard.spool.outcomes.items()):
+        for number, outcome in outcomes.items():
             if outcome.reason:
-                failures.setdefault(outcome.reason, []).append(shard.first_row + number)
-                if outcome.transient:
-                    transient.add(outcome.reason)
-            else:
-                came.append(number)
-        manifest.write_recorded_shard(
-            self.out,
-            name,
-            (self._sample(shard, number) for number in came),
-            first_row=shard.first_row,
+                failures.setdefault(outcome.reason, []).append(first_row + number)
+        record = manifest.ShardRecord(
+            shard=self.shard_name.format(shard.number),
+            first_row=first_row,
             rows=len(shard.rows),
             pairs=len(came),
             captions=sum(len(shard.rows[number].caption.split("\n")) for number in came),
             failures=failures,
-            transient_reasons=sorted(transient),
+            transient_reasons=sorted({outcome.reason for outcome in outcomes.values() if outcome.transient}),
         )
+        manifest.write_recorded_shard(self.out, record, (_sample(shard, number) for number in came))
         shard.spool.close(remove=True)
 
-    def _sample(self, shard: _Shard, number: int) -> Sample:
-        extension = shard.spool.outcomes[number].extension
-        row = shard.rows[number]
-        return Sample(row.key, {extension: shard.spool.read(number), TEXT_EXTENSION: row.caption.encode()})
+
+def _sample(shard: Batch, number: int) -> Sample:
+    row, extension = shard.rows[number], shard.spool.outcomes[number].extension
+    return Sample(row.key, {extension: shard.spool.read(number), TEXT_EXTENSION: row.caption.encode()})

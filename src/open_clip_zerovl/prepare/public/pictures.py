@@ -9,15 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL import ExifTags, Image, ImageOps
 
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
-
-Result = TypeVar("Result")
 
 #: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -54,9 +51,8 @@ class Encoding:
     upright: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """What a manifest says of it. The last two are left out where they are not used, as in older manifests."""
-        added = {"longer_side_px": None, "upright": False}
-        return {name: value for name, value in asdict(self).items() if name not in added or value != added[name]}
+        """The settings for a manifest."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class StoredPicture:
     Attributes:
         extension, content: the file.
         width, height: in pixels, as it came, upright.
-        pixels: a hash of its upright RGB pixels as it came, the same for all files with these pixels.
+        pixels: a hash of its upright RGB pixels as it came, the same for all files with these pixels; "" where not asked for.
         turned, shrunk: what was done to it.
     """
 
@@ -74,62 +70,51 @@ class StoredPicture:
     content: bytes
     width: int
     height: int
-    pixels: str
-    turned: bool
-    shrunk: bool
+    pixels: str = ""
+    turned: bool = False
+    shrunk: bool = False
 
 
-def encode_picture(content: bytes, encoding: Encoding) -> tuple[str, bytes]:
-    """(extension, bytes) of a picture as it is stored.
+def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> StoredPicture:
+    """A picture as it is stored; it is decoded to its end, so that a truncated one is refused.
+
+    Args:
+        hashed: fill in `pixels`, for which the picture is decoded in its whole size, even where it is stored smaller.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large.
     """
 
-    def use(image: Image.Image) -> tuple[str, bytes]:
-        _check_size(image, encoding)
-        if encoding.shorter_side_px is None and image.format in _EXTENSIONS:
-            image.load()  # to the end, so that a truncated picture is refused
-            return _EXTENSIONS[image.format], content
-        side = encoding.shorter_side_px
-        if side is not None and side / min(image.size) < 0.5:
-            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
-            # target size is kept for the resize filter.
-            scale = side / min(image.size)
-            image.draft("RGB", (round(2 * scale * image.size[0]), round(2 * scale * image.size[1])))
-        return "jpg", _jpeg(_shrunk(_upright(image), encoding), encoding)
-
-    return _opened(content, use)
-
-
-def examine_picture(content: bytes, encoding: Encoding) -> StoredPicture:
-    """A picture as it is stored, and what it shows; it is decoded whole. Failure as for `encode_picture`."""
-
     def use(image: Image.Image) -> StoredPicture:
         _check_size(image, encoding)
+        size = image.size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
-        kept = _EXTENSIONS.get(image.format or "") if not (turned and encoding.upright) else None
+        kept = _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
+        if turned and encoding.upright:
+            kept = None
+        if kept and not hashed and encoding.longer_side_px is None:
+            image.load()
+            return StoredPicture(kept, content, *size)
+        side = encoding.shorter_side_px
+        if side is not None and side / min(size) < 0.5 and not hashed:
+            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
+            # target size is kept for the resize filter.
+            scale = 2 * side / min(size)
+            image.draft("RGB", (round(scale * size[0]), round(scale * size[1])))
         picture = _upright(image)
         smaller = _shrunk(picture, encoding)
-        digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
-        digest.update(picture.tobytes())
         shrunk = smaller.size != picture.size
         same = kept is not None and not shrunk
         return StoredPicture(
-            extension=kept if same and kept is not None else "jpg",
+            extension=kept if kept and same else "jpg",
             content=content if same else _jpeg(smaller, encoding),
             width=picture.size[0],
             height=picture.size[1],
-            pixels=digest.hexdigest(),
+            pixels=_hash_of(picture) if hashed else "",
             turned=turned and not same,
             shrunk=shrunk,
         )
 
-    return _opened(content, use)
-
-
-def _opened(content: bytes, use: Callable[[Image.Image], Result]) -> Result:
-    """`use` of the opened picture; its errors as Failure."""
     try:
         with warnings.catch_warnings():
             # Pillow warns of large pictures, for which `max_pixels` is the limit here, and of odd EXIF.
@@ -139,6 +124,12 @@ def _opened(content: bytes, use: Callable[[Image.Image], Result]) -> Result:
         if isinstance(error.__cause__, Image.UnidentifiedImageError):
             raise Failure("not a picture") from error
         raise Failure(_REASONS.get(error.reason, error.reason)) from error
+
+
+def _hash_of(picture: Image.Image) -> str:
+    digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
+    digest.update(picture.tobytes())
+    return digest.hexdigest()
 
 
 def _check_size(image: Image.Image, encoding: Encoding) -> None:

@@ -64,11 +64,7 @@ def prepare_vg(
             rows,
             store,
             dataset="vg",
-            made_from={
-                "files": described([found[0]]),
-                "phrases_per_image": phrases_per_image,
-                "seed": seed,
-            },
+            made_from={"files": described([found[0]]), "phrases_per_image": phrases_per_image, "seed": seed},
             shard_size=shard_size,
             work=replace(work, attempts=1),  # a retry does not bring a missing file
             total_rows=len(order),

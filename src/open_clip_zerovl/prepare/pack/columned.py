@@ -1,0 +1,368 @@
+"""Inputs whose rows have named columns: CSV and TSV, JSON lines and lists, MS-COCO's annotations, parquet and Arrow files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from open_clip_zerovl.core.csv_rows import CsvRows
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.prepare.pack.columns import Chosen, choose, guess_picture, listed
+from open_clip_zerovl.prepare.pack.paths import Places
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
+from open_clip_zerovl.shards.archives import json_array, members, open_member
+
+_SEPARATORS = ("\t", ",", ";", "|")
+_LOOKED_AT = 100  # objects of a JSON file, for the names of columns
+_COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
+_BEGINNING_BYTES = 1 << 20
+_ROWS_AT_ONCE = 64  # of a parquet or Arrow file: their pictures are in memory
+
+#: A row by the names of its columns, or why it cannot be read.
+Record = Mapping[str, Any] | str
+
+
+class ColumnReader(Reader):
+    """One of the columns names a row's picture (a path, an address), or holds it: bytes, or Hugging Face's {bytes, path}."""
+
+    chosen: Chosen
+    wanted: Columns
+
+    @abstractmethod
+    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+        """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
+
+    def rows(self) -> Iterator[PairRow]:
+        for file in self.files:
+            places = Places(file, self.wanted.pictures_in)
+            yield from places.checked(self._rows(file, places))
+
+    def _rows(self, file: Path, places: Places) -> Iterator[PairRow]:
+        chosen = self.chosen
+        for line, fields in self.records(file):
+            if isinstance(fields, str):
+                yield PairRow("", (), file.name, line, refused=fields)
+                continue
+            picture = fields.get(chosen.picture)
+            if isinstance(picture, dict):
+                content = picture.get("bytes")
+                picture = content if isinstance(content, bytes) and content else picture.get("path")
+            captions = [fields.get(name) for name in chosen.captions]
+            row = PairRow("", captions, file.name, line, fields.get(chosen.source) if chosen.source else None)
+            if isinstance(picture, bytes) and picture:
+                yield row._replace(place=f"{file}#{line}", content=picture)
+            elif isinstance(picture, str):
+                yield row._replace(place=places.place(picture))
+            else:
+                yield row._replace(refused="no picture named")
+
+
+class TableReader(ColumnReader):
+    """A CSV or TSV file, also gzipped; separator and columns are told from its first line."""
+
+    form = "table"
+
+    def __init__(self, path: Path, wanted: Columns) -> None:
+        self.path, self.files, self.wanted = path, [path], wanted
+        header = self._first_line()
+        try:
+            self.separator = wanted.separator or _separator(header)
+            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])]
+        except csv.Error as error:  # a field of more than 128 KiB, or a carriage return between fields
+            lines = (
+                " (lines that end in a carriage return alone, as some programs save them?)" if "\r" in header else ""
+            )
+            raise UserError(
+                f"the first line of {path} cannot be read as columns{lines}: save it as CSV with line ends of Unix or Windows"
+            ) from error
+        self.has_header = not any(_names_a_picture(name) for name in self.names)
+        self.chosen = choose(str(path), self.names, wanted) if self.has_header else self._headerless()
+        header_words = "" if self.has_header else "; no header line"
+        self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
+
+    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+        chosen = self.chosen
+        names = dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
+        places = [(name, self.names.index(name)) for name in names]
+        least = max(place for _, place in places)
+        stray: list[int] = []
+        with opened_table(file) as table:
+            records = CsvRows(cast(BinaryIO, table), self.separator, tuple(PICTURE_SUFFIXES))
+            shape = len(self.names), self.names.index(chosen.picture)
+            if not self.has_header:
+                records.width, records.image = shape
+            for number, record in enumerate(records):
+                if number == 0 and self.has_header:
+                    records.width, records.image = shape
+                elif record.length == 0:
+                    yield record.line, record.odd or "unreadable row"
+                elif len(record.fields) <= least:
+                    yield record.line, "fewer fields than the header"
+                else:
+                    if record.odd:  # read as it stands
+                        stray.append(record.line)
+                    yield record.line, {name: record.fields[place] for name, place in places}
+        if stray:
+            shown = ", ".join(map(str, stray[:3])) + (" ..." if len(stray) > 3 else "")
+            self.notes = [f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"]
+
+    def _first_line(self) -> str:
+        with opened_table(self.path) as file:
+            first = file.readline(1 << 20)
+        if first.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in first:
+            raise UserError(
+                f"{self.path} is not UTF-8 text (UTF-16, as some programs save it?): save it as CSV in UTF-8"
+            )
+        text = first.decode("utf-8-sig", "replace").rstrip("\r\n")
+        if not text.strip():
+            raise UserError(f"{self.path} has no first line with the names of its columns: check the file")
+        return text
+
+    def _headerless(self) -> Chosen:
+        """The columns of a table whose first line is a row: numbers, or one picture and one caption."""
+        fields, self.names = self.names, [str(number + 1) for number in range(len(self.names))]
+        wanted = self.wanted
+        if wanted.picture is None and wanted.captions is None and len(fields) == 2:
+            picture = next(name for name, field in zip(self.names, fields, strict=True) if _names_a_picture(field))
+            caption = next(name for name in self.names if name != picture)
+            return Chosen(picture, (caption,), None, f"picture {picture}, caption {caption} (counted from 1, guessed)")
+        if wanted.picture is None or wanted.captions is None:
+            shown = listed([field if len(field) <= 40 else f"{field[:40]}..." for field in fields])
+            raise UserError(
+                f"{self.path} has no header line (its first line is {shown}): number its columns, as --picture-column 1 "
+                "--caption-column 2, or write their names above"
+            )
+        return choose(str(self.path), self.names, wanted)
+
+
+class JsonReader(ColumnReader):
+    """JSON lines, or one JSON list of objects; also gzipped."""
+
+    form = "json"
+
+    def __init__(self, path: Path, wanted: Columns) -> None:
+        self.path, self.files, self.wanted = path, [path], wanted
+        with opened_table(path) as file:
+            first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
+        self.is_list = first.startswith("[")
+        names = _names(fields for _, fields in islice(self.records(path), _LOOKED_AT))
+        if not names:
+            raise UserError(
+                f"{path} holds no JSON objects, neither one a line nor in a list (it begins with {first[:40]!r}): write one "
+                'object a line, as {"image": "1.jpg", "caption": "a dog"}'
+            )
+        self.chosen = choose(str(path), names, wanted)
+        self.columns = self.chosen.words
+
+    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+        for line, value in self._values(file):
+            yield line, value if isinstance(value, dict) else "no JSON object"
+
+    def _values(self, file: Path) -> Iterator[tuple[int, Any]]:
+        with opened_table(file) as table:
+            if self.is_list:
+                yield from enumerate(json_array(table, str(file)), start=1)
+                return
+            for line, text in enumerate(table, start=1):
+                if text.strip():
+                    try:
+                        yield line, json.loads(text.decode("utf-8-sig"))
+                    except (ValueError, RecursionError):
+                        yield line, None
+
+
+class CocoReader(ColumnReader):
+    """Captions as MS-COCO publishes them: one JSON object with `images` (id, file_name) and `annotations` (image_id, caption).
+
+    A row is an annotation. The entries of all images are in memory.
+    """
+
+    form = "json"
+
+    def __init__(self, path: Path, wanted: Columns) -> None:
+        self.path, self.files, self.wanted = path, [path], wanted
+        with opened_table(path) as file:
+            images = (one for one in json_array(file, str(path), key="images") if isinstance(one, dict))
+            self.images = {one["id"]: one for one in images if isinstance(one.get("id"), int | str)}
+        names = _names(fields for fields in islice(self._annotations(path), _LOOKED_AT))
+        if "caption" not in names and wanted.captions is None:
+            raise UserError(
+                f"the annotations of {path} hold no captions (their keys are {listed(names)}): give the captions, as "
+                "captions_train2017.json"
+            )
+        wanted = Columns("file_name", wanted.captions or ("caption",), wanted.source)
+        self.chosen = choose(str(path), [*_names(islice(self.images.values(), _LOOKED_AT)), *names], wanted)
+        self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
+
+    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+        for number, fields in enumerate(self._annotations(file), start=1):
+            wanted = fields.get("image_id")
+            image = self.images.get(wanted, {}) if isinstance(wanted, int | str) else {}
+            yield number, {**image, **fields, "file_name": image.get("file_name")}
+
+    def _annotations(self, file: Path) -> Iterator[dict[str, Any]]:
+        with opened_table(file) as table:
+            for entry in json_array(table, str(file), key="annotations"):
+                yield entry if isinstance(entry, dict) else {}
+
+
+class ArrowReader(ColumnReader):
+    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow."""
+
+    def __init__(self, form: str, path: Path, files: list[Path], wanted: Columns) -> None:
+        self.form, self.path, self.files, self.wanted = form, path, files, wanted
+        self.total = 0
+        for file in files:
+            with self._reading(file, "is no {form} file, or a broken one") as table:
+                schema, rows = (
+                    (table.schema_arrow, table.metadata.num_rows)
+                    if form == "parquet"
+                    else (table.schema, table.num_rows)
+                )
+            chosen = self._choose(file, schema)
+            if file != files[0] and self.chosen != chosen:
+                raise UserError(
+                    f"{file} has other columns ({chosen.words}) than {files[0]} ({self.chosen.words}): pack them one at a time"
+                )
+            self.chosen, self.columns = chosen, chosen.words
+            self.total += rows
+
+    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+        chosen, number = self.chosen, 0
+        names = list(dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])]))
+        with self._reading(file, "cannot be read to its end") as table:
+            batches = (
+                table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names)
+                if self.form == "parquet"
+                else table.select(names).to_batches(max_chunksize=_ROWS_AT_ONCE)
+            )
+            for batch in batches:
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield number, fields
+
+    @contextmanager
+    def _reading(self, file: Path, fault: str) -> Iterator[Any]:
+        """An open ParquetFile, or a table that is mapped into memory. UserError with the fault for errors of pyarrow."""
+        arrow = pyarrow()
+        try:
+            if self.form == "parquet":
+                with arrow.parquet.ParquetFile(file) as opened:
+                    yield opened
+                return
+            with arrow.memory_map(str(file)) as source:
+                try:
+                    table = arrow.ipc.open_stream(source).read_all()
+                except arrow.ArrowInvalid:
+                    source.seek(0)
+                    table = arrow.ipc.open_file(source).read_all()
+                yield table
+        except (arrow.ArrowException, OSError) as error:
+            why = fault.format(form=self.form if self.form == "parquet" else "Arrow")
+            raise UserError(f"{file} {why} ({first_line(error)}): write or fetch it again") from error
+
+    def _choose(self, file: Path, schema: Any) -> Chosen:
+        """The columns; where none is named, one that holds pictures' bytes comes before names are looked at."""
+        types = pyarrow().types
+
+        def holds_bytes(kind: Any) -> bool:
+            if types.is_struct(kind):
+                return kind.get_field_index("bytes") >= 0
+            return types.is_binary(kind) or types.is_large_binary(kind)
+
+        pictures = [field.name for field in schema if holds_bytes(field.type)]
+        chosen = choose(str(file), schema.names, self.wanted, pictures=["image"] if "image" in pictures else pictures)
+        kind = schema.field(chosen.picture).type
+        if not (holds_bytes(kind) or types.is_string(kind) or types.is_large_string(kind)):
+            raise UserError(
+                f"the picture column {chosen.picture!r} of {file} holds {kind}, neither bytes, Hugging Face's image nor text: "
+                "name another with --picture-column"
+            )
+        return chosen
+
+
+def pyarrow() -> Any:
+    """The package. UserError where it is missing."""
+    try:
+        import pyarrow as package
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            "parquet and Arrow files are read by pyarrow, which is missing: `pip install pyarrow` (or "
+            "`pip install 'open_clip_zerovl[parquet]'`)"
+        ) from error
+    return package
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The Arrow files of a folder that `save_to_disk` wrote, in their order.
+
+    Raises:
+        UserError: a folder of several splits, or one whose list of files cannot be read.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(
+            {path.parent.name for path in folder.glob("*/state.json")}, key=lambda name: (name != "train", name)
+        )
+        raise UserError(
+            f"{folder} holds the splits {', '.join(names)} of a dataset: give one, as {folder / (names or ['train'])[0]}"
+        )
+    try:
+        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        files = [folder / str(entry["filename"]) for entry in entries]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{folder / 'state.json'} does not list the Arrow files of a dataset ({first_line(error)}): save the dataset again"
+        ) from error
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        raise UserError(f"{missing[0] if missing else folder} is missing from the dataset: copy or save it again")
+    return files
+
+
+def is_coco(path: Path) -> bool:
+    """Whether a JSON file begins as MS-COCO's annotations do."""
+    with opened_table(path) as file:
+        beginning = file.read(_BEGINNING_BYTES)
+    return beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{") and _COCO_LISTS.search(beginning) is not None
+
+
+@contextmanager
+def opened_table(path: Path) -> Iterator[IO[bytes]]:
+    """The plain bytes of a table, gzipped or not. UserError for a zip, or a file that cannot be read."""
+    if path.suffix.lower() == ".zip":
+        raise UserError(
+            f"{path} is a zip with {listed(members(path)[:3])}: unpack it, and give the folder or the table"
+        )
+    try:
+        with open_member(path, path.name) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): check the path") from error
+
+
+def _names(records: Iterable[Any]) -> list[str]:
+    """The keys of objects, in the order in which they first come."""
+    return list(dict.fromkeys(name for record in records if isinstance(record, dict) for name in record))
+
+
+def _separator(header: str) -> str:
+    """The separator with which a header has columns that are known by name, else the one that it has most of."""
+    there = sorted((s for s in _SEPARATORS if s in header), key=header.count, reverse=True)
+    for separator in there:
+        if guess_picture(next(csv.reader([header], delimiter=separator), [])):
+            return separator
+    return there[0] if there else ","
+
+
+def _names_a_picture(field: str) -> bool:
+    """Whether a field is an address, or the name of a picture's file."""
+    field = field.strip().lower()
+    return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

@@ -1,0 +1,242 @@
+"""Inputs of pictures with a `txt` or `json` of the same name: a folder of files, or webdataset shards.
+
+1.jpg, 1.txt       lines of the text are captions
+1.jpg, 1.json      an object that holds the caption
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.pack.columns import find, guess_captions, listed
+from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, PairRow, Reader, read_file
+from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.shards.members import (
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSION,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+    stream_samples,
+)
+
+#: The source column that a folder of pictures has by itself: the first folder on a picture's path.
+FOLDER_COLUMN = "folder"
+_JSON_EXTENSION = "json"
+_LARGEST_TEXT_BYTES = 1 << 20  # beside a picture
+_LOOKED_AT = 20  # samples, for the keys of their JSON
+
+
+class SampleReader(Reader):
+    """Captions are the lines of texts, or under keys of JSON objects.
+
+    Attributes:
+        keys: of the captions in the JSON; none where captions are texts.
+    """
+
+    wanted: Columns
+    keys: tuple[str, ...] = ()
+
+    def _choose(self, where: str, tables: Iterable[bytes], *, has_text: bool) -> None:
+        """Set `keys` and `columns` from the first JSON objects.
+
+        Raises:
+            UserError: a key that is not there, or none whose name says that it holds captions.
+        """
+        objects = [_object(table) for table in tables]
+        # Columns are named for other inputs, a table's perhaps, where there is no JSON that could have them.
+        if not objects or (has_text and self.wanted.captions is None):
+            self.columns = "captions in .txt, one a line"
+            return
+        names = list(dict.fromkeys(name for fields in objects for name in fields or {}))
+        if self.wanted.captions is not None:
+            self.keys = tuple(find(where, names, key, "--caption-column") for key in self.wanted.captions)
+        else:
+            self.keys = guess_captions(names)
+        if not self.keys:
+            raise UserError(
+                f"no key of {where} is called as one with captions is (caption, title, text ...); their keys are "
+                f"{listed(names)}: name the one with --caption-column"
+            )
+        guessed = " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
+        self.columns = f"caption {listed(self.keys)} of the .json files{guessed}"
+
+    def _row(self, row: PairRow, text: bytes | None, table: bytes | None) -> PairRow:
+        """A row with the captions and the source of its sample."""
+        fields: dict[str, Any] | None = {}
+        if table is not None and (self.keys or self.wanted.source is not None):
+            fields = _object(table)
+        if fields is None:
+            return row._replace(refused="no JSON object")
+        source = fields.get(self.wanted.source) if self.wanted.source is not None else None
+        if self.keys:
+            return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
+        if text is None:
+            return row._replace(refused="no text of its name", source=source)
+        return row._replace(captions=text.removeprefix(b"\xef\xbb\xbf").splitlines(), source=source)
+
+
+class FolderReader(SampleReader):
+    """Pictures with texts beside them, in a folder and the folders below it."""
+
+    form = "folder"
+
+    def __init__(self, path: Path, wanted: Columns) -> None:
+        self.path, self.wanted = path, wanted
+        self.files = []
+        self.texts: set[str] = set()  # paths of texts and JSON files beside pictures
+        for folder, names in walk(path):
+            here = {name for name in names if name.endswith((".txt", ".json"))}
+            for name in names:
+                stem, suffix = os.path.splitext(name)
+                if suffix.lower() in PICTURE_SUFFIXES:
+                    self.files.append(Path(folder, name))
+                    beside = {f"{stem}.txt", f"{stem}.json"} & here
+                    self.texts.update(os.path.join(folder, text) for text in beside)
+        self.total = len(self.files)
+        if not self.texts:
+            first = str(self.files[0].relative_to(path)) if self.files else "none"
+            raise UserError(
+                f"{path} has {len(self.files)} pictures and no captions: none has a text of its name beside it; write the "
+                f"caption of {first} into {os.path.splitext(first)[0]}.txt, or give a table of pictures and captions"
+            )
+        tables = sorted(text for text in self.texts if text.endswith(".json"))
+        if wanted.source not in (None, FOLDER_COLUMN) and not tables:
+            raise UserError(
+                f"{path} is a folder of pictures and texts and has no column {wanted.source!r}: give --source-column "
+                f"{FOLDER_COLUMN}, which makes each folder below it a source"
+            )
+        objects: list[bytes] = []
+        for table in tables[:_LOOKED_AT]:
+            with suppress(Failure):
+                objects.append(_read(table))
+        self._choose(f"the JSON files of {path}", objects, has_text=len(tables) < len(self.texts))
+
+    def rows(self) -> Iterator[PairRow]:
+        for file in self.files:
+            name, (stem, _) = str(file.relative_to(self.path)), os.path.splitext(file)
+            row = PairRow(str(file), (), name)
+            try:
+                text, table = (_read(one) if one in self.texts else None for one in (f"{stem}.txt", f"{stem}.json"))
+            except Failure as failure:
+                yield row._replace(refused=failure.reason)
+                continue
+            row = self._row(row, text, table)
+            if self.wanted.source == FOLDER_COLUMN and row.source is None:
+                row = row._replace(source=name.split(os.sep)[0] if os.sep in name else None)
+            yield row
+
+
+class TarReader(SampleReader):
+    """Local shards, of img2dataset or of any other program.
+
+    Of a plain tar a picture is found again by its offset; of a compressed one it comes with its row.
+    """
+
+    form = "webdataset"
+
+    def __init__(self, path: Path, files: list[Path], wanted: Columns) -> None:
+        self.path, self.files, self.wanted = path, files, wanted
+        first = list(islice(self._first_samples(), _LOOKED_AT))
+        seen = sorted({name for members in first for name in members})
+        if not seen:
+            raise UserError(f"{files[0]} cannot be read as a tar, or holds no samples: fetch or write it again")
+        if not set(seen) & set(IMAGE_EXTENSIONS):
+            raise UserError(
+                f"the first samples of {files[0]} hold no picture (jpg, png, jpeg, webp) but {listed(seen)}: give shards of "
+                "pictures with captions"
+            )
+        if not set(seen) & {TEXT_EXTENSION, _JSON_EXTENSION}:
+            raise UserError(
+                f"the first samples of {files[0]} hold no captions, neither txt nor json but {listed(seen)}: give shards of "
+                "pictures with captions"
+            )
+        tables = [members[_JSON_EXTENSION] or b"" for members in first if _JSON_EXTENSION in members]
+        where = f"the json members of {files[0]}"
+        if wanted.source is not None:
+            find(where, [name for table in tables for name in _object(table) or ()], wanted.source, "--source-column")
+        self._choose(where, tables, has_text=TEXT_EXTENSION in seen)
+
+    def rows(self) -> Iterator[PairRow]:
+        for file in self.files:
+            try:
+                try:
+                    yield from self._plain(file)
+                except tarfile.ReadError:  # compressed, or no tar
+                    yield from self._streamed(file)
+            except ShardError as error:
+                yield PairRow("", (), file.name, refused=error.reason)
+
+    def obtain(self, place: str) -> bytes:
+        file, _, extent = place.rpartition("#")
+        offset, _, size = extent.partition("+")
+        try:
+            with open(file, "rb") as shard:
+                shard.seek(int(offset))
+                content = shard.read(int(size))
+        except OSError as error:
+            raise Failure("picture cannot be read") from error
+        if len(content) < int(size):
+            raise Failure("truncated shard")
+        return content
+
+    def _plain(self, file: Path) -> Iterator[PairRow]:
+        with opened(file) as descriptor:
+            for key, members in locate_samples(file, whole=True):
+                extent = image_of(members)
+                texts = (members.get(name) for name in (TEXT_EXTENSION, _JSON_EXTENSION))
+                text, table = (os.pread(descriptor, one[1], one[0]) if one else None for one in texts)
+                yield self._sample(file, key, "{}#{}+{}".format(file, *extent) if extent else "", text, table)
+
+    def _streamed(self, file: Path) -> Iterator[PairRow]:
+        for number, (key, members) in enumerate(stream_samples(f"file:{file}", wanted=None), start=1):
+            picture = image_of(members)
+            place = f"{file}#{number}" if picture else ""
+            row = self._sample(file, key, place, members.get(TEXT_EXTENSION), members.get(_JSON_EXTENSION))
+            yield row._replace(content=picture)
+
+    def _sample(self, file: Path, key: str, place: str, text: bytes | None, table: bytes | None) -> PairRow:
+        row = PairRow(place, (), f"{file.name} {key}")
+        return self._row(row, text, table) if place else row._replace(refused="no picture")
+
+    def _first_samples(self) -> Iterator[Mapping[str, bytes | None]]:
+        """Members of the first samples that can be read, all of one shard."""
+        for file in self.files:
+            members: Mapping[str, bytes | None] = {}
+            try:
+                for _, members in stream_samples(f"file:{file}", wanted=None):
+                    yield members
+            except ShardError:
+                continue
+            if members:
+                return
+
+
+def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(folder, its files) of a folder and those below it, in order; hidden ones are left out."""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield folder, sorted(name for name in names if not name.startswith("."))
+
+
+def _read(path: str) -> bytes:
+    """The content of a text beside a picture. Failure as `read_file`."""
+    return read_file(path, largest_bytes=_LARGEST_TEXT_BYTES, kind="text")
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """The object of a JSON file; None where it is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,79 @@
+"""Files of other people, read within bounds: pictures, captions, tables. A fault is that of one row, with words to count by."""
+
+from __future__ import annotations
+
+import codecs
+import os
+
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.shards.members import unreadable
+
+LARGEST_PICTURE_BYTES = 1 << 30
+LARGEST_TEXT_BYTES = 1 << 24  # of a caption file, or of a line
+
+#: Byte-order marks; UTF-32 before UTF-16, whose mark begins with the same bytes.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class BadFile(Exception):
+    """A file that cannot be used.
+
+    Attributes:
+        reason: a few words to count by ("file missing"); the message has more.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE_BYTES) -> bytes:
+    """The content of a regular file. A pipe, a device, a folder and a file beyond the limit are refused before they are read.
+
+    Raises:
+        BadFile: any fault of the file or of its name.
+        UserError: the process has as many files open as it may, which is not the file's fault.
+    """
+    try:
+        with regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(most_bytes + 1) if size <= most_bytes else b""
+    except FileNotFoundError as error:
+        raise BadFile("file missing", f"{path} does not exist") from error
+    except OSError as error:
+        unreadable(error)
+        raise BadFile("file cannot be read", f"{path} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:  # a NUL in the path
+        raise BadFile("file missing", f"{path!r} is no name of a file") from error
+    if size > most_bytes or len(content) > most_bytes:
+        raise BadFile("file too large", f"{path} has more than {most_bytes >> 20} MiB")
+    return content
+
+
+def encoding_of(beginning: bytes) -> str:
+    """The encoding of a text by its byte-order mark; without one UTF-8."""
+    return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), "utf-8")
+
+
+def decode_text(content: bytes, encoding: str | None = None) -> str:
+    """The text in a file's bytes.
+
+    Args:
+        encoding: that somebody has named; None for that of `encoding_of`.
+
+    Raises:
+        BadFile: other bytes, with the encoding that one might name.
+    """
+    try:
+        return content.decode(encoding or encoding_of(content))
+    except UnicodeDecodeError as error:
+        likely = "UTF-16 without a byte-order mark" if b"\0" in content[:200] else "Latin-1 or Windows-1252"
+        raise BadFile(
+            f"text not {(encoding or 'UTF-8').upper()}", f"{error.reason} at byte {error.start}: it may be {likely}"
+        ) from error

@@ -1,0 +1,53 @@
+"""Files of other people are read within bounds, and a fault is one row's, with words to count by."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.table import open_table
+from open_clip_zerovl.shards.foreign import BadFile, decode_text, read_foreign
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_up_to_a_size_are_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    assert read_foreign(tmp_path / "file", 100) == b"x" * 100
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    faults = {
+        "file": "file too large", "sparse": "file too large", "pipe": "file cannot be read", "../": "file cannot be read",
+        "dangling": "file missing", "nul\0": "file missing", "x" * 300: "file cannot be read",
+    }  # fmt: skip
+    for name, reason in faults.items():
+        with pytest.raises(BadFile) as raised:
+            read_foreign(f"{tmp_path}/{name}", 99)
+        assert raised.value.reason == reason and "\n" not in str(raised.value)
+    with pytest.raises(BadFile, match="no regular file"):
+        read_foreign("/dev/zero")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_tells_the_encoding(encoding):
+    assert decode_text("gr\u00f6\u00dfe \u72d7\n".encode(encoding)) == "gr\u00f6\u00dfe \u72d7\n"
+
+
+def test_other_bytes_are_a_fault_that_names_what_they_may_be():
+    for content, likely in (
+        ("gr\u00f6\u00dfe".encode("latin-1"), "Latin-1"),
+        ("gr\u00f6\u00dfe".encode("utf-16-le"), "UTF-16"),
+    ):
+        with pytest.raises(BadFile, match=f"it may be {likely}") as raised:
+            decode_text(content)
+        assert raised.value.reason == "text not UTF-8"
+    assert decode_text("gr\u00f6\u00dfe".encode("latin-1"), "latin-1") == "gr\u00f6\u00dfe"
+
+
+def test_a_table_in_utf_16_gets_a_sentence(tmp_path):
+    (tmp_path / "t.csv").write_text("filepath,title\na.png,a\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"t\.csv is UTF-16 text; save it as UTF-8"):
+        open_table(str(tmp_path / "t.csv"))
