@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Under nohup the programs that tests start would inherit that SIGHUP is ignored, which a training respects.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Before torch is imported anywhere: the test machine has few cores and many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -392,7 +392,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
 
     good = score(f"s={karpathy(sets)}", "good.json")
     assert good.returncode == 0, good.stderr[-2000:]
-    assert good.stdout.count("status 0") == 2 and good.stdout.count("RSUM") == 1  # the first rank alone prints
+    assert good.stdout.count("status 0") == 2 and good.stdout.count("RSUM  chance") == 1  # the first rank alone prints
     together = json.loads((tmp_path / "good.json").read_text())["results"]["s"]
     assert together == pytest.approx(alone, abs=1e-9)
     bad = score(f"s={sets / 'valid_anno.csv'}@{broken}", "bad.json")
