@@ -57,6 +57,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
+#: Commands of earlier versions -> where they are now.
+MOVED = {f"data {drawings}": f"python -m scripts.drawn {drawings} --out DIR" for drawings in ("emoji", "icons")}
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -118,7 +120,9 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
     if name in ALL:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
-    if not word or word.startswith("-"):
+    if name in MOVED:
+        said = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone of the project"
+    elif not word or word.startswith("-"):
         kind = "DATASET" if prefix else "COMMAND"
         said = f"the following arguments are required: {kind}; `{program} --help` lists the commands"
     else:
