@@ -273,7 +273,7 @@ def test_the_release_is_told(capsys):
         ("data pak x", "there is no command 'pak'; did you mean `zerovl data pack`?"),
         (
             "data emoji --out d",
-            "`zerovl data emoji` is now `python -m scripts.drawn emoji --out DIR`, in a clone of the project",
+            "`zerovl data emoji` is now `python -m scripts.drawn emoji --out DIR`, in a clone",
         ),
         ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
         ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),

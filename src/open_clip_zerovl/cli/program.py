@@ -121,7 +121,7 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
     if name in MOVED:
-        said = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone of the project"
+        said = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone"
     elif not word or word.startswith("-"):
         kind = "DATASET" if prefix else "COMMAND"
         said = f"the following arguments are required: {kind}; `{program} --help` lists the commands"
