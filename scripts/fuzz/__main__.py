@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from scripts.fuzz.readers import KINDS
-from scripts.fuzz.run import Tally, fuzz, prepare, table
+from scripts.fuzz.run import Tally, csv_lines, fuzz, prepare, table
 from scripts.sections import replace_section
 
 
@@ -25,7 +25,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30, help="draw no further input of a kind after so long")
     parser.add_argument("--seed", type=int, help="draw other inputs than the fixed ones")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--out", type=Path, help="a page in which the section between the marks `fuzz` is replaced")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a page whose section between the marks `fuzz` is replaced; each reader's counts go to results/fuzz.csv beside it",
+    )
     options = parser.parse_args()
     tally, begin = Tally(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
@@ -37,11 +41,14 @@ def main() -> int:
         *table(tally),
         "",
         f"{sum(tally.values()):,} readings in {minutes:.1f} minutes (`python -m scripts.fuzz --examples {options.examples} "
-        f"--seconds {options.seconds:g}`), none of which ended otherwise.",
+        f"--seconds {options.seconds:g}`), none of which ended in another way.",
     ]
     print("\n".join(lines))
     if options.out is not None:
         replace_section(options.out, "fuzz", lines)
+        rows = options.out.parent / "results" / "fuzz.csv"
+        rows.parent.mkdir(exist_ok=True)
+        rows.write_text("\n".join(csv_lines(tally)) + "\n", encoding="utf-8")
     return 0
 
 

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
 from scripts.fuzz import inputs
-from scripts.fuzz.readers import KINDS, Reader
+from scripts.fuzz.readers import BAD_SAMPLE, KINDS, Reader
 
 LIMIT_SECONDS = 10
 LIMIT_BYTES = 2 << 30  # a reader's memory, on top of what the process already holds
 WORKS, SENTENCE = "works", "sentence"
+OUTCOMES = (WORKS, SENTENCE, BAD_SAMPLE)
 Tally = Counter[tuple[str, str, str]]  # (kind, reader, outcome)
 
 
@@ -138,9 +139,18 @@ def fuzz(kind: str, tally: Tally, *, examples: int, seconds: float, number: int 
 
 
 def table(tally: Tally) -> list[str]:
-    """The counts as a Markdown table."""
-    lines = ["| input | read by | works | sentence | bad sample |", "|---|---|--:|--:|--:|"]
+    """The counts of each kind, over all its readers, as a Markdown table."""
+    lines = ["| input | readers | works | sentence | bad sample |", "|---|--:|--:|--:|--:|"]
+    for kind in dict.fromkeys(kind for kind, _, _ in tally):
+        mine = {key: count for key, count in tally.items() if key[0] == kind}
+        counts = (sum(count for key, count in mine.items() if key[2] == outcome) for outcome in OUTCOMES)
+        lines.append(f"| {kind} | {len({key[1] for key in mine})} | " + " | ".join(map(str, counts)) + " |")
+    return lines
+
+
+def csv_lines(tally: Tally) -> list[str]:
+    """The counts of each kind and reader, as lines of a CSV file."""
+    lines = ["input,read_by," + ",".join(OUTCOMES)]
     for kind, name in dict.fromkeys((kind, name) for kind, name, _ in tally):
-        counts = (tally[kind, name, outcome] for outcome in (WORKS, SENTENCE, "bad sample"))
-        lines.append(f"| {kind} | {name} | " + " | ".join(map(str, counts)) + " |")
+        lines.append(f'{kind},"{name}",' + ",".join(str(tally[kind, name, outcome]) for outcome in OUTCOMES))
     return lines
