@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import TrainingProcess, start_training
+from open_clip_zerovl.core.launch import TrainingProcess, start_training, visible_gpus
 from scripts.drawn.emoji import EMOJI
 
 MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
@@ -154,6 +154,8 @@ class TrainingRun:
             self.folder.name,
             *(["--resume", "latest"] if resume else []),
         ]
+        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs where there are fewer GPUs
+            place += ["--device", "cpu"]
         return start_training([*self.flags, *place], self.ranks, log=self.words, threads=1)
 
     def _identity(self) -> dict[str, Any]:
