@@ -59,21 +59,3 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
 def encoding_of(beginning: bytes) -> str:
     """The encoding of a text by its byte-order mark; without one UTF-8."""
     return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), "utf-8")
-
-
-def decode_text(content: bytes, encoding: str | None = None) -> str:
-    """The text in a file's bytes.
-
-    Args:
-        encoding: that somebody has named; None for that of `encoding_of`.
-
-    Raises:
-        BadFile: other bytes, with the encoding that one might name.
-    """
-    try:
-        return content.decode(encoding or encoding_of(content))
-    except UnicodeDecodeError as error:
-        likely = "UTF-16 without a byte-order mark" if b"\0" in content[:200] else "Latin-1 or Windows-1252"
-        raise BadFile(
-            f"text not {(encoding or 'UTF-8').upper()}", f"{error.reason} at byte {error.start}: it may be {likely}"
-        ) from error

@@ -67,11 +67,6 @@ class TarIndex:
         begin = int(self.key_ends[sample - 1]) if sample else 0
         return self.keys[begin : int(self.key_ends[sample])].tobytes().decode("utf-8", "surrogateescape")
 
-    def raise_if_torn(self) -> None:
-        """Raise the ShardError of a torn shard, as reading it to its end would."""
-        if self.torn[0]:
-            raise ShardError(str(self.torn[0]), str(self.torn[1]), len(self))
-
 
 def caption_lines(text: bytes) -> list[bytes]:
     """The captions in a `txt` member, one a line, empty lines left out."""
