@@ -86,7 +86,7 @@ def check_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     src = ROOT / "src"
-    kinds = ("*.py", "*.json", "py.typed")
+    kinds = ("*.py", "*.json", "*.j2", "*.html", "*.css", "py.typed")
     wanted = {file.relative_to(src).as_posix() for kind in kinds for file in src.rglob(kind)}
     if inside != wanted:
         raise UserError(f"{wheel.name} lacks {sorted(wanted - inside)}, and holds {sorted(inside - wanted)} besides")

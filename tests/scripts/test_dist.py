@@ -71,7 +71,7 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_dist_check_finds_what_a_wheel_lacks(tmp_path):
     src = ROOT / "src"
-    kept = [file for kind in ("*.py", "*.json") for file in src.rglob(kind)]
+    kept = [file for kind in ("*.py", "*.json", "*.j2", "*.html", "*.css") for file in src.rglob(kind)]
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         for file in kept:
             wheel.write(file, file.relative_to(src))
