@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import torch
 
-from open_clip_zerovl.core.randomness import Purpose, seed_step, stream, stream_seed
+from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
 from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 
@@ -52,3 +53,14 @@ def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
 
     assert torch.equal(draw(0, 5, 1), draw(0, 5, 1))
     assert len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))}) == 4
+
+
+def test_seeded_leaves_the_process_as_it_was():
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with seeded(5):
+        first = (torch.rand(1).item(), random.random(), np.random.rand())
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+    with seeded(5):
+        assert first == (torch.rand(1).item(), random.random(), np.random.rand())
