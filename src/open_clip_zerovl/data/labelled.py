@@ -42,8 +42,8 @@ class ProbeSet:
         path: where it comes from, for messages.
         labels: the class of each image, by name (or by number, as text).
         read: index -> image; may raise OSError or BadImage.
-        names: the words for a class in pictures, where they are not its label.
-        files: those that hold the images: pictures, or shards.
+        names: class label -> the words for it in pictures, if they differ from the label.
+        files: the pictures, or the shards with them.
     """
 
     path: str
@@ -63,7 +63,7 @@ class ProbeSet:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
-        """A hash of the path, of the labels in their order and of the files' names and sizes: cached features are told by it.
+        """A hash of the path, of the labels in their order and of the files' names and sizes: the key of cached features.
 
         Times of change are left out: a set that is copied to a machine's own disk again is the same.
         """
@@ -106,7 +106,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     if colon and "/" not in kind:
         if kind not in _DATASETS:
             raise UserError(
-                f"there is no dataset {kind!r} in {spec!r}; known: {', '.join(_DATASETS)}, or give a folder"
+                f"{spec!r} names the unknown dataset {kind!r}; known: {', '.join(_DATASETS)}, or give a folder"
             )
         return _open_dataset(kind, Path(root).expanduser(), role)
     path = Path(spec).expanduser()
@@ -134,7 +134,7 @@ def _read_folder(path: Path) -> ProbeSet:
         folder = tvd.ImageFolder(str(path))
     except FileNotFoundError as error:  # no class folder, or one without a picture
         raise UserError(
-            f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
+            f"{path} is not a folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
         ) from error
     return _of_files(str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets])
 

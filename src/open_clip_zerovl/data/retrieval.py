@@ -157,7 +157,7 @@ def retrieval_batches(
 
     Args:
         preprocess: image -> (3, H, W).
-        captions_per_image: keep the first so many captions of each image; None keeps all.
+        captions_per_image: captions to keep of each image, from the first on; None keeps all.
         batch_size: images of a batch.
         num_workers: loader processes.
 
@@ -219,7 +219,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
         raise UserError(f"retrieval set {found.path} does not exist")
     if os.path.isfile(found.path) and found.kind == "shards" and not found.path.lower().endswith(".tar"):
         raise UserError(
-            f"{text} is no retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
+            f"{text} is not a retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
             "(/d/{00000..00003}.tar); a .csv or .tsv with its pictures; a folder in CLIP_benchmark's webdataset layout; "
             "Karpathy's .json with a folder of pictures (dataset_coco.json@/data/coco)"
         )

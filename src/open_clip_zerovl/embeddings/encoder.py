@@ -100,7 +100,7 @@ class FrozenModel:
         return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
 
     def seconds_of(self, pictures: int) -> tuple[float, float]:
-        """Seconds for so many pictures, and for so many captions, measured on made-up ones."""
+        """Measured seconds for `pictures` made-up pictures, and for as long a list of captions."""
         assert self.eye is not None
         pixels = torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
         captions = ["a photo of a dog"] * pictures
