@@ -105,11 +105,11 @@ def good_members(first: int = 0, leave_out: int | None = None) -> Members:
     return members
 
 
-def truncate(shard: Path, sample: int) -> None:
-    """Cut a shard off in the middle of a sample's picture."""
+def truncate(shard: Path, sample: int, *, behind_picture: bool = False) -> None:
+    """Cut a shard off in the middle of a sample's picture, or between picture and caption."""
     with tarfile.open(shard) as tar:
-        offset = tar.getmembers()[2 * sample].offset_data
-    shard.write_bytes(shard.read_bytes()[: offset + 20])
+        picture, caption = tar.getmembers()[2 * sample :][:2]
+    shard.write_bytes(shard.read_bytes()[: caption.offset if behind_picture else picture.offset_data + 20])
 
 
 def damage_header(shard: Path, member: int) -> None:
@@ -171,6 +171,10 @@ def become_folder(shard: Path) -> None:
 # One shard of two: name -> (what happens to it, {reason: samples lost})
 SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     "a tar truncated within a picture": (lambda shard: truncate(shard, BAD), {"truncated shard": SIZE - BAD}),
+    "a tar truncated behind a picture": (
+        lambda shard: truncate(shard, BAD, behind_picture=True),
+        {"no caption": 1, "short shard": SIZE - BAD - 1},
+    ),
     "a tar truncated between samples": (drop_tail, {"short shard": SIZE - BAD}),
     "a damaged header": (lambda shard: damage_header(shard, 2 * BAD), {"short shard": SIZE - BAD}),
     "an empty file": (lambda shard: shard.write_bytes(b""), {"unreadable shard": SIZE}),

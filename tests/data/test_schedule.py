@@ -125,24 +125,6 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, sizes, strateg
     assert (again.begin == (epoch + 1) * schedule.taken).all()  # the next epoch goes on where this one ends
 
 
-def test_mixed_steps_hold_the_rest_of_every_source():
-    """Also of one that fills no effective batch, which is refused without a share."""
-    sizes, n = [6400, 3200, 40], 64
-    schedule = source_schedule(sizes, n, strategy="debiased", seed=0, epoch=0, debiased_share=0.8)
-    mixed = (schedule.source_of_step == MIXED).sum()
-    assert np.bincount(schedule.source_of_step[schedule.source_of_step >= 0]).tolist() == [80, 40] and mixed == 30
-    assert schedule.taken.sum() == 150 * n
-    counts = counts_of(Assignment(schedule, Batching(16, 2, 2, 3)))
-    of_mixed = counts.reshape(schedule.steps, -1, 3).sum(axis=1)[schedule.source_of_step == MIXED]
-    assert (np.count_nonzero(of_mixed, axis=1) >= 2).all() and of_mixed[:, 2].sum() == schedule.taken[2] >= 39
-    with pytest.raises(UserError, match=r"'tiny' gives 40 samples .* less than one effective .*--debiased-share 0.9"):
-        source_schedule(sizes, n, strategy="debiased", seed=0, epoch=0, names=["a", "b", "tiny"])
-    whole = source_schedule(sizes[:2], n, strategy="debiased", seed=0, epoch=0, debiased_share=1.0)
-    assert np.array_equal(
-        whole.source_of_step, source_schedule(sizes[:2], n, strategy="debiased", seed=0, epoch=0).source_of_step
-    )
-
-
 def test_sources_that_fill_few_steps_are_told():
     names = ["large", "small", "tiny"]
     schedule = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0)
@@ -284,7 +266,11 @@ def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
 @pytest.mark.parametrize(
     ("sizes", "arguments", "words"),
     [
-        ([100, 10], {"strategy": "debiased"}, "less than one effective batch of 16"),
+        (
+            [100, 10],
+            {"strategy": "debiased", "names": ["a", "tiny"]},
+            r"'tiny' gives 10 samples .* less than one effective batch of 16; .*--debiased-share 0.9",
+        ),
         ([5, 5], {"strategy": "random"}, "zero steps"),
         ([100], {"strategy": "sorted"}, "unknown sampling strategy 'sorted'"),
         ([64, 32, 48], {"strategy": "sequential", "source_order": [2, 0]}, "must name each of the 3 sources once"),

@@ -88,21 +88,6 @@ def test_weights_in_order_and_by_name(tmp_path):
     assert [source.weight for source in parse_sources(data, "c=3")] == [1, 1, 3]
 
 
-def test_counting_groups_members_as_webdataset_does(tmp_path):
-    path = write_tar(
-        tmp_path / "0.tar",
-        [
-            ("a.jpg", b"1"),
-            ("a.txt", b"2"),
-            ("a.seg.png", b"3"),
-            ("dir/b.jpg", b"4"),
-            ("__meta__", b"5"),
-            ("noext", b"6"),
-        ],
-    )
-    assert count_tar_samples(path) == 2
-
-
 @pytest.mark.parametrize(
     "data, weights, words",
     [

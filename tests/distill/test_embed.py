@@ -254,7 +254,10 @@ def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_re
     rows.flush()
     with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
         rows_of(stored, data).show(
-            RawSample(b"", "", 0, 7, "0007", ""), None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0
+            RawSample(b"", ((0, ""),), 0, 7, "0007", ""),
+            None,
+            lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8),
+            0,
         )
 
 

@@ -1,7 +1,7 @@
 """The pictures that are searched: a folder of them with all below it, shards, or the pictures of a table.
 
-A collection is a list of files with their sizes and times of change, by which a cache finds new ones. The files are the pictures
-of a folder or a table, or the tars of shards. A file holds pictures by key: a picture's file one, a tar one per sample.
+A collection is a list of files with their sizes and times of change, by which a cache finds new ones. The files are the
+pictures of a folder or a table, or the tars of shards. A file holds pictures by key: a picture alone one, a tar one per sample.
 
     /photos            a/1.jpg b/2.png             Picture("a/1.jpg"), Picture("b/2.png")
     /data/sbu          00000.tar: 000.jpg, 001.jpg Picture("00000.tar/000"), Picture("00000.tar/001")

@@ -26,9 +26,8 @@ import torchvision.datasets as tvd
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.data.components import expand_shards
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import BadImage, read_picture
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 
 ROLES = ("train", "test")
@@ -118,15 +117,9 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     return _read_shards(spec, shards, label)
 
 
-def _read_place(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
-    with regular_file(file) as content:
-        content.seek(offset)
-        return decode_image(content.read(size))
-
-
 def _of_files(path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> ProbeSet:
     """A set of pictures that are files of their own."""
-    return ProbeSet(path, labels, lambda index: _read_place(files[index]), files=files)
+    return ProbeSet(path, labels, lambda index: read_picture(files[index]), files=files)
 
 
 def _read_folder(path: Path) -> ProbeSet:
@@ -248,7 +241,7 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
     if not labels:
         raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
     names = _class_names(shards[0].parent) if kind == "cls" else {}
-    return ProbeSet(spec, labels, lambda index: _read_place(*places[index]), names, shards)
+    return ProbeSet(spec, labels, lambda index: read_picture(*places[index]), names, shards)
 
 
 def _class(content: bytes, name: str, where: str) -> str:

@@ -42,11 +42,10 @@ class RawSample:
 
     Attributes:
         image: encoded bytes; empty for a sample without one.
+        shown: (number among the sample's captions, caption) of all captions that the step shows.
         source: index of its source.
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
-        caption_number: number of `caption` among the sample's captions, from 0.
-        beside: (number, caption) of those shown in the same step beside `caption` (`--captions FIELD+FIELD`).
         captions: all captions, "" for one that cannot be shown; empty without `Reading.every_caption`.
         stored: the result of `ShardTeachers.stored_view`.
         fault: the reason why it cannot be shown; None for a good sample.
@@ -54,22 +53,20 @@ class RawSample:
     """
 
     image: bytes
-    caption: str
+    shown: tuple[tuple[int, str], ...]
     source: int
     position: int
     key: str
     shard: str
     fault: Fault | None = None
     stands_for: DroppedSample | None = None
-    caption_number: int = 0
-    beside: tuple[tuple[int, str], ...] = ()
     captions: tuple[str, ...] = ()
     stored: Any = None
 
     @property
-    def shown(self) -> tuple[tuple[int, str], ...]:
-        """(number, caption) of all captions that the step shows."""
-        return ((self.caption_number, self.caption), *self.beside)
+    def caption(self) -> str:
+        """The first caption that the step shows."""
+        return self.shown[0][1]
 
     @property
     def place(self) -> int:
@@ -90,6 +87,9 @@ class ShardTeachers(Protocol):
     def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> Any:
         """The stored view number `draw` (modulo the number of views) from a sample's members, or a Fault."""
         ...
+
+
+_NOTHING = ((0, ""),)  # shown by a sample that cannot be shown
 
 
 class Surplus(Exception):
@@ -202,14 +202,14 @@ class Reading:
                     "unreadable row",
                     "is a row that cannot be read (a warning named its line when the table was opened)",
                 )
-                yield RawSample(b"", "", self.index, place, path, table.path, fault)
+                yield RawSample(b"", _NOTHING, self.index, place, path, table.path, fault)
 
     def _raw(
         self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
     ) -> RawSample:
-        """The sample, with its fault where it has no image or no usable caption."""
+        """The sample, with its fault if it has no image or no usable caption."""
         fault: Fault | None = None
-        shown: tuple[tuple[int, str], ...] = ((0, ""),)
+        shown: Any = _NOTHING
         if image is None:
             named = "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
             fault = Fault("no image", f"has no image ({named})")
@@ -220,27 +220,13 @@ class Reading:
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            numbers = self._choose(texts, position)
-            found = [_caption(texts[number] if texts else b"") for number in numbers]
-            fault = next((one for one in found if isinstance(one, Fault)), None)
-            if fault is None:
-                shown = tuple(zip(numbers, found, strict=True))  # type: ignore[arg-type]
+            found = tuple((n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position))
+            fault = next((one for _, one in found if isinstance(one, Fault)), None)
+            shown = _NOTHING if fault is not None else found
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
             every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
-        (number, caption), *beside = shown
-        return RawSample(
-            image or b"",
-            caption,
-            self.index,
-            position,
-            key,
-            shard,
-            fault,
-            caption_number=number,
-            beside=tuple(beside),
-            captions=every,
-        )
+        return RawSample(image or b"", shown, self.index, position, key, shard, fault, captions=every)
 
     def _choose(self, texts: list[bytes], position: int) -> tuple[int, ...]:
         """The numbers of this pass's captions: one, or one of each of several sets.
