@@ -169,14 +169,14 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
 
 
 def _from_command(url: str, command_seconds: float) -> Transfer:
-    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0)
     output = process.stdout
     assert output is not None
 
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
             raise StalledShard(f"nothing came for {command_seconds:g} s")
-        return output.read1(size)
+        return output.read(size)  # no buffer, which `select` would not see: the bytes that are there
 
     def end() -> None:
         try:
