@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import subprocess
@@ -96,7 +97,8 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
         raise UserError(f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar")
     kind, repository, revision, file = found.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
-    address = hf_hub_url(repository, file, repo_type="dataset" if kind else "model", revision=revision)
+    kind = "dataset" if kind else "model"
+    address = hf_hub_url(repository, file, repo_type=kind, revision=revision, endpoint=os.environ.get("HF_ENDPOINT"))
     return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
 
 
