@@ -92,7 +92,7 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    found = re.fullmatch(r"hf:///?(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    found = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
     if found is None:
         raise UserError(f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar")
     kind, repository, revision, file = found.groups()
