@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from typing import Any
 import open_clip
 import open_clip_train.main as host
 import torch
-from filelock import FileLock, Timeout
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
+from open_clip_zerovl.core.files import lock_file
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
@@ -69,7 +71,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     finally:
         console.close()
         if run is not None and run.lock is not None:
-            run.lock.release()
+            os.close(run.lock)
     return 0
 
 
@@ -96,7 +98,7 @@ class Run:
         # set by `open`
         self.model_name = args.model
         self.inputs = data.Inputs()
-        self.lock: FileLock | None = None
+        self.lock: int | None = None
         self.fresh = False
         # set by the hooks, in main's order
         self.model: torch.nn.Module | None = None
@@ -378,30 +380,33 @@ def words_of_main(error: Exception) -> str | None:
     return place_sentence(error)
 
 
-def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FileLock:
-    """A lock on a run's folder, so that one process at a time writes into it; the system releases it when the process ends.
+def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
+    """A descriptor that holds a lock on a run's folder until it is closed or this process ends: one process writes there.
 
-    On a file system without locks this is logged, and the run goes on without.
+    A file system without locks is logged, and the run goes on without.
 
     Raises:
-        UserError: another process holds it for longer than `wait_seconds`, or the folder cannot be written.
+        UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
     """
+    file, deadline = folder / LOCK, time.monotonic() + wait_seconds
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()
+        file.touch()
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
-    lock = FileLock(folder / LOCK)
     try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
+        # Not shared with forks: loader workers may outlive a process that was killed.
+        lock = partial(lock_file, file, wait=False, create=True, forked=False)
+        if (held := lock()) is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
-            lock.acquire(timeout=wait_seconds)
-    except Timeout as error:
-        raise UserError(
-            f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        logging.warning(f"{folder / LOCK} cannot be locked ({error}); make sure that no other process trains this run.")
-    return lock
+        while held is None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
+                )
+            time.sleep(0.1)
+            held = lock()
+    except OSError as error:
+        logging.warning(f"{file} cannot be locked ({error}); make sure that no other process trains this run.")
+        return os.open(file, os.O_RDONLY)
+    return held
