@@ -56,10 +56,7 @@ def evaluate(
     bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
     kept = retrieval.captions_per_image
-    how = {
-        "retrieval_transform": config.retrieval_transform,
-        "retrieval_captions": config.retrieval_captions,
-    }
+    how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
     for name, dataset in retrieval.sets.items():
         features = encode_retrieval(
             model,

@@ -228,6 +228,9 @@ def test_a_double_dash_before_the_flags_is_passed_over():
         ),
         ("--ablate no-replay --dga-steps 2 --dga-retain 2", "--dga-retain 2 with --dga-steps 2 does not work with"),
         ("--cross-source-weight -1", "--cross-source-weight -1.0 is out of range; give 0 or more"),
+        ("--skip-scheduler --lr-min 1e-6", "--skip-scheduler does not work with --lr-min"),
+        ("--skip-scheduler --warmup-share 0.1", "--skip-scheduler does not work with --warmup-share"),
+        ("--warmup 50 --warmup-share 0.1", "--warmup 50 does not work with --warmup-share"),
     ],
 )
 def test_what_the_options_of_the_loss_contradict(line, sentence):

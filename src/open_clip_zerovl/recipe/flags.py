@@ -332,10 +332,7 @@ class TeacherFlags:
         "learn from the embeddings that `zerovl teacher` has stored in DIR, and show the views that it has stored",
         metavar="DIR",
         needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _no_mixup("no teacher has seen the mixed samples"),
-            _DETACHED_GATHER,
-        ),
+        contradicts=(_no_mixup("no teacher has seen the mixed samples"), _DETACHED_GATHER),
     )
     distill_weight: float = flag(
         1.0,
@@ -363,11 +360,7 @@ class AugmentationFlags:
         False, "mix either the images or the texts of each effective batch, by a coin (section 3.2)"
     )
     mixup_alpha: float = flag(
-        0.1,
-        "lambda ~ Beta(A, A) (default %(default)s)",
-        metavar="A",
-        range=POSITIVE,
-        needs=(_MIXUP,),
+        0.1, "lambda ~ Beta(A, A) (default %(default)s)", metavar="A", range=POSITIVE, needs=(_MIXUP,)
     )
     text_augment: float | None = flag(
         None,
@@ -402,9 +395,7 @@ class TowerFlags:
     """Starting weights and auxiliary encoders (section 4.2)"""
 
     model_config: str | None = flag(
-        None,
-        "one's own model as a JSON file, in place of --model; its name is the file's",
-        metavar="FILE.json",
+        None, "one's own model as a JSON file, in place of --model; its name is the file's", metavar="FILE.json"
     )
     text_model: str | None = flag(
         None,
