@@ -10,7 +10,6 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from support.dense_loss import DenseLoss, set_by_set
 from support.hash_teacher import HashEncoder
@@ -20,7 +19,6 @@ from support.replayed import gradient_errors
 from support.tars import noise_jpeg, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.main import main
-from training.params import parse
 
 AUGMENTED = ["--aug-cfg", "scale=(0.3,1.0)"]
 SETTINGS = TeacherSettings(views=2, image_size=32, aug_cfg={"scale": (0.3, 1.0)})
@@ -175,32 +173,6 @@ def unit(rows, teacher):
     begin = (0, 4)[teacher]
     part = torch.from_numpy(rows.astype("float32"))[begin : begin + (4, 3)[teacher]]
     return torch.nn.functional.normalize(part, dim=0).half()
-
-
-NO_WEIGHT_LEFT = "--teacher with --distill-weight 1"
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            "--teacher /t --coin-flip-mixup --captions txt+syn",
-            "--coin-flip-mixup does not work with --captions FIELD+FIELD: mixup is not defined with several captions",
-        ),
-        ("--teacher /t --coin-flip-mixup", "--coin-flip-mixup does not work with --teacher: no teacher has seen"),
-        ("--teacher /t --ablate detached-gather", "--ablate detached-gather does not work with --teacher"),
-        ("--teacher /t --distill-model m --distill-pretrained x", "--distill-model does not work with --dga-steps"),
-        ("--teacher /t --positives both", f"{NO_WEIGHT_LEFT} does not work with --positives: the loss then has no"),
-        ("--teacher /t --siglip", f"--siglip does not work with {NO_WEIGHT_LEFT}: the loss then is"),
-        ("--teacher /t --distill-weight 0", "--distill-weight 0.0 is out of range"),
-        ("--teacher /t --distill-temperature 0", "--distill-temperature 0.0 is out of range"),
-        ("--distill-weight 0.5", "--distill-weight needs --teacher"),
-        ("--train-data /d/0.tar --teacher /t", "--teacher needs named sources: --train-data NAME=SHARDS"),
-    ],
-)
-def test_what_does_not_go_with_a_teacher_is_refused_by_name(words, sentence):
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        parse(["--model", "tiny", "--train-data", "a=/d", *words.split()])
 
 
 def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, capsys, monkeypatch):
