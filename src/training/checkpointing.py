@@ -14,7 +14,9 @@ import re
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -135,8 +137,8 @@ class StepCheckpoints:
         """Whether a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0
 
-    def write(self, model, optimizer, scaler, position: Position) -> None:
-        """Write the checkpoint on the first rank; on others nothing is done."""
+    def write(self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint, with further entries, on the first rank; other ranks do nothing."""
         if not self.args.save_logs:
             return
         folder = Path(self.args.checkpoint_path)
@@ -146,6 +148,7 @@ class StepCheckpoints:
             "state_dict": getattr(model, "_orig_mod", model).state_dict(),
             "optimizer": optimizer.state_dict(),
             "zerovl": entry_of(position),
+            **(entries or {}),
         }
         if scaler is not None:
             content["scaler"] = scaler.state_dict()

@@ -58,6 +58,7 @@ def evaluate(
     kept = retrieval.captions_per_image
     how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
     for name, dataset in retrieval.sets.items():
+        log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
         features = encode_retrieval(
             model,
             retrieval_batches(

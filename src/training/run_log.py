@@ -24,7 +24,7 @@ from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
-from training.console import Console
+from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30
@@ -67,7 +67,7 @@ class RunLog:
         if self.console.short:
             for line in summary(facts):
                 logging.info(line)
-        self.console.progress.show("waiting for the first batch")
+        self.doing("Waiting for the first batch")
         if not self.args.save_logs:
             return
         folder, at = Path(self.args.logs) / self.args.name, facts.epoch + facts.start / facts.steps
@@ -81,8 +81,14 @@ class RunLog:
             settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
         )  # fmt: skip
 
+    def doing(self, words: str) -> None:
+        """Show on the first rank what the run does now: in the terminal's progress line, or where there is none in a line."""
+        if self.args.rank == 0:
+            self.console.progress.show(words)
+            logging.info(words, extra=PROGRESS)
+
     def step(self, epoch: int, index: int, rate: float) -> None:
-        """A step is done, whose loss is not looked at: the terminal's line goes on.
+        """Call after each step; updates the progress line without reading the loss.
 
         Args:
             rate: samples a second over all ranks.
@@ -164,11 +170,13 @@ class RunLog:
         page = None
         if self._record is not None:
             folder = self._record.path.parent
+            self.doing("Writing the page of the run")
             try:
                 page = write_run_page(folder)
             except Exception as error:  # a page must not turn a training that is done into one that failed
                 reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
                 logging.warning(f"{folder / PAGE} is not written: {reason}; `zerovl report {folder}` writes it later.")
+            self.console.progress.end()
         if how == "done":
             for line in self._closing(facts, page):
                 logging.info(line)
@@ -250,7 +258,7 @@ class Facts:
     def loss_at_chance(self) -> float | None:
         """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
         args, config = self.args, self.config
-        if getattr(args, "siglip", False) or args.distill_model or config.teacher or "coca" in args.model.lower():
+        if getattr(args, "siglip", False) or args.distill_model or config.teacher or config.captions_images:
             return None
         return math.log(args.batch_size * config.dga_steps * args.world_size)
 

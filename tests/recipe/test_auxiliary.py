@@ -436,7 +436,7 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
         constant_temperature(nn.Linear(2, 2))
 
 
-def mt5_or_bert(folder, kind):
+def mt5_or_bert(folder, kind, precision="fp32"):
     """A model with a text tower of that kind, made as training makes it with a flag of ours."""
     if kind == "mt5":
         MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(folder / "mt5")
@@ -444,7 +444,15 @@ def mt5_or_bert(folder, kind):
     else:
         text = bert_text(write_bert(folder / "bert"))
     name = register(folder / "configs", f"unlock-{kind}", NATIVE_VISION, text)
-    return create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)[0]
+    args = Namespace(seed=0, precision=precision)
+    return create_model(RecipeConfig(dga_steps=2), args, name, None, pretrained_text=False, precision=precision)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_precision_that_casts_half_of_a_tower_is_refused(tmp_path, precision):
+    """The first forward pass would end in a traceback about dtypes."""
+    with pytest.raises(UserError, match=f"--precision {precision} does not work with .* BertModel: .*take amp_bf16"):
+        mt5_or_bert(tmp_path, "bert", precision)
 
 
 @pytest.mark.line("4", reason="open_clip 3.3 knows no layers of BERT")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import shutil
+import signal
 import stat
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +18,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from training import scratch
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
 from training.console import Console
 from training.params import parse
@@ -261,3 +267,40 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_
         require_room(tmp_path, model)
     model.requires_grad_(False)  # no moments
     require_room(tmp_path, model)
+
+
+def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
+    """From the copy in the run's folder, else from the checkpoint, though the file that was given is edited or gone."""
+    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+    for name, where in (("moved-a", "run"), ("moved-b", "checkpoint")):
+        folder = tmp_path / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "params.txt").write_text(f"model: {name}\nmodel_config: /nowhere/{name}.json\n")
+        entries = {MODEL_ENTRY: config} if where == "checkpoint" else {}
+        torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, **entries}, folder / "checkpoints" / "epoch_1.pt")
+        if where == "run":
+            (folder / f"{name}.json").write_text(json.dumps(config))
+        assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["embed_dim"] == 24
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(tmp_path, monkeypatch, killed):
+    monkeypatch.setattr(scratch, "LONGEST", 500)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        scratch.use_scratch_folder()
+        Path(tempfile.mkdtemp(), "socket").touch()
+        os.write(done, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    left = list(tmp_path.glob(f"{scratch.PREFIX}*/*/socket"))
+    if killed:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    scratch.remove_leftovers(tmp_path)
+    assert len(left) == 1 and left[0].exists() != killed
+    if not killed:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -295,7 +295,7 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
     before = printed.partition("Train Epoch")[0].splitlines()
     labels = [line.partition(" | INFO | ")[2].split(" ")[0] for line in before if " | INFO | " in line][:-1]
     wanted = ["model", "data", "batch", "run", "loss", "optimizer", "device", "saves", "log"]
-    assert labels[-len(wanted) :] == wanted and len(before) < 14, printed
+    assert labels == ["Opening", "Building", "Retrieval:", *wanted, "Waiting"] and len(before) < 18, printed
     assert "4 x 2 x 1 = 8 pairs a step (micro-batch x DGA steps x ranks)" in printed
     assert "7 steps an epoch, 1 epoch: 7 steps" in printed and "ETA: " in printed and "Data wait: " in printed
     assert "Params:" not in printed and "Params:" in (folder / "out.log").read_text()

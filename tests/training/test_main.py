@@ -231,12 +231,27 @@ BAD_INPUT = {
     "nothing": ("", "nothing to do"),
     "csv zero steps": ("--train-data {folder}/pairs.csv --batch-size 8 --dga-steps 9", "zero optimizer steps"),
     "retrieval": ("--train-data {data} --batch-size 4 --retrieval-data r=/nowhere", "/nowhere"),
+    "long texts": ("--train-data {data} --force-context-length 99", "32 positions, fewer than the 99 tokens of a text"),
+    "foreign weights": (
+        "--train-data {data} --batch-size 4 --pretrained {folder}/foreign.pt",
+        "foreign.pt holds weights of another model than tiny: it lacks logit_scale; give the model",
+    ),
+    "no weights": (
+        "--train-data {data} --batch-size 4 --pretrained {folder}/words.pt",
+        "words.pt is no file of weights",
+    ),
+    "not timm": (
+        "--train-data {data} --batch-size 4 --init-image {folder}/foreign.pt",
+        "; --init-from starts from towers",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_INPUT)
 def test_bad_input(workplace, bad_input, kind):
     folder, data, *_ = workplace
+    torch.save({"layer.weight": torch.zeros(2)}, folder / "foreign.pt")
+    (folder / "words.pt").write_text("hello")
     write_tar(folder / "nocaptions" / "0.tar", [(f"{number}.png", png((number, 0, 0))) for number in range(8)])
     line, words = BAD_INPUT[kind]
     arguments = line.format(folder=folder, data=data).split()

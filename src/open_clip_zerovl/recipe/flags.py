@@ -55,6 +55,7 @@ RENAMED = {
     "--mixup-text": "--ablate mixup-embeddings",
     "--temperature-parameter": "--ablate temperature-parameter",
 }
+CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
@@ -63,7 +64,9 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 # ---------------------------------------------------------------------------------------------------------------------
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-_OWN_STEP = Requirement("the recipe's step, which CoCa and --distill-model don't take", lambda given: given.own_step)
+_OWN_STEP = Requirement(
+    "the recipe's step, which captioners (CoCa) and --distill-model don't take", lambda given: given.own_step
+)
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 _TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
@@ -788,8 +791,12 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
         --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
         """
-        foreign_loss = "coca" in self.model.lower() or self.distill_model is not None
-        return self.step_flags or (self.mixture and not foreign_loss)
+        return self.step_flags or (self.mixture and not self.captions_images and self.distill_model is None)
+
+    @property
+    def captions_images(self) -> bool:
+        """Whether the model, by its name, also learns to write captions."""
+        return any(kind in self.model.lower() for kind in CAPTIONERS)
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
