@@ -29,9 +29,9 @@ from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
 from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
+from support.tars import add_file
 from support.tiny_clip import (
     NATIVE_VISION,
-    add_file,
     bert_text,
     picture,
     random_model,

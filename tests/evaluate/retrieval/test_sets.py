@@ -30,9 +30,9 @@ from open_clip_zerovl.evaluate.retrieval.examples import spread
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics_from_scores, retrieval_ranks
 from support import warm
 from support.scoring import score_checkpoint
+from support.tars import add_file
 from support.tiny_clip import (
     NATIVE_VISION,
-    add_file,
     bert_text,
     captions,
     picture,

@@ -19,9 +19,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.run import SearchSettings, nearest, run_search
+from support.tars import add_file
 from support.tiny_clip import (
     NATIVE_VISION,
-    add_file,
     bert_text,
     picture,
     random_model,
