@@ -687,7 +687,10 @@ def test_refused_outputs():
         ({"tokens": 0}, "unknown to it: the model returned tokens"),
         ({"image_features": torch.ones(2, 3, 4)}, r"image_features of 2 samples .* \(2, 3, 4\)"),
         ({"text_features": [1, 2]}, "text_features must be a floating point tensor, but is a list"),
-        ({"text_features": torch.ones(2, 4).long()}, r"text_features must be a floating point tensor, but is torch\.int64"),
+        (
+            {"text_features": torch.ones(2, 4).long()},
+            r"text_features must be a floating point tensor, but is torch\.int64",
+        ),
         ({"text_features": torch.ones(2, 4) * 1j}, r"text_features must be .* but is torch\.complex64"),
         ({"logit_scale": 20.0}, "logit_scale must be a floating point tensor, but is a float"),
         ((1, 2, 3), "returned tuple; create open_clip models with output_dict=True"),

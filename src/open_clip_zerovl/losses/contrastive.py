@@ -335,7 +335,9 @@ def _check_inputs(texts_per_image: int, **inputs: Any) -> None:
     for name, value in inputs.items():
         if not isinstance(value, Tensor) or value.is_complex():
             kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise UserError(f"{name} must be a tensor of real numbers, but is {kind}; give torch.tensor(...) for a number.")
+            raise UserError(
+                f"{name} must be a tensor of real numbers, but is {kind}; give torch.tensor(...) for a number."
+            )
     image_features, text_features = inputs["image_features"], inputs["text_features"]
     b = len(image_features) if image_features.ndim else 0
     wanted = (texts_per_image * b, *image_features.shape[1:])
