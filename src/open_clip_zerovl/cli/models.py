@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,22 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
 
+class _ProgressLines(logging.Handler):
+    """Prints log records on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        print(f"zerovl: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def _show_progress() -> None:
+    """Print a line on stderr at once, since imports take seconds, and from then on the progress lines of `checkpoints`."""
+    logger = logging.getLogger("open_clip_zerovl.checkpoints")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [_ProgressLines()]
+    logger.info("loading open_clip")
+
+
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
     print(f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').", *notes, sep="\n")
 
@@ -168,6 +185,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     hub = arguments.push_to_hub
     if arguments.private and not hub:
         raise UserError("--private needs --push-to-hub, which makes the repository")
+    _show_progress()
     if hub:
         from open_clip_zerovl.checkpoints.hub import check_hub
 
@@ -192,6 +210,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     if hub:
         from open_clip_zerovl.checkpoints.hub import push_folder
 
+        logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed and compared file by file: {address}")
 
@@ -226,6 +245,7 @@ def convert(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
     def run(arguments: argparse.Namespace) -> None:
+        _show_progress()
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
