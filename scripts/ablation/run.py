@@ -45,7 +45,14 @@ from scripts.ablation.protocol import (
     read_choices,
     read_pilots,
 )
-from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
+from scripts.ablation.sources import (
+    MIXTURES,
+    write_clusters,
+    write_contexts,
+    write_embeddings,
+    write_groups,
+    write_mixture,
+)
 from scripts.drawn.make import prepare_drawn
 from scripts.drawn.training import TrainingRun, flag_values
 
@@ -178,6 +185,8 @@ def prepare(ablation: Ablation, job: Job) -> None:
         write_contexts(data, ablation.out / "data" / "contexts")
     elif condition.kind == "groups":
         write_groups(data, ablation.sources(job))
+    elif condition.kind in MIXTURES:
+        write_mixture(data, condition.kind, job.trained, ablation.sources(job))
     elif condition.clusters_of is not None:
         base, choice = checkpoint(condition.clusters_of), ablation.choices["clusters"]
         write_clusters(data, job.trained, base, ablation.clusters(job), choice, seed=job.seed)
