@@ -1,4 +1,4 @@
-"""The commands that make models or look after runs: finetune, interpolate, export, convert, teacher, cluster, report, ..."""
+"""The commands that make models or look after runs: align, finetune, interpolate, export, convert, teacher, report, ..."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.checkpoints.settings import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
@@ -341,5 +342,46 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
         else:
             print(page(findings))
         return int(any(finding.problem is not None for finding in findings))
+
+    return run
+
+
+def align(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl align`."""
+    parser.description = (
+        "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
+        "epochs of matrix products. The same call goes on where one was stopped."
+    )
+    image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
+    text = (
+        "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several"
+    )
+    parser.add_argument("--image", action="append", required=True, metavar="ENCODER", help=image)
+    parser.add_argument("--text", action="append", required=True, metavar="ENCODER", help=text)
+    parser.add_argument("--data", required=True, metavar="DIR|NAME=SHARDS::...", help="pairs, as for finetune")
+    parser.add_argument(
+        "--retrieval-data", metavar=SETS, help="held-out pairs in CLIP_benchmark's layout (default: as for finetune)"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add_settings(parser, AlignFlags)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.align.run import run_align
+        from open_clip_zerovl.align.settings import AlignRequest
+        from open_clip_zerovl.finetune.data import find_data
+
+        found = find_data(arguments.data)
+        held_out = arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+        run_align(
+            settings_from(
+                AlignRequest,
+                arguments,
+                images=tuple(dict.fromkeys(arguments.image)),
+                texts=tuple(dict.fromkeys(arguments.text)),
+                train_data=found.train_data,
+                held_out=held_out,
+                out=arguments.out.expanduser().absolute(),
+            )
+        )
 
     return run
