@@ -101,7 +101,7 @@ class FrozenModel:
         return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
 
     def seconds_of(self, pictures: int) -> tuple[float, float]:
-        """Seconds for so many pictures, and for so many captions, measured on made-up ones; 0 for a tower that is not there."""
+        """Measured seconds for `pictures` made-up pictures and for as long a list of captions; 0 for a tower that is absent."""
         pixels = None if self.eye is None else torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
         captions = ["a photo of a dog"] * pictures
         for _ in range(2):  # the first time warms up

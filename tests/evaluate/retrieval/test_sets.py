@@ -208,14 +208,17 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets):
     refused(f"{sets / 'dataset_coco.json'}@{tmp_path / 'none'}", "folder of pictures .*none .* does not exist")
     refused(f"{sets / 'dataset_coco.json'}@{tmp_path}", r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)")
     (tmp_path / "other.json").write_text('{"images": [{"id": 1}]}')
-    refused(tmp_path / "other.json", r"entry 0 of .*other\.json is no image of Karpathy's form")
+    refused(tmp_path / "other.json", r"entry 0 of .*other\.json does not have the form of Karpathy's images")
     # Python's reader takes Infinity for a number, and it is none that an id could be.
     infinite = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
     (tmp_path / "infinite.json").write_text(json.dumps({"images": [infinite]}))
-    refused(tmp_path / "infinite.json", r"entry 0 of .*infinite\.json is no image of Karpathy's form \(OverflowError")
+    refused(
+        tmp_path / "infinite.json",
+        r"entry 0 of .*infinite\.json does not have the form of Karpathy's images \(OverflowError",
+    )
     refused(
         a_table([(name, "a cat")], header=("file", "title")),
-        "no columns 'filepath' and 'title' or 'image' and 'caption' but 'file', 'title'",
+        "'filepath' and 'title' or 'image' and 'caption' once each; it has 'file', 'title'",
     )
     refused(a_table([]), "holds no rows")
     refused(a_table([(name, 1)]), "row 1: the row has fewer fields")

@@ -158,7 +158,7 @@ def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(home, photos, 
     stored = np.load(rows, mmap_mode="r+")
     stored[4, 2] = np.nan
     stored.flush()
-    with pytest.raises(UserError, match=r"0\.images\.npy holds rows that are no numbers .*; remove"):
+    with pytest.raises(UserError, match=r"0\.images\.npy holds rows with NaN or infinite numbers .*; remove"):
         search(home, photos, tmp_path / "cache")
 
 

@@ -191,11 +191,11 @@ def _query_picture(path: Path) -> Image.Image:
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     """A hit with its name, caption and picture, read from picture `number` of a file."""
     if collection.shards is None:
-        return Hit(collection.shown(file, ""), score, "", picture_file(collection.files[file].path))
+        return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     content = image_of(sample.files)
-    return Hit(collection.shown(file, sample.key), score, text.partition("\n")[0].strip(), content and bytes(content))
+    return Hit(collection.shown(file, sample), score, text.partition("\n")[0].strip(), content and bytes(content))
 
 
 def _thumbnail(hit: Hit) -> str | None:
