@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.program import Run
-from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of
+from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of, name_sides
 from open_clip_zerovl.core.flags import add_settings, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
     BiasSettings,
@@ -16,8 +16,6 @@ from open_clip_zerovl.evaluate.settings import (
     RetrievalSettings,
     SearchSettings,
 )
-
-OF_CHECKPOINTS = ("model_name", "workers")  # flags of a command with one model
 
 
 def retrieval(parser: argparse.ArgumentParser) -> Run:
@@ -111,7 +109,7 @@ def bias(parser: argparse.ArgumentParser) -> Run:
         help="named sources as --train-data takes them, or retrieval sets; held out",
     )
     parser.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
-    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_encoder(parser, without=("model_name",))
     add_settings(parser, BiasSettings)
 
     def run(arguments: argparse.Namespace) -> None:
@@ -143,12 +141,11 @@ def compare(parser: argparse.ArgumentParser) -> Run:
     )
     parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="likewise, of sources that were in no training")
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
-    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_encoder(parser, without=("model_name",))
     add_settings(parser, CompareSettings)
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.evaluate.bias.compare import run_compare
-        from open_clip_zerovl.evaluate.bias.encode import name_sides
 
         sides = {
             name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -20,9 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.encode import rows_by_source
 from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, probe_groups, source_probe_accuracy
-from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.evaluate.bias.samples import SourceSample, rows_by_source
 from open_clip_zerovl.report.tables import text_table
 
 ALIKE = 1e-6  # a standard deviation of L2-normalised features below this one is rounding error

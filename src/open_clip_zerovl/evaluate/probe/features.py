@@ -5,8 +5,6 @@ Legend: `N` images of a set, `b` images of one micro-batch, `F` width of the fea
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.embeddings import reading
-from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.embeddings.reading import Sample
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.evaluate.embedded import embedded, folder_name
 
 Transform = Callable[[Any], Tensor]
 
@@ -147,15 +144,21 @@ def cached_features(
     model = _frozen(tower, settings)
     model.eye, model.mean, model.std = eye_of(transform)
     times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
-    made_of = hashlib.sha256(json.dumps([images.fingerprint(), times]).encode()).hexdigest()
+    made_of = folder_name(images.fingerprint(), times)
     digests = [made_of, tower_digest_of(tower, transform, settings)]
     pictures = _Pictures(images)
-    source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
-    shape = (len(images), model.image_width())
-    manifest = Manifest({"use": "a linear probe", "fingerprints": digests}, [source], {"0.images": ("float32", shape)})
-    key = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
-    store = Store.create(Path(folder) / f"{name}-{key}", manifest, cache=True)
-    embed(store, [model], pictures, batch_size=settings.micro_batch, workers=settings.workers, desc=f"{name} features")
+    store, _ = embedded(
+        Path(folder) / f"{name}-{folder_name(digests)}",
+        "a linear probe",
+        model,
+        pictures,
+        [[made_of]] * len(pictures.sizes),
+        digests,
+        name=name,
+        batch_size=settings.micro_batch,
+        workers=settings.workers,
+        desc=f"{name} features",
+    )
     return store.rows["0.images"][:], torch.tensor(class_indices(images, classes))
 
 

@@ -1,0 +1,64 @@
+"""Embeddings that an evaluation computes once and keeps on disk (`embeddings.store`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.embeddings.embed import embed
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.reading import Collection
+from open_clip_zerovl.embeddings.store import Manifest, Store
+
+
+def embedded(
+    folder: Path,
+    use: str,
+    model: FrozenModel,
+    collection: Collection,
+    marks: Sequence[Any],
+    fingerprints: Sequence[str],
+    *,
+    name: str,
+    captions: int = 0,
+    batch_size: int = 64,
+    workers: int = 0,
+    desc: str | None = None,
+) -> tuple[Store, int]:
+    """The embeddings of a collection by one model: read from a folder, and completed where rows are missing or out of date.
+
+    Args:
+        folder: of these embeddings alone.
+        use: the program that reads them.
+        marks: one for each file of the collection, which changes with the file.
+        fingerprints: digests of model, transform and precision.
+        name: of the collection.
+        captions: number of its captions; 0 embeds pictures alone.
+        workers: loader processes.
+        desc: for the progress bar.
+
+    Returns:
+        The store, with `0.images` (n, D) and `0.texts` (captions, D) in float32, and how many samples this call embedded.
+
+    Raises:
+        UserError: a folder that cannot be written, a sample that cannot be read, embeddings that are not finite.
+    """
+    width = model.image_width()
+    arrays = {"0.images": ("float32", (sum(collection.sizes), width))}
+    if captions:
+        arrays["0.texts"] = ("float32", (captions, width))
+    source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
+    store = Store.create(
+        folder, Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays), cache=True
+    )
+    if left := int((~store.done).sum()):
+        embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name)
+    return store, left
+
+
+def folder_name(*parts: Any) -> str:
+    """A name for a folder that depends on all of the parts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
