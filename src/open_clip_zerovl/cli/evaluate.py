@@ -1,4 +1,4 @@
-"""The commands that evaluate models: retrieval, linear-probe, bias, compare, search."""
+"""The commands that evaluate models: retrieval, zero-shot, linear-probe, bias, compare, search."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from open_clip_zerovl.evaluate.settings import (
     RetrievalFiles,
     RetrievalSettings,
     SearchSettings,
+    ZeroShotSettings,
 )
 
 
@@ -40,6 +41,32 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
 
         settings, files = settings_from(RetrievalSettings, arguments), settings_from(RetrievalFiles, arguments)
         run_retrieval(encoder_of(arguments, arguments.model), arguments.data, settings, files)
+
+    return run
+
+
+def zero_shot(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl zero-shot`."""
+    parser.description = (
+        "Zero-shot classification as CLIP_benchmark measures it, with intervals, for each class and source. A class is the "
+        "mean of its captions in all templates."
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SET::...",
+        help="a set is a folder of class folders (or of sources with such folders), shards with a class, a folder in "
+        "CLIP_benchmark's layout, or a dataset as for linear-probe: food101:DIR, pets:DIR, ...",
+    )
+    add_encoder(parser)
+    add_settings(parser, ZeroShotSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+
+        settings = settings_from(ZeroShotSettings, arguments)
+        run_zero_shot(encoder_of(arguments, arguments.model), arguments.data, settings)
 
     return run
 

@@ -28,6 +28,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "finetune": ("models:finetune", "fine-tune a model on your own pairs, and keep what it could"),
         "retrieval": ("evaluate:retrieval", "recall@1/5/10 and RSUM of a model on retrieval sets"),
+        "zero-shot": (
+            "evaluate:zero_shot",
+            "accuracy of a model that classifies pictures by the names of their classes",
+        ),
         "search": ("evaluate:search", "the pictures of a folder that are nearest to words or to a picture"),
         "export": ("models:export", "a training checkpoint as a folder that stock open_clip or transformers loads"),
     },

@@ -54,6 +54,35 @@ class RetrievalFiles:
                 check_writable(path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotSettings:
+    """How labelled sets are classified by their classes' captions.
+
+    Attributes:
+        template: captions with `{}` in the place of the class, or files of them; (): the set's own, else CLIP's short list.
+        class_names: words for the classes; None: the set's own, or its labels with blanks for underscores.
+        cache: where pictures' embeddings are kept for a later call; None: nowhere.
+    """
+
+    template: tuple[str, ...] = flag(
+        (),
+        "caption with {} in the place of the class, or a file of them, a line each; several are averaged (default: the set's, "
+        "else CLIP's short list of seven)",
+        metavar="TEXT|FILE",
+    )
+    class_names: Path | None = flag(
+        None, "names of the classes: a line each in the order of the labels, or JSON of label and name", metavar="FILE"
+    )
+    split: str = flag(
+        "test", "folder of the split, if the set has one; also chooses the split of a dataset with its own"
+    )
+    label: str = flag("cls", "where shards keep the class: cls or json:FIELD", metavar="cls|json:FIELD")
+    cache: Path | None = flag(
+        None, "keep the pictures' embeddings here: other templates then take seconds", metavar="DIR"
+    )
+    output: Path | None = flag(None, "also write all results as JSON", metavar="FILE.json")
+
+
 @dataclass(frozen=True)
 class LarsSettings:
     """How a probe's classifier is trained; the defaults are the paper's and its code's, see `probe.lars`.

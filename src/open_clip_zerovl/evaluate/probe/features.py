@@ -5,7 +5,6 @@ Legend: `N` images of a set, `b` images of one micro-batch, `F` width of the fea
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.workers import ItemSet, read_batches
-from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
 from open_clip_zerovl.embeddings.fingerprint import module_digest
-from open_clip_zerovl.embeddings.reading import Sample
-from open_clip_zerovl.evaluate.embedded import embedded, folder_name
+from open_clip_zerovl.evaluate.accuracy import class_indices
+from open_clip_zerovl.evaluate.embedded import picture_features
 
 Transform = Callable[[Any], Tensor]
 
@@ -75,12 +73,6 @@ def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
 
 
-def class_indices(images: ProbeSet, classes: Sequence[str]) -> list[int]:
-    """(N,) index in `classes` of each image's class."""
-    index_of = {label: i for i, label in enumerate(classes)}
-    return [index_of[label] for label in images.labels]
-
-
 def tower_features(
     tower: nn.Module, data: TransformedSet, batches: Sequence[Sequence[int]], settings: TowerSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -101,20 +93,6 @@ def tower_features(
 def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
     device = torch.device(settings.device)
     return FrozenModel("probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False)
-
-
-class _Pictures:
-    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand as if they were of one file."""
-
-    def __init__(self, images: ProbeSet) -> None:
-        self.images = images
-        self.part = reading.UNIT_SAMPLES
-        self.sizes = [min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)]
-
-    def read(self, file: int) -> Iterator[Sample]:
-        begin = file * self.part
-        for index in range(begin, begin + self.sizes[file]):
-            yield Sample(index, [self.images.image(index)])
 
 
 def cached_features(
@@ -143,23 +121,11 @@ def cached_features(
     settings = settings or TowerSettings()
     model = _frozen(tower, settings)
     model.eye, model.mean, model.std = eye_of(transform)
-    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
-    made_of = folder_name(images.fingerprint(), times)
-    digests = [made_of, tower_digest_of(tower, transform, settings)]
-    pictures = _Pictures(images)
-    store, _ = embedded(
-        Path(folder) / f"{name}-{folder_name(digests)}",
-        "a linear probe",
-        model,
-        pictures,
-        [[made_of]] * len(pictures.sizes),
-        digests,
-        name=name,
-        batch_size=settings.micro_batch,
-        workers=settings.workers,
-        desc=f"{name} features",
+    model.fingerprints = {"image": tower_digest_of(tower, transform, settings)}
+    features = picture_features(
+        model, images, folder, batch_size=settings.micro_batch, workers=settings.workers, name=name
     )
-    return store.rows["0.images"][:], torch.tensor(class_indices(images, classes))
+    return features, class_indices(images.labels, classes)
 
 
 def tower_digest_of(tower: nn.Module, transform: Transform, settings: TowerSettings) -> str:

@@ -31,17 +31,25 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
 from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
     TransformedSet,
-    class_indices,
     tower_digest_of,
     tower_features,
 )
 from open_clip_zerovl.evaluate.settings import LarsSettings as LarsSettings
 
 log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) -> Tensor:
+    """Scores (N, C) on the CPU of a head (left in eval mode) for features (N, F)."""
+    head.eval()
+    device = next(head.parameters()).device
+    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(chunk_size)])
 
 
 def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False) -> nn.Sequential:
@@ -121,7 +129,7 @@ def train_lars(
         UserError: an image that cannot be read, a state file of other settings, a loss that is not finite.
     """
     tower_settings = tower_settings or TowerSettings()
-    targets = class_indices(images, classes)
+    targets = class_indices(images.labels, classes).tolist()
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs

@@ -22,11 +22,11 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
+from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, in_percent, most_confused
 from open_clip_zerovl.evaluate.probe.charts import confusion_picture
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
-from open_clip_zerovl.evaluate.probe.lars import LarsSettings, recorded_settings, train_lars
+from open_clip_zerovl.evaluate.probe.lars import LarsSettings, head_scores, recorded_settings, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
-from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
 from open_clip_zerovl.report.plot import require_matplotlib
 
 
@@ -82,7 +82,7 @@ def run_linear_probe(
     else:
 
         def evaluate(head: nn.Module) -> float:
-            return classification_metrics(head_scores(head, test_features), test_targets)[0]["top1"]
+            return accuracies(head_scores(head, test_features), test_targets)["top1"]
 
         head, history = train_lars(
             tower,
@@ -135,13 +135,16 @@ def _write(
     targets: Tensor,
 ) -> dict[str, Any]:
     """Write the picture and the JSON of the scores (N, C), and print the row; returns what the JSON holds."""
-    metrics, counts = classification_metrics(scores, targets)
-    result = {**facts, **metrics, "most_confused": most_confused(counts, names), **details}
+    found, counts = accuracies(scores, targets), confusion_counts(scores, targets)
+    per_class = {names[index]: own for index, own in found.pop("per_class").items()}
+    result = {**facts, **found, "most_confused": most_confused(counts, names), "per_class": per_class, **details}
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
-    title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
+    title = f"{100 * found['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
-    row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
+    others = {"top5": "top-5", "mean_per_class": "mean per class", "chance": "chance"}
+    row = ", ".join(f"{words} {100 * found[key]:.1f} %" for key, words in others.items() if key in found)
+    row = f"top-1 {in_percent(found)} %, {row}"
     print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
     return result
