@@ -89,7 +89,7 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
         help="a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
         "aircraft, places365, inat2021, inat17",
     )
-    parser.add_argument("--test", required=True, metavar="DATA", help="likewise; NAME:DIR takes the test split")
+    parser.add_argument("--test", required=True, metavar="DATA", help="the test set; NAME:DIR takes the test split")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="results, cached features, state")
     parser.add_argument(
         "--way",
@@ -166,7 +166,7 @@ def compare(parser: argparse.ArgumentParser) -> Run:
         metavar="NAME=SHARDS::...",
         help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
     )
-    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="likewise, of sources that were in no training")
+    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training")
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
     add_encoder(parser, without=("model_name",))
     add_settings(parser, CompareSettings)

@@ -36,11 +36,11 @@ def embedded(
     """The embeddings of a collection by one model: read from a folder, and completed where rows are missing or out of date.
 
     Args:
-        folder: of these embeddings alone.
-        use: the program that reads them.
+        folder: folder of these embeddings alone.
+        use: name of the program that reads them.
         marks: one for each file of the collection, which changes with the file.
         fingerprints: digests of model, transform and precision.
-        name: of the collection.
+        name: name of the collection.
         captions: number of its captions; 0 embeds pictures alone.
         workers: loader processes.
         desc: for the progress bar.
@@ -91,7 +91,7 @@ def picture_features(
     The name of their folder has a hash of the model's digest, of the set and of its files' sizes and times.
 
     Args:
-        name: of the set, for the folder and the progress bar.
+        name: name of the set, for the folder and the progress bar.
 
     Raises:
         UserError: an image that cannot be read, embeddings that are not finite.

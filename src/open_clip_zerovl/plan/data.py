@@ -58,9 +58,9 @@ class DataCheck:
     Attributes:
         opened: the sources that training could read, in order.
         counted: the sources whose number of pairs is known, in order.
-        retrieval: name -> what the set holds, or the problem.
-        elsewhere: what this machine lacks, if the plan is for other hardware.
-        steps: of an epoch.
+        retrieval: name -> counts of the set, or its problem.
+        elsewhere: things that this machine lacks, if the plan is for other hardware.
+        steps: optimizer steps of an epoch.
     """
 
     sources: list[SourceCheck] = field(default_factory=list)
@@ -189,7 +189,7 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         troubles.append(
             Missing(
                 f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}",
-                f"fetch them again, or count the others: zerovl data index {local[gone[0]].parent}",
+                f"fetch them again, or count the remaining ones: zerovl data index {local[gone[0]].parent}",
             )
         )
     for index in sorted({0, len(source.shards) - 1}):

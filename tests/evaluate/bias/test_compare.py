@@ -201,20 +201,21 @@ def test_a_debiased_side_is_told_from_a_biased_one_and_not_from_its_like():
     assert found.seeds == 3 and found.names == ["biased", "debiased", "like"]
     for kind, way in (("across", 1), ("probe_images", -1), ("mixed", -1), ("log_p_other", 1)):
         difference = found.differences[kind]["debiased"]
-        assert difference.told_apart and difference.value * way > 0, kind
+        assert difference.significant and difference.value * way > 0, kind
         low, high = difference.over_queries
         assert low < difference.value < high
-    assert not found.differences["within"]["like"].told_apart and not found.differences["across"]["like"].told_apart
+    assert not found.differences["within"]["like"].significant and not found.differences["across"]["like"].significant
     said = found.verdicts()
     assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
     mixed = next(line for line in said if line.startswith("RSUM mixed"))
     assert mixed.startswith("RSUM mixed: debiased is lower than biased")  # neither better nor worse
-    assert any(line.startswith("RSUM within: like and biased are not told apart by this data") for line in said)
+    assert any(line.startswith("RSUM within: like and biased do not differ significantly") for line in said)
     table = found.table().splitlines()
     assert "debiased - biased, over seeds" in table[0] and table[1].startswith("RSUM within")
     numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert len(numbers["measures"]["across"]["sides"]["biased"]["runs"]) == 3
     assert numbers["rsum_of_single_pools"].keys() == {"a", "b", "a->b", "b->a"}
+    assert numbers["rsum_of_single_pools"]["a->b"]["chance"] == pytest.approx(2 * 100 * 16 / 60)
     assert found.warnings(concepts=True) == []
 
 
@@ -229,7 +230,7 @@ def test_models_and_sides_are_named():
     ("models", "sentence"),
     [
         ("a=x", "needs two sides or more"),
-        ("a=x,y b=z", "a has 2, b has 1; give each side as many"),
+        ("a=x,y b=z", "a has 2, b has 1; give each side the same number"),
         ("a=x a=y", "needs a name of its own"),
         ("a/export b/export", "needs a name of its own"),
         ("x.pt,y.pt b=z,w", "needs a name of its own and its runs"),
@@ -273,7 +274,7 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, ca
     assert cli.main([*command, "--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept"]) == 0
     printed = capsys.readouterr().out
     assert "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
-    # The same two runs in another order: no difference of means, and nothing is told apart.
+    # The same two runs in another order: no difference of means, and nothing differs significantly.
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     measures = numbers["measures"]
     kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
@@ -293,7 +294,7 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, ca
     assert cli.main([*command[:1], models[0], f"x={models[1]}", *command[3:], "--samples", "12"]) == 0
     printed = capsys.readouterr().out
     assert "RSUM across sources was not measured: --concept names the field" in printed and "RSUM within" in printed
-    assert "With one run a side they say nothing of how runs of other seeds would differ" in printed
+    assert "With one run a side they do not show the spread over seeds" in printed
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,10 @@ def test_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
     command[-1] += f"::b={tmp_path / 'b'}"
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert "chance of the probe: 50.0 %" in printed and "batch 32" in printed
+    assert (
+        printed.splitlines()[3].split() == ["chance", "50.0", "%", "50.0", "%", "-3.47", "-3.47"]
+        and "batch 32" in printed
+    )
     numbers = json.loads((tmp_path / "out" / "bias.json").read_text())
     assert list(numbers["models"]) == ["one", "run1"]
     # One caption a source: the probe on texts cannot fail.

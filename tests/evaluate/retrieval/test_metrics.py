@@ -352,22 +352,19 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
         ("test/nshards.txt", b"two", "number of shards, got 'two'"),
         ("test/1.tar", None, r"1\.tar is missing"),
         ("test/0.tar", b"not a tar" * 100, "not a readable, uncompressed tar"),
+        ("--split val", None, r"has no split 'val'; it has test"),
     ],
 )
 def test_bad_folders_are_refused_by_a_sentence(tmp_path, file, content, sentence):
-    if file not in ("", "."):
+    if file.startswith("--split"):
+        write_retrieval_set(tmp_path / "set", [1, 1])
+    elif file not in ("", "."):
         write_retrieval_set(tmp_path / "set", [1, 1])
         (tmp_path / "set" / file).unlink()
     if content is not None:
         (tmp_path / "set" / file).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
-        open_retrieval_set(tmp_path / "set")
-
-
-def test_a_split_that_is_not_there_is_refused(tmp_path):
-    write_retrieval_set(tmp_path / "set", [1, 1])
-    with pytest.raises(UserError, match=r"has no split 'val'; it has test"):
-        open_retrieval_set(tmp_path / "set", split="val")
+        open_retrieval_set(tmp_path / "set", split="val" if file == "--split val" else "test")
 
 
 # -- a model on a set ------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def run_compare(
     Args:
         sides: name -> its runs, in the order of their seeds.
         data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout: two sources or more.
-        unseen: sources that were in no training, likewise.
+        unseen: sources that were in no training, in the same form.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -94,7 +94,7 @@ def check_sides(runs: dict[str, int]) -> None:
     if len(set(runs.values())) != 1:
         counts = ", ".join(f"{name} has {count}" for name, count in runs.items())
         raise UserError(
-            f"runs are paired by their seeds, and {counts}; give each side as many, in the same order of seeds"
+            f"runs are paired by their seeds, and {counts}; give each side the same number, in the same order of seeds"
         )
 
 

@@ -27,7 +27,7 @@ from open_clip_zerovl.shards.members import Sample as StoredSample
 
 log = logging.getLogger(__name__)
 
-SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
+SHARDS_READ = 8  # shards from which a source's samples are taken, evenly spaced; more only if these hold too few
 
 _FALSE = frozenset(("", "0", "0.0", "no", "false", "none", "null"))  # values that say no
 
@@ -37,8 +37,8 @@ class SourceSample:
     """One pair: its source, its encoded picture, its caption, and what fields of its json say.
 
     Attributes:
-        concept: what it shows; None where no field names it, or the field is empty.
-        held_out: whether it was kept out of training.
+        concept: its concept; None if no field names it, or the field is empty.
+        held_out: True if it was kept out of training.
     """
 
     source: str
@@ -58,7 +58,7 @@ def read_samples(
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
     The other shards follow where these 8 hold fewer than `limit` pairs. A sample without a caption, or without a picture that
-    can be decoded, is passed over, counted, and named in a warning. Of several captions (lines of the text) the first is taken.
+    can be decoded, is passed over, counted, and named in a warning. The first of several captions (lines of the text) is taken.
 
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
@@ -70,8 +70,8 @@ def read_samples(
         The samples, source by source; source -> samples passed over.
 
     Raises:
-        UserError: a limit below 2, remote shards, a shard that is no tar, a source without a usable pair, a sample without the
-            field.
+        UserError: a limit below 2, remote shards, a shard that is not a tar, a source without a usable pair, a sample
+            without the field.
     """
     if limit < 2:
         raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
@@ -111,7 +111,7 @@ def _pair(
 ) -> SourceSample | None:
     image = image_of(sample.files)
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace")
-    # Lines are captions: all of them as one text would be five times as long as what any model is asked for, and cut off.
+    # Lines are captions: joined, they would be five times as long as a query, and cut off.
     caption = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if image is None or not caption:
         return None
@@ -149,7 +149,7 @@ def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
 
 
 def check_probe(samples: Sequence[SourceSample]) -> None:
-    """`check_source_probe` of samples. UserError as there, before anything is encoded."""
+    """`check_source_probe` on the sources and concepts of samples."""
     check_source_probe([sample.source for sample in samples], probe_groups([sample.concept for sample in samples]))
 
 

@@ -26,7 +26,7 @@ Transform = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class TowerSettings:
-    """How the frozen tower is run over images.
+    """Batches, device and precision of the frozen tower.
 
     Attributes:
         micro_batch: images in the tower at once.
@@ -45,7 +45,7 @@ class TransformedSet(ItemSet):
     """Transformed images with their class index.
 
     Args:
-        transform: image -> (3, H, W); what it draws for image i depends on (seed, epoch, i) alone.
+        transform: image -> (3, H, W); its random numbers for image i depend on (seed, epoch, i) alone.
         targets: (N,) class index of each image.
         seed: (seed, epoch) of the draws; None for a transform that draws nothing.
     """
@@ -108,7 +108,7 @@ def cached_features(
     """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder` (`embeddings.store`).
 
     The name of the cache's folder has a hash of the tower's weights, the set, the transform and the precision. A call after an
-    interruption computes what is missing.
+    interruption computes the missing features.
 
     Args:
         tower: see `tower_features`.

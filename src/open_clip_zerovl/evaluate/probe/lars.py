@@ -1,6 +1,6 @@
 """The paper's linear probe (section 5.3, A.7): a linear classifier on the frozen image tower, trained by LARS.
 
-The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0. Its released code has the others: a linear
+The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0. Its released code gives the rest: a linear
 layer on the features as they are, in torch's initialisation; crops of 8-100 % of the area and AutoAugment; momentum 0.9, trust
 coefficient 0.001, both also for the bias; warm-up over 1/9 of the steps, then a cosine to 0. The tower runs in micro-batches;
 the classifier takes its step on the whole batch.

@@ -32,7 +32,7 @@ class Embedded:
     Attributes:
         rows: (P, D), L2-normalised; a row of zeros for a picture that cannot be decoded, or is not there.
         sizes: pictures of each file of the collection.
-        computed: pictures that this call has embedded or found bad; the others were kept from before.
+        computed: pictures that this call has embedded or found bad; the rest was stored before.
     """
 
     rows: Rows
@@ -95,7 +95,7 @@ def embed_collection(
     Args:
         cache: the folder of all collections and models.
         workers: loader processes.
-        name: of the model, for the progress bar.
+        name: name of the model, for the progress bar.
 
     Raises:
         UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose

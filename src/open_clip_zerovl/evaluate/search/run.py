@@ -31,9 +31,10 @@ from open_clip_zerovl.evaluate.search.index import default_cache, embed_collecti
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
+FILE_NAMES = ("filename", "file")  # fields of a sample's json, in this order
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Hit:
     """A picture that was found.
 
     Attributes:
-        picture: its name in lists.
+        picture: its name in lists: the name of its file where the sample's json has it, else `place`.
+        place: path of the picture, or shard and key of its sample.
         score: its cosine with the query.
         caption: the first caption beside it in its shard; "" where there is none.
         content: its encoded bytes; None where it has gone since it was embedded.
@@ -50,6 +52,7 @@ class Hit:
     picture: str
     score: float
     caption: str
+    place: str
     content: bytes | None = field(repr=False)
 
 
@@ -60,7 +63,7 @@ class Found:
     Attributes:
         hits: best first.
         pictures, bad: pictures that were searched, and that cannot be decoded or are not there.
-        computed: pictures that were embedded by this call; the others were known from before.
+        computed: pictures that this call has embedded; the rest was stored before.
     """
 
     hits: tuple[Hit, ...]
@@ -77,11 +80,11 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         data: see `open_collection`.
 
     Returns:
-        What each model found.
+        The result of each model.
 
     Raises:
-        UserError: a file that cannot be written, a query picture that cannot be decoded, and what `open_collection`,
-            `Encoder.load` and `embed_collection` raise.
+        UserError: a file that cannot be written, a query picture that cannot be decoded, or an error of
+            `open_collection`, `Encoder.load` or `embed_collection`.
     """
     for file in (settings.page, settings.output):
         if file is not None:
@@ -191,11 +194,22 @@ def _query_picture(path: Path) -> Image.Image:
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     """A hit with its name, caption and picture, read from picture `number` of a file."""
     if collection.shards is None:
-        return Hit(collection.shown(file, ""), score, "", picture_file(collection.files[file].path))
+        place = collection.shown(file, "")
+        return Hit(place, score, "", place, picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     content = image_of(sample.files)
-    return Hit(collection.shown(file, sample.key), score, text.partition("\n")[0].strip(), content and bytes(content))
+    place, caption = collection.shown(file, sample.key), text.partition("\n")[0].strip()
+    return Hit(_file_name(sample) or place, score, caption, place, content and bytes(content))
+
+
+def _file_name(sample: Sample) -> str | None:
+    """The name of the file from which a sample was packed, where its json has it."""
+    try:
+        stored = json.loads(sample.files.get("json", b"{}"))
+        return next((stored[key] for key in FILE_NAMES if isinstance(stored.get(key), str) and stored[key]), None)
+    except (ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _thumbnail(hit: Hit) -> str | None:
@@ -208,7 +222,8 @@ def _thumbnail(hit: Hit) -> str | None:
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
     def plain(result: Found) -> dict[str, Any]:
-        hits = [{"picture": hit.picture, "score": hit.score, "caption": hit.caption} for hit in result.hits]
+        shown = ("picture", "place", "score", "caption")
+        hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}
 
     image = None if settings.image is None else str(settings.image)

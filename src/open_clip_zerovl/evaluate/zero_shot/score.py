@@ -52,8 +52,8 @@ def score_labelled(
     """`accuracies` of a model on one set, with classes by name; `sources`: the metrics of each source.
 
     Args:
-        folder: where the pictures' embeddings are kept.
-        name: of the set.
+        folder: folder for the pictures' embeddings.
+        name: name of the set, for the progress bar.
 
     Raises:
         UserError: a picture that cannot be read, embeddings that are not finite.
