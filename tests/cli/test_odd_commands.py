@@ -227,13 +227,13 @@ def lacks(module: str):
 
 
 def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", None)
+    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", None)
     with pytest.raises(TypeError):
         main(BIAS.split())
     with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
-        monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", lacks("open_clip_zerovl.gone"))
+        monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone"))
         main(BIAS.split())
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", lacks("torch"))
+    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("torch"))
     assert main(BIAS.split()) == 2
     assert "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"

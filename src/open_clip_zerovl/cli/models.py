@@ -76,7 +76,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
 def interpolate(parser: argparse.ArgumentParser) -> Run:
     """`zerovl interpolate`."""
     parser.description = (
-        "A model between two others (WiSE-FT): what fine-tuning has taught, with less of what it has made the model forget. "
+        "A model between two models (WiSE-FT): it keeps more of the earlier abilities than the fine-tuned one. "
         "With --data the models along the way are scored and one is chosen. The folder loads in stock open_clip."
     )
     parser.add_argument("before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval")
@@ -327,7 +327,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
 def doctor(parser: argparse.ArgumentParser) -> Run:
     """`zerovl doctor`."""
     parser.description = (
-        "One page to paste into an issue: versions against what is supported, a forward pass and a DGA step on every device, "
+        "One page to paste into an issue: versions and supported ranges, a forward pass and a DGA step on every device, "
         "process groups, memory and limits. Exit status 1 where something is wrong."
     )
     parser.add_argument("--logs", default="logs", metavar="DIR", help="where runs would be kept (default %(default)s)")

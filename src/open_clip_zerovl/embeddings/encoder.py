@@ -39,6 +39,7 @@ class FrozenModel:
         input_dtype: normalised pictures are cast to it.
         unit_length: divide each row by its L2 norm.
         fingerprints: digest of weights, preprocessing and precision of each tower, "image" and "text".
+        logit_scale: the factor of its logits, `exp` of the parameter.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FrozenModel:
     input_dtype: torch.dtype | None = None
     unit_length: bool = True
     fingerprints: dict[str, str] = field(default_factory=dict)
+    logit_scale: float = 1.0
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
@@ -73,6 +75,7 @@ class FrozenModel:
             std,
             context=autocast(device, amp),
             fingerprints=digests,
+            logit_scale=network.logit_scale.exp().item(),
         )
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""`zerovl doctor`: whether this machine can train, on one page to paste into an issue.
+"""`zerovl doctor`: a check of this machine for training, on one page to paste into an issue.
 
 It checks the versions of packages against the ranges that this package was installed with; on each device the gradient of a
 step of decoupled gradient accumulation against that of one graph (section 4.1); process groups; memory, shared memory, disk and
-file limits. A check that fails says what was seen and what to do; the others still run.
+file limits. A check that fails gives its finding and a remedy; the remaining checks still run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
-USERS_EXTRAS = ("demo", "data")  # of setup.py; the others are for work on the project itself
+USERS_EXTRAS = ("demo", "data")  # extras that users install; the rest is for work on the project itself
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
@@ -41,9 +41,9 @@ class Finding:
     """One line of the page.
 
     Attributes:
-        topic: what was checked.
-        seen: what was found.
-        problem: what is wrong and what to do; None if nothing is.
+        topic: subject of the check.
+        seen: its finding.
+        problem: the fault and its remedy, or None.
     """
 
     topic: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def examine(logs: str | Path = "logs") -> list[Finding]:
-    """Run all checks; one that fails does not stop the others.
+    """Run all checks; a failing one does not stop the next.
 
     Args:
         logs: the runs' folder, whose free disk is checked.
@@ -76,7 +76,7 @@ def examine(logs: str | Path = "logs") -> list[Finding]:
 
 
 def in_a_sentence(error: Exception) -> str:
-    """What an error says, and what to do where a package is missing."""
+    """An error as a sentence, with a remedy if a package is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"{error.name.partition('.')[0]} is not installed; pip install {PACKAGE} again, which brings it"
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What models learned of their sources (section 3.1, figures 3 and 4, A.5)."""
+"""Source bias of models (section 3.1, figures 3 and 4, A.5)."""
 
 from open_clip_zerovl.core.lazy import lazy_exports
 

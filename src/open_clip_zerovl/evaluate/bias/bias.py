@@ -12,8 +12,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.bias.charts import bias_values
-from open_clip_zerovl.evaluate.bias.encode import check_probe, encode, read_samples
 from open_clip_zerovl.evaluate.bias.report import BiasReport, check_batch_sizes, measure_bias
+from open_clip_zerovl.evaluate.bias.samples import check_probe, encode, read_samples
 from open_clip_zerovl.evaluate.settings import BiasSettings
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
@@ -53,11 +53,11 @@ def run_bias(
     sources = parse_sources(data, evaluation=True)
     if len(sources) < 2:
         raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")
-    samples, skipped = read_samples(sources, settings.samples_per_source, settings.concept_field)
+    samples, skipped = read_samples(sources, settings.samples_per_source, concept_field=settings.concept_field)
     check_batch_sizes(settings.batch_sizes or (), len(samples))
     check_probe(samples)
     report = measure_bias(
-        {name: encode(encoder, samples, name) for name, encoder in encoders.items()},
+        {name: encode(encoder, samples, name, out / "features") for name, encoder in encoders.items()},
         samples,
         skipped=skipped,
         batch_sizes=settings.batch_sizes,

@@ -16,9 +16,8 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.bias.charts import comparison_picture
 from open_clip_zerovl.evaluate.bias.comparison import Comparison, RunMeasures, compare_runs, measure_run
-from open_clip_zerovl.evaluate.bias.encode import check_probe, check_sides, encode, read_samples, rows_by_source
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
-from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.evaluate.bias.samples import SourceSample, check_probe, encode, read_samples, rows_by_source
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import CompareSettings
@@ -40,7 +39,7 @@ def run_compare(
     Args:
         sides: name -> its runs, in the order of their seeds.
         data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout: two sources or more.
-        unseen: sources that were in no training, likewise.
+        unseen: sources that were in no training, in the same form.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -56,7 +55,7 @@ def run_compare(
     shown: dict[str, tuple[Tensor, Tensor]] = {}
     for name, runs in sides.items():
         for number, encoder in enumerate(runs, 1):
-            images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(runs)}")
+            images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(runs)}", out / "features")
             own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
             others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
             measured[name].append(measure_run(own, scale, others, seed=settings.seed))
@@ -88,6 +87,17 @@ def run_compare(
     return found
 
 
+def check_sides(runs: dict[str, int]) -> None:
+    """UserError for fewer than two sides, or sides of different numbers of runs. `runs`: side -> its runs."""
+    if len(runs) < 2:
+        raise UserError("a comparison needs two sides or more; name them A=MODEL B=MODEL")
+    if len(set(runs.values())) != 1:
+        counts = ", ".join(f"{name} has {count}" for name, count in runs.items())
+        raise UserError(
+            f"runs are paired by their seeds, and {counts}; give each side the same number, in the same order of seeds"
+        )
+
+
 def _samples(
     data: str, unseen: str | None, settings: CompareSettings
 ) -> tuple[list[SourceSample], list[SourceSample], dict[str, int]]:
@@ -103,8 +113,8 @@ def _samples(
             f"{sorted(both)[0]!r} is a source of --data and of --unseen; an unseen source was in no training"
         )
     limit, concepts = settings.samples_per_source, settings.concept_field
-    seen, skipped = read_samples(sources, limit, concepts, settings.held_out_field)
-    rest, more_skipped = read_samples(others, limit, concepts)
+    seen, skipped = read_samples(sources, limit, concept_field=concepts, held_out_field=settings.held_out_field)
+    rest, more_skipped = read_samples(others, limit, concept_field=concepts)
     held_out = [sample for sample in seen if sample.held_out]
     if lacking := sorted({sample.source for sample in seen} - {sample.source for sample in held_out}):
         raise UserError(f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out")

@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CurveSettings(CurveFlags):
-    """What is scored and how a point is chosen.
+    """Sets to score, and the rule that chooses a point.
 
     Attributes:
         new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
@@ -52,7 +52,7 @@ class CurveSettings(CurveFlags):
         if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
             raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
         if not 0 <= self.kept_share <= 1:
-            raise UserError(f"--keep {self.kept_share:g} is no share of the score before; give 0 to 1")
+            raise UserError(f"--keep {self.kept_share:g} is not a share of the score before; give 0 to 1")
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
@@ -149,7 +149,7 @@ def run_interpolation(
     precision: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the model between two others: at `alpha`, or at the point that the curve of `settings` chooses.
+    """Write the model between two models: at `alpha`, or at the point that the curve of `settings` chooses.
 
     Returns:
         The folder.
@@ -168,7 +168,7 @@ def run_interpolation(
         alpha = curve.chosen.alpha
         print(f"{curve.table()}\n{curve.sentence}")
         if not curve.kept:
-            print("No kept set was scored, so that nothing says what was forgotten; give --kept NAME=SET.")
+            print("No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET.")
     return write_between(
         ends, PLAIN_ALPHA if alpha is None else alpha, out, curve=curve, precision=precision, force=force
     )

@@ -117,7 +117,7 @@ def score_set(
         `metrics` has the counts `images` and `captions` too. None on all ranks but the first.
 
     Raises:
-        UserError: what `encode_retrieval` and `retrieval_ranks` refuse.
+        UserError: an error of `encode_retrieval` or `retrieval_ranks`.
     """
     model, preprocess, tokenizer, device = loaded
 
@@ -199,7 +199,7 @@ def encode_on_ranks(
     *,
     device: str | torch.device,
 ) -> Features | None:
-    """`encode_retrieval` of a whole set, a part on each rank; the features on the first rank, None on the others.
+    """`encode_retrieval` of a whole set, a part on each rank; returns the features on the first rank, else None.
 
     Args:
         batches: part of the set -> its batches.

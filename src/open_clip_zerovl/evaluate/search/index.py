@@ -9,8 +9,6 @@ the size and modification time with which it was embedded.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +19,10 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.collection import Collection
 from open_clip_zerovl.data.images import BadImage, decode_image
-from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Lost, Sample
-from open_clip_zerovl.embeddings.store import Manifest, Rows, Store
+from open_clip_zerovl.embeddings.store import Rows
+from open_clip_zerovl.evaluate.embedded import embedded, folder_name
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Embedded:
     Attributes:
         rows: (P, D), L2-normalised; a row of zeros for a picture that cannot be decoded, or is not there.
         sizes: pictures of each file of the collection.
-        computed: pictures that this call has embedded or found bad; the others were kept from before.
+        computed: pictures that this call has embedded or found bad; the rest was stored before.
     """
 
     rows: Rows
@@ -97,7 +95,7 @@ def embed_collection(
     Args:
         cache: the folder of all collections and models.
         workers: loader processes.
-        name: of the model, for the progress bar.
+        name: name of the model, for the progress bar.
 
     Raises:
         UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose
@@ -106,13 +104,17 @@ def embed_collection(
     pictures = _Pictures(collection)
     marks = [[file.path, file.size, file.changed_ns] for file in collection.files]
     fingerprint, where = model.fingerprints["image"], os.path.abspath(os.path.expanduser(collection.name))
-    source = {"name": where, "marks": marks, "sizes": pictures.sizes, "picked": None}
-    shape = (sum(pictures.sizes), model.image_width())
-    manifest = Manifest({"use": "search", "fingerprints": [fingerprint]}, [source], {"0.images": ("float32", shape)})
-    key = json.dumps([fingerprint, where])
     check_writable(cache, folder=True)
-    store = Store.create(cache / hashlib.sha256(key.encode()).hexdigest()[:24], manifest, cache=True)
-    left = int((~store.done).sum())
-    if left:
-        embed(store, [model], pictures, batch_size=batch_size, workers=workers, desc=name)
-    return Embedded(store.rows["0.images"], pictures.sizes, left)
+    store, computed = embedded(
+        cache / folder_name(fingerprint, where),
+        "search",
+        model,
+        pictures,
+        marks,
+        [fingerprint],
+        name=where,
+        batch_size=batch_size,
+        workers=workers,
+        desc=name,
+    )
+    return Embedded(store.rows["0.images"], pictures.sizes, computed)

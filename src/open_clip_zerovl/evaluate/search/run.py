@@ -41,7 +41,7 @@ class Hit:
     """A picture that was found.
 
     Attributes:
-        picture: its name in lists.
+        picture: its name in lists: its path, or shard and key with the file or URL that the sample's json names.
         score: its cosine with the query.
         caption: the first caption beside it in its shard; "" where there is none.
         content: its encoded bytes; None where it has gone since it was embedded.
@@ -60,7 +60,7 @@ class Found:
     Attributes:
         hits: best first.
         pictures, bad: pictures that were searched, and that cannot be decoded or are not there.
-        computed: pictures that were embedded by this call; the others were known from before.
+        computed: pictures that this call has embedded; the rest was stored before.
     """
 
     hits: tuple[Hit, ...]
@@ -77,11 +77,11 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         data: see `open_collection`.
 
     Returns:
-        What each model found.
+        The result of each model.
 
     Raises:
-        UserError: a file that cannot be written, a query picture that cannot be decoded, and what `open_collection`,
-            `Encoder.load` and `embed_collection` raise.
+        UserError: a file that cannot be written, a query picture that cannot be decoded, or an error of
+            `open_collection`, `Encoder.load` or `embed_collection`.
     """
     for file in (settings.page, settings.output):
         if file is not None:
@@ -208,7 +208,8 @@ def _thumbnail(hit: Hit) -> str | None:
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
     def plain(result: Found) -> dict[str, Any]:
-        hits = [{"picture": hit.picture, "score": hit.score, "caption": hit.caption} for hit in result.hits]
+        shown = ("picture", "score", "caption")
+        hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}
 
     image = None if settings.image is None else str(settings.image)
