@@ -81,6 +81,14 @@ def test_clip_benchmark_reads_the_classes(packed, tmp_path):
     assert [int(label) for _, label in dataset] == [int(sample.files["cls"]) for sample in samples]
 
 
+def test_a_folder_around_the_classes_does_not_count(packed, tmp_path):
+    """As an archive has it that was unpacked: in/photographs/SOURCE/CLASS/PICTURE."""
+    class_folders(tmp_path / "in/photographs", "shop", "web")
+    found = packed(tmp_path / "in", columns=Columns(source="folder"))
+    assert [entry["source"] for entry in found["written"]] == ["shop", "web"]
+    assert list(found["classes"]) == ["hat", "shoe", "sun hat"]
+
+
 def flat(folder: Path) -> Path:
     folder.mkdir()
     for number in range(4):

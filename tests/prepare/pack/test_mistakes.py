@@ -452,7 +452,13 @@ def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, t
     assert [(source.name, source.num_samples) for source in parse_sources(data)] == [(name, 1) for name in kinds[2:4]]
 
 
-def test_a_kill_in_the_first_write_leaves_a_folder_that_is_taken(packed, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/.pack.json.17.ab.part").write_text("{")
-    assert packed(two_pairs(tmp_path / "in"))["pictures"] == 2 and not list((tmp_path / "out").glob(".pack.json*"))
+@pytest.mark.parametrize("written", ["pack.json", "train/00000.tar", "refused.csv"])
+def test_a_kill_in_a_write_leaves_a_folder_that_is_taken(written, packed, tmp_path):
+    given, file = two_pairs(tmp_path / "in"), tmp_path / "out" / written
+    if written != "pack.json":  # the first file
+        with pytest.raises(UserError, match="source 'a' has 1 picture"):
+            packed(given, columns=Columns(source="folder"), test_share=0.5)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_name(f".{file.name}.17.ab.part").write_text("{")
+    assert packed(given, columns=Columns(source="folder"))["pictures"] == 2
+    assert not list((tmp_path / "out").rglob("*.part"))

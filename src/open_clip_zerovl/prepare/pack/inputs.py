@@ -20,7 +20,7 @@ from open_clip_zerovl.prepare.pack.columned import (
     saved_files,
 )
 from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
-from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, walk
+from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels, walk
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -138,8 +138,8 @@ def _form_of_folder(path: Path) -> str:
     if counts["arrow"]:
         return "arrow"
     if pictures:
-        depths = {os.path.relpath(picture, path).count(os.sep) for picture in pictures}
-        return "classes" if depths in ({1}, {2}) else "folder"  # whose reader refuses it for want of captions
+        levels = class_levels(os.path.relpath(picture, path) for picture in pictures)
+        return "classes" if levels else "folder"  # whose reader refuses it for want of captions
     seen = ", ".join(f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)) or "nothing"
     raise UserError(
         f"{path} holds neither pictures, a table, parquet files nor tars, but {seen}: give the folder or file of your pairs"

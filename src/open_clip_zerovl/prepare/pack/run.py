@@ -20,7 +20,7 @@ from threading import Timer
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, remove_scratch, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
@@ -148,7 +148,8 @@ def pack(
         SourceNames(source_name(name or out.absolute().name), settings.columns.source, known) for name, _ in named
     ]
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
-        remove_scratch(out / PACK_FILE)
+        for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
+            scratch_file.unlink(missing_ok=True)
         store = Store(scratch / "rows.sqlite", seed=settings.seed)
         try:
             collecting = Collecting(

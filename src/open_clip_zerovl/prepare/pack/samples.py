@@ -163,12 +163,12 @@ class ClassReader(Reader):
                 f"--template {wrong[0]!r} has no place for the class, or several: write {{}} once, as in {TEMPLATE!r}"
             )
         self.files = list(picture_files(path))
-        depths = {len(file.relative_to(path).parts) for file in self.files}
-        if depths not in ({2}, {3}):
+        levels = class_levels(str(file.relative_to(path)) for file in self.files)
+        if levels is None:
             raise UserError(
                 f"{path} has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE: sort them so"
             )
-        self.upper = depths == {3}
+        self.upper = levels > 1
         if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):
             raise UserError(
                 f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
@@ -176,8 +176,8 @@ class ClassReader(Reader):
             )
         self.total = len(self.files)
         names = sorted({file.parent.name for file in self.files})
-        levels = "two levels, of which the lower one is the class" if self.upper else "one level"
-        self.columns = f"{len(names)} classes ({listed(names)}; {levels}), captions {listed(self.captions)}"
+        words = "two levels, of which the lower one is the class" if self.upper else "one level"
+        self.columns = f"{len(names)} classes ({listed(names)}; {words}), captions {listed(self.captions)}"
         if self.upper and wanted.source is None:
             self.notes = [f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"]
 
@@ -185,7 +185,23 @@ class ClassReader(Reader):
         for file in self.files:
             name, label = file.relative_to(self.path), file.parent.name.replace("_", " ")
             captions = [template.replace("{}", label) for template in self.captions]
-            yield PairRow(str(file), captions, str(name), 0, name.parts[0], name=str(name), label=label)
+            yield PairRow(str(file), captions, str(name), 0, name.parts[-3:][0], name=str(name), label=label)
+
+
+def class_levels(pictures: Iterable[str]) -> int | None:
+    """Levels of folders around pictures of classes: 1 for `CLASS/1.jpg`, 2 for `SOURCE/CLASS/1.jpg`; None for other
+    layouts, and for fewer than two classes.
+
+    Folders that are the only one at the top, as archives have them, do not count.
+    """
+    folders = {os.path.dirname(picture) for picture in pictures}
+    depths = {folder.count(os.sep) + bool(folder) for folder in folders}
+    if len(depths) != 1 or len({os.path.basename(folder) for folder in folders}) < 2:
+        return None
+    tops = os.path.commonpath(folders)
+    common = min(tops.count(os.sep) + bool(tops), max(depths) - 1)
+    levels = max(depths) - common
+    return levels if levels <= 2 else None
 
 
 def picture_files(path: Path) -> Iterator[Path]:

@@ -127,7 +127,7 @@ class Store:
         )
         self.db.executescript(
             "CREATE INDEX samples_in_order ON samples (source, split, position, key);"
-            "CREATE INDEX samples_by_key ON samples (key);"
+            "CREATE INDEX samples_by_key ON samples (key, source);"
         )
 
     def sources(self) -> list[str]:
