@@ -39,7 +39,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """open_clip's metrics of this epoch, and `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
 
-    Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
+    Only the first rank evaluates, as in open_clip; the other ranks wait at main's barrier.
 
     Args:
         log: gets the metrics.

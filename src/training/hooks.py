@@ -67,7 +67,7 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
     `torch.save` that is atomic.
 
     Args:
-        entry: what to add to each checkpoint that main saves.
+        entry: makes the entries to add to each checkpoint that main saves.
 
     Raises:
         UserError: see `check_host`; or open_clip's function has a parameter that its replacement does not take.

@@ -29,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
     stock_data, stock_tokenizer, stock_epoch, stock_evaluate = (
         host.get_data, host.get_tokenizer, host.train_one_epoch, host.evaluate,
     )  # fmt: skip

@@ -37,7 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
     ours = _Adapters(run, host)
     stock_tokenizer = host.get_tokenizer
     return {

@@ -326,7 +326,7 @@ class Run:
         """The checkpoint to resume from; if epoch_latest.pt is damaged, the newest whole one beside it.
 
         Raises:
-            UserError: it is damaged, and there is no other.
+            UserError: it is damaged, and the folder has no other checkpoint.
         """
         path = Path(file_path)
         searched = self.resumes_latest and not self.args.save_most_recent  # `newest_whole` has read it already

@@ -1,4 +1,4 @@
-"""What a run prints and records on its first rank: about ten lines before its first step, progress, a record, its page."""
+"""A run's output on its first rank: about ten lines before its first step, progress, a record, its page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LABEL = 10
 class RunLog:
     """A run's console lines and record. Before `begin`, and on other ranks, nothing is done.
 
-    A record or page that cannot be written is told once and does not end the training.
+    A record or page that cannot be written gets one warning and does not end the training.
     """
 
     def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
@@ -49,7 +49,7 @@ class RunLog:
         self.not_finite = 0  # losses, in steps of this process
 
     def first(self, kind: str) -> bool:
-        """Whether this process asks for the first time whether to say something of a kind."""
+        """True the first time that this process asks about a kind of message."""
         new = kind not in self._said
         self._said.add(kind)
         return new
@@ -59,7 +59,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, facts: Facts) -> None:
-        """Say what will be done, and open the record at the position where the run begins or goes on."""
+        """Print the summary, and open the record at the position where the run begins or goes on."""
         if self.args.rank != 0:
             return
         self.facts = facts
@@ -100,26 +100,25 @@ class RunLog:
             self._draw(epoch, index, rate)
 
     def logged(self, epoch: int, index: int, entries: Mapping[str, Any]) -> None:
-        """A step is logged.
+        """Record a logged step.
 
         Args:
-            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes` and what else the record is to
-                hold.
+            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes`, and any others.
         """
         if self.facts is None:
             return
-        # A step from one source tells nothing of the others, whose last losses stay on show.
+        # A step from one source has no news of the other sources, whose last losses stay on show.
         self._last = {**entries, "by_source": {**self._last.get("by_source", {}), **entries["by_source"]}}
         if self.console.progress.possible:
             self._draw(epoch, index, entries["samples_per_second"])
         self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
 
-    def lost(self, at: float, books: EpochStats) -> None:
-        """What was delivered and lost since the epoch, or this process, began."""
-        self._add("lost", at, delivered=books.delivered, lost=books.lost)
+    def lost(self, at: float, stats: EpochStats) -> None:
+        """Record the samples delivered and lost since the epoch, or this process, began."""
+        self._add("lost", at, delivered=stats.delivered, lost=stats.lost)
 
     def retrieval(self, epoch: int, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation on the retrieval sets."""
+        """Record an evaluation on the retrieval sets."""
         self._add("retrieval", epoch, metrics=metrics)
 
     def eta(self, epoch: int, index: int) -> str:
@@ -226,7 +225,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run knows of itself before its first step.
+    """Facts about a run before its first step.
 
     Attributes:
         model: without DDP.

@@ -8,6 +8,7 @@ from argparse import Namespace
 import open_clip
 import pytest
 import torch
+from open_clip_train.scheduler import cosine_lr as stock_cosine_lr
 from safetensors.torch import save_file
 from torch import nn
 from transformers import MT5Config
@@ -22,7 +23,7 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
-from training.model import create_model
+from training.model import cosine_lr, create_model
 
 EMBED_DIM = 24
 
@@ -254,7 +255,7 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
 def test_freezing_everything_or_something_unknown_is_refused():
     with pytest.raises(UserError, match="nothing left to train"):
         freeze(native(), ["image", "text"])
-    with pytest.raises(UserError, match="no tower 'vision'"):
+    with pytest.raises(UserError, match="'vision' is not a tower"):
         freeze(native(), ["vision"])
     model = native()
     freeze(model, ["image", "text"], projection=False)
@@ -365,6 +366,17 @@ def test_the_default_groups_are_open_clips(bert):
                 id(p) for n, p in model.named_parameters() if p.requires_grad and spared_by_open_clip(n, p) == spared
             ]
             assert [id(p) for p in group["params"]] == wanted
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_to_its_floor():
+    """As open_clip's own where the floor is 0."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
+    floored = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.2)
+    assert [floored(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert floored(8) == pytest.approx(0.6) and floored(12) == floored(20) == pytest.approx(0.2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    ours, stock = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.0), stock_cosine_lr(optimizer, 1.0, 4, 12)
+    assert [ours(step) for step in range(12)] == pytest.approx([stock(step) for step in range(12)])
 
 
 @pytest.mark.parametrize(("clip", "moved"), [(None, 5.0), (1.0, 1.0)])

@@ -16,6 +16,7 @@ from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
 from support.dga_reference import batches, bert_clip, error, gradients, one_graph
@@ -122,6 +123,21 @@ def test_captions_and_embeddings_of_a_step_stand_as_its_texts_do():
     }  # fmt: skip
     ((of_pictures, of_texts),) = inputs["teacher_features"]
     assert (of_pictures.flatten().tolist(), of_texts.flatten().tolist()) == ([20, 21, 22], texts)
+
+
+def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
+    """A resumed run begins with another step than the first."""
+    planned, settings = planned_of(model, "fp32")
+    drawn, draw = [], planned.mixup.draw
+    monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
+    stepper = Stepper(planned, settings)
+    recipe = RecipeStep(planned.model, ContrastiveLoss(), stepper.optimizer, precision="fp32", mixup=planned.mixup,
+                        normalize=planned.normalize)  # fmt: skip
+    recipe.take(groups_of(planned)[0], 5)
+    wanted = CoinFlipMixup(1.0, seed=SEED)
+    first = wanted.draw()
+    wanted.seek(5)
+    assert drawn == [wanted.draw()] != [first]
 
 
 def test_images_are_mixed_before_they_are_cast(model):

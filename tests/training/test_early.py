@@ -42,7 +42,7 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=file:b=file"], 2, "write a=file::b=..."),
         (["--train-data", "a=file", "--resume", "epoch_9.pt"], 2, "--resume epoch_9.pt does not exist"),
-        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is no checkpoint: it is empty"),
+        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is not a checkpoint: it is empty"),
     ],
 )
 def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):

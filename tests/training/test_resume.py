@@ -107,7 +107,7 @@ OF_A = replace(TAKEN, sources="a (100)", order={"--seed": 1, "--sampling": "debi
         (TAKEN, {"batching": Batching(64, 1, 2, 4)}, 4, 4, "approximate"),
         (replace(TAKEN, step=0), {"step": 10}, 9, 0, ""),
         (OF_A, {"step": 0}, None, 10, ""),
-        (OF_A, {"sources": "a (100), b (9)"}, None, 10, "on others: a (100), b (9)"),
+        (OF_A, {"sources": "a (100), b (9)"}, None, 10, "and this run has a (100), b (9)"),
         # At an epoch's end nothing is in the middle; but who gives another batch by mistake has to hear of it.
         (replace(OF_A, step=0), {"batching": Batching(32, 1, 2, 8)}, None, 0, ""),
         (
