@@ -124,6 +124,7 @@ EXPORTS = {
 LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --way quick --out"
+ZERO = "zero-shot exp --data"
 BIAS = "bias exp --data a=a::b=b"
 CLUSTER = "cluster exp --clusters 2 --data"
 EPOCH = "checkpoints/epoch_1.pt"
@@ -134,6 +135,11 @@ ODD = {
     f"{SCORE} --csv a": r"a cannot be written \(Is a directory\)",
     f"{SCORE} --gallery file/x.html": r"cannot be written",
     f"{PROBE} file/x": r"file/x cannot be written",
+    f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
+    f"{ZERO} bombprobe": "too large to decode",
+    f"{ZERO} notatar": "not a readable, uncompressed tar|is no folder of class folders",
+    f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
+    f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
@@ -205,6 +211,7 @@ def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
         f"{SCORE} --output file/x",
         f"{SCORE} --gallery a",
         f"{PROBE} file",
+        f"{ZERO} probe --output file/x",
         f"{BIAS} --out file",
         f"{CLUSTER} a=a --out file/x",
     ],
