@@ -87,22 +87,6 @@ def test_flags_of_training_are_passed_over_in_either_form():
     assert [flag.partition(" ")[0] for flag in found] == ["--lr", "--zeroshot-freq", "--resume", "--report-to"]
 
 
-def test_training_knows_every_flag_of_the_plan_under_its_name():
-    from training.params import parse
-
-    given = {
-        "--batch-size": "8", "--dga-steps": "3", "--dga-retain": "auto", "--epochs": "7", "--workers": "2",
-        "--token-drop": "0.5", "--train-num-samples": "99", "--save-every-steps": "5", "--keep-checkpoints": "4",
-        "--text-augment": "0.1", "--mixup-alpha": "0.3", "--precision": "fp32", "--freeze": "text", "--loss-chunk": "2",
-    }  # fmt: skip
-    line = ["--model", "zerovl-emoji", "--train-data", "a=/x", "--coin-flip-mixup", "--debiased-sampling"]
-    line += [word for pair in given.items() for word in pair]
-    args, config = parse(line)
-    planned = PlanSettings(**{name: value for name, value in parse_plan(line).items() if name != "json"})
-    for name in [flag.removeprefix("--").replace("-", "_") for flag in given] + ["sampling", "coin_flip_mixup"]:
-        assert getattr(planned, name) == getattr(config if hasattr(config, name) else args, name), name
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -393,7 +377,9 @@ def test_sources_table(tmp_path):
     assert shared.steps == 11 and not any("fewer than" in note for note in shared.notes)
     mixed = scheduled(three, 7, sampling="random")
     assert mixed.steps == 11 and all(source.steps is None for source in mixed.sources)
-    with pytest.raises(UserError, match="--source-order a::b must name each source once, separated by '::', as a::b::c"):
+    with pytest.raises(
+        UserError, match="--source-order a::b must name each source once, separated by '::', as a::b::c"
+    ):
         scheduled(three, 7, sampling="sequential", source_order="a::b")
 
 

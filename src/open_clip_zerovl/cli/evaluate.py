@@ -140,7 +140,7 @@ def bias(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, BiasSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.bias import run_bias
+        from open_clip_zerovl.evaluate.bias.commands import run_bias
 
         run_bias(encoders_of(arguments), arguments.data, settings_from(BiasSettings, arguments), out=arguments.out)
 
@@ -172,7 +172,7 @@ def compare(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, CompareSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.compare import run_compare
+        from open_clip_zerovl.evaluate.bias.commands import run_compare
 
         sides = {
             name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -17,8 +17,7 @@ from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_mode
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
 from open_clip_zerovl.distill.settings import TeacherFlags
-from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
-from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
+from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.settings import ClusterSettings
 
@@ -336,6 +335,7 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         from open_clip_zerovl.plan.doctor import examine, page
 
+        print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr, flush=True)
         findings = examine(arguments.logs)
         if arguments.json:
             print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))

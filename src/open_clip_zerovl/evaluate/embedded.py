@@ -16,7 +16,7 @@ from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Collection, Sample
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Store
 
 
 def embedded(
@@ -52,7 +52,7 @@ def embedded(
         UserError: a folder that cannot be written, a sample that cannot be read, embeddings that are not finite.
     """
     width = model.image_width()
-    arrays = {"0.images": ("float32", (sum(collection.sizes), width))}
+    arrays: dict[str, ArraySpec] = {"0.images": ("float32", (sum(collection.sizes), width))}
     if captions:
         arrays["0.texts"] = ("float32", (captions, width))
     source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}

@@ -9,7 +9,6 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import flag, number_or, positive, seed, share
-from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, RULES
 
 
 @dataclass(frozen=True)
@@ -186,6 +185,10 @@ class SearchSettings:
             raise UserError("there is nothing to search for: give words, or a picture by --image")
 
 
+RULES = ("kept", "mean", "new")  # by which a point between two models is chosen
+PLAIN_ALPHA = 0.5  # without sets to choose by: near the best in most of WiSE-FT's experiments
+
+
 def _alphas(text: str) -> tuple[float, ...]:
     return tuple(share(one) for one in text.split(","))
 
@@ -195,7 +198,7 @@ class CurveFlags:
     """Points between two models to score, and the rule that chooses one (see `choose`); 0 and 1 are always scored."""
 
     alphas: Sequence[float] = flag(
-        ALPHAS,
+        tuple(i / 10 for i in range(11)),
         "points to score, besides 0 and 1 (default 0 to 1 in steps of 0.1)",
         kind=_alphas,
         metavar="A,A,...",
@@ -207,7 +210,7 @@ class CurveFlags:
         choices=RULES,
     )
     kept_share: float = flag(
-        KEPT_SHARE,
+        0.99,
         "share of BEFORE's score on the kept sets that is to be kept",
         option="--keep",
         kind=share,

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -93,11 +93,8 @@ def page(findings: Iterable[Finding]) -> str:
             problems.append(finding)
             mark = f"{len(problems)}>"
         lines.append(f"{mark} {finding.topic:{width}}  {finding.seen}")
-    lines.append("")
-    lines += [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)] or [
-        "Nothing is wrong."
-    ]
-    return "\n".join(lines)
+    remedies = [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)]
+    return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,9 +117,8 @@ def package_versions() -> list[Finding]:
         found = [Finding(PACKAGE, metadata.version(PACKAGE))]
         needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
     except (metadata.PackageNotFoundError, InvalidRequirement) as error:
-        return [
-            Finding(PACKAGE, "not installed", f"{error}; pip install it, so that the versions it needs are known here")
-        ]
+        advice = f"{error}; pip install it, so that the versions it needs are known here"
+        return [Finding(PACKAGE, "not installed", advice)]
     required = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     extras = {
         one.name.lower(): one
@@ -220,12 +216,9 @@ def devices() -> list[Finding]:
 
     from open_clip_zerovl.core.memory import available_bytes
 
-    names = [
-        "cpu",
-        *(f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)),
-    ]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
-    for name in names:
+    for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
         device = torch.device(name)
         free = (available_bytes(device) or 0) / GIB
         what = f"{torch.get_num_threads()} threads" if name == "cpu" else torch.cuda.get_device_name(device)
@@ -285,33 +278,27 @@ def dga_error(device) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def process_groups() -> list[Finding]:
+def process_groups() -> Iterator[Finding]:
     """gloo, and NCCL where there are GPUs: a group of one process that sums a tensor."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return [
-            Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
-        ]
+        yield Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
+        return
     if dist.is_initialized():
-        return [Finding("process groups", f"{dist.get_backend()} is running")]
-    backends = [("gloo", "cpu")]
-    if torch.cuda.is_available():
-        backends.append(("nccl", "cuda"))
-    found = []
-    for backend, device in backends:
+        yield Finding("process groups", f"{dist.get_backend()} is running")
+        return
+    for backend, device in (("gloo", "cpu"), *((("nccl", "cuda"),) if torch.cuda.is_available() else ())):
         try:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            try:
-                dist.all_reduce(torch.ones(1, device=device))
-            finally:
-                dist.destroy_process_group()
+            dist.all_reduce(torch.ones(1, device=device))
+            yield Finding(backend, "starts and sums")
         except (RuntimeError, ValueError) as error:
-            found.append(Finding(backend, "does not start", str(error).splitlines()[0]))
-        else:
-            found.append(Finding(backend, "starts and sums"))
-    return found
+            yield Finding(backend, "does not start", str(error).splitlines()[0])
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def limits(logs: Path) -> list[Finding]:

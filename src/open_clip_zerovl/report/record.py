@@ -151,7 +151,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _fits(line: Mapping[str, Any]) -> bool:
-    """Whether the tables of a line have the types that training writes."""
+    """True if the tables of a line have the types that training writes."""
     try:
         for name in ("settings", "sources", "by_source"):
             dict.keys(line.get(name) or {})

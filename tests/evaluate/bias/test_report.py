@@ -19,7 +19,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.bias.bias import bias_page
+from open_clip_zerovl.evaluate.bias.commands import bias_page
 from open_clip_zerovl.evaluate.bias.report import BiasReport, embedding_map, measure_bias
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, encode, read_samples
 from support import tiny_clip

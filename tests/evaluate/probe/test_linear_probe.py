@@ -30,7 +30,6 @@ from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, most_confused
-from open_clip_zerovl.evaluate.probe.charts import confusion_picture
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, cached_features
 from open_clip_zerovl.evaluate.probe.lars import (
     LarsSettings,
@@ -41,6 +40,7 @@ from open_clip_zerovl.evaluate.probe.lars import (
     train_lars,
 )
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
+from open_clip_zerovl.evaluate.probe.run import confusion_picture
 from support.tars import png, write_tar
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}

@@ -177,3 +177,8 @@ def test_the_command_scores_sources_and_classes_and_keeps_what_pictures_cost(
     assert main([*command, "--template", "a {}"]) == 0
     assert seen == [1]  # for the width
     assert json.loads((tmp_path / "o.json").read_text())["templates"] == {"s": ["a {}"]}
+    # Two classes of one name tie, and stay two.
+    (tmp_path / "names.txt").write_text("pet\npet\n")
+    assert main([*command, "--class-names", str(tmp_path / "names.txt")]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())["results"]["s"]
+    assert found["top1"] == 0.5 and list(found["per_class"]) == ["pet (cat)", "pet (dog)"]

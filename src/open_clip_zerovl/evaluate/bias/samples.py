@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
@@ -77,7 +78,7 @@ def read_samples(
         raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
     samples: list[SourceSample] = []
     skipped: dict[str, int] = {}
-    for source in sources:
+    for source in tqdm(sources, desc="reading samples", unit="source", leave=False):
         numbers = range(len(source.shards))
         spaced = numbers[:: -(-len(numbers) // SHARDS_READ)]
         share = -(-limit // len(spaced))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.interpolation.names import RULES
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.evaluate.settings import RULES
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table

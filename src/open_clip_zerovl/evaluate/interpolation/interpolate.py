@@ -23,9 +23,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
-from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -23,11 +24,13 @@ from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, in_percent, most_confused
-from open_clip_zerovl.evaluate.probe.charts import confusion_picture
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
 from open_clip_zerovl.evaluate.probe.lars import LarsSettings, head_scores, recorded_settings, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
-from open_clip_zerovl.report.plot import require_matplotlib
+from open_clip_zerovl.report.plot import INK, new_figure, plain, png_bytes, require_matplotlib
+
+NAMED_CLASSES = 40  # more names do not fit beside a confusion matrix
+COUNTED_CLASSES = 15  # more numbers do not fit into its cells
 
 
 def run_linear_probe(
@@ -148,3 +151,38 @@ def _write(
     row = f"top-1 {in_percent(found)} %, {row}"
     print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
     return result
+
+
+def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -> bytes:
+    """A confusion matrix (C, C), row the class and column the guess, shown as shares of each class.
+
+    Up to 40 classes are named on the axes; up to 15 classes have a percentage in each cell.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
+    classes = len(names)
+    side = min(9.0, 4.2 + 0.32 * min(classes, NAMED_CLASSES))
+    figure = new_figure(side + 1, side)
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if classes <= 500 else "antialiased"
+    )
+    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the class")
+    axes.set_xlabel("guess")
+    axes.set_ylabel("class")
+    if classes <= NAMED_CLASSES:
+        short = [plain(name if len(name) <= 24 else name[:22] + "...") for name in names]
+        axes.set_xticks(range(classes), short, rotation=90 if classes > 6 else 30, fontsize=8, ha="center")
+        axes.set_yticks(range(classes), short, fontsize=8)
+    if classes <= COUNTED_CLASSES:
+        for row in range(classes):
+            for column in range(classes):
+                if counts[row, column]:
+                    colour = "white" if shares[row, column] > 0.5 else INK
+                    axes.text(column, row, f"{100 * shares[row, column]:.0f}", ha="center", va="center",
+                              fontsize=8, color=colour)  # fmt: skip
+    axes.set_title(plain(title), fontsize=10, wrap=True)
+    return png_bytes(figure)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import check_writable, write_atomically
@@ -28,6 +30,7 @@ from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.report.tables import text_table
 
+ROWS_AT_ONCE = 4096  # of the scores in float64
 SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
 
 
@@ -38,12 +41,14 @@ def class_features(captions: Sequence[Sequence[str]], encode: Callable[[list[str
         captions: for each class.
         encode: captions -> embeddings (b, D), L2-normalised.
     """
-    return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in captions])
+    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False)
+    return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
 
 
 def classify(images: Tensor, classes: Tensor) -> Tensor:
     """Scores (N, C) of image features (N, D), computed in float64 and rounded, so that equal features tie."""
-    return (images.double() @ classes.double().T).float()
+    exact = classes.double().T
+    return torch.cat([(block.double() @ exact).float() for block in images.split(ROWS_AT_ONCE)])
 
 
 def score_labelled(
@@ -62,15 +67,21 @@ def score_labelled(
     scores = classify(images, class_features(dataset.captions(), model.texts))
     targets = class_indices(dataset.images.labels, dataset.classes)
 
-    def named(rows: Tensor) -> dict[str, Any]:
-        found = accuracies(scores[rows], targets[rows])
-        return {**found, "per_class": {dataset.names[index]: own for index, own in found["per_class"].items()}}
+    named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
+    shown = [
+        name if named_by[name] == 1 else f"{name} ({label})"
+        for name, label in zip(dataset.names, dataset.classes, strict=True)
+    ]
 
-    found = {**named(torch.arange(len(targets))), "classes": len(dataset.classes)}
-    found["most_confused"] = most_confused(confusion_counts(scores, targets), dataset.names)
+    def metrics(rows: Tensor) -> dict[str, Any]:
+        found = accuracies(scores[rows], targets[rows])
+        return {**found, "per_class": {shown[index]: own for index, own in found["per_class"].items()}}
+
+    found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
+    found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
     if dataset.sources is not None:
         places = {name: [i for i, one in enumerate(dataset.sources) if one == name] for name in dataset.sources}
-        found["sources"] = {name: named(torch.tensor(rows)) for name, rows in places.items()}
+        found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
     return found
 
 

@@ -49,7 +49,7 @@ class LabelledSet:
 
     def captions(self) -> list[list[str]]:
         """For each class, its caption in each template."""
-        return [[re.sub(r"\{c?\}", lambda _, name=name: name, one) for one in self.templates] for name in self.names]
+        return [[name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names]
 
 
 def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> LabelledSet:
@@ -64,7 +64,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
-    opened = [open_probe_set(one, split, label=settings.label) for one in parts or [place if place != root else where]]
+    places = [str(part) for part in parts] or [str(place) if place != root else where]
+    opened = [open_probe_set(one, split, label=settings.label) for one in places]
     images = opened[0] if not parts else _joined(place, opened)
     sources = [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels] if parts else None
     stored = list(images.names) if {*images.labels} <= images.names.keys() else None
