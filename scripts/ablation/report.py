@@ -23,8 +23,22 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.ablation.figures import main_effects
 from scripts.ablation.protocol import CHANCE, LEAST_SEEDS, MARGIN_RSUM, read_pilots
-from scripts.ablation.rows import HELD_OUT, Records, Row, as_csv, read_records, rows_of, standing
-from scripts.ablation.verdicts import HIGHER, LOWER, NEAR_CHANCE, NO_DIFFERENCE, UNDECIDED, other_sources, verdict
+from scripts.ablation.rows import (
+    HELD_OUT,
+    HIGHER,
+    LOWER,
+    NEAR_CHANCE,
+    NO_DIFFERENCE,
+    UNDECIDED,
+    Records,
+    Row,
+    as_csv,
+    other_sources,
+    read_records,
+    rows_of,
+    standing,
+    verdict,
+)
 
 
 class Page:

@@ -1,7 +1,7 @@
 """`make ablation`: the paper's tables in miniature, on four emoji sets and four icon families.
 
     python -m scripts.ablation.run --pilot       # chooses settings on validation: choices.json, to be committed
-    python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random] [--minutes 60] [--list]
+    python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random] [--minutes 60]
     python -m scripts.ablation.report            # makes docs/results.md from the runs
 
 `protocol.py` says what is compared with what, and how. Each condition is trained by the training program in a process of its
@@ -40,7 +40,6 @@ from scripts.ablation.protocol import (
     PILOT_SEEDS,
     QUICK,
     SEEDS,
-    TABLES,
     Choices,
     read_choices,
     read_pilots,
@@ -231,22 +230,6 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
     print(f"The choices are in {CHOICES_FILE}: commit it, then run the ablation.")
 
 
-def listing(choices: Choices) -> str:
-    """Every condition with its tables and flags."""
-    lines = []
-    for name, condition in CONDITIONS.items():
-        tables = ", ".join(table.name for table in TABLES if name in table.conditions)
-        flags = " ".join(["--sampling", condition.sampling, *condition.run_flags(choices)])
-        extra = [
-            f"{condition.run_epochs(choices)} epochs",
-            f"{condition.miniature}, {condition.trained}, {condition.kind}",
-        ]
-        extra += [f"{condition.ranks} ranks"] if condition.ranks > 1 else []
-        extra += [f"built on {', '.join(condition.needs)}"] if condition.needs else []
-        lines.append(f"{name:20} {tables:38} {flags}  ({'; '.join(extra)})")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -259,7 +242,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="start no further run after so many minutes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: cores)")
     parser.add_argument("--only", help="only these conditions and those that they are built on: NAME,NAME")
-    parser.add_argument("--list", action="store_true", help="list the conditions")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
@@ -285,10 +267,7 @@ def _end(*_: object) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     names = list(CONDITIONS) if arguments.only is None else arguments.only.split(",")
     if unknown := [name for name in names if name not in CONDITIONS]:
-        raise UserError(f"there is no condition {unknown[0]!r}; --list shows them")
-    if arguments.list:
-        print(listing({**QUICK, **read_choices()}))
-        return 0
+        raise UserError(f"there is no condition {unknown[0]!r}; protocol.yaml has their names")
     seeds = _seeds(arguments.seeds) if arguments.seeds else ((0,) if arguments.quick else SEEDS)
     if arguments.jobs < 1:
         raise UserError(f"--jobs is 1 or more, got {arguments.jobs}")
