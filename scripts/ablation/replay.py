@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.draws < 2:
         parser.error(f"--draws is 2 or more, got {arguments.draws}")
-    logging.disable(logging.WARNING)  # that replay is off is what is measured
+    logging.disable(logging.WARNING)  # DGA warns that replay is off, which is intended here
     try:
         dropouts = [float(word) for word in arguments.dropout.split(",")]
         found = measure((arguments.run / "checkpoints").glob("epoch_*.pt"), arguments.data, dropouts, arguments.draws)

@@ -61,7 +61,7 @@ class Page:
         return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
 
     def line(self, label: str, run: str, against: str, measure: str = "score") -> str:
-        """A line of the main table: what, difference with interval, seeds, verdict, the paper."""
+        """A line of the main table: label, difference with interval, seeds, verdict, the paper."""
         row = self.row(run, against, measure)
         paper = f"{row.papers_words}: {row.beside_paper or 'open'}" if row.papers_words else ""
         return f"| {label} | {row.words} | {len(row.values)} | {row.verdict} | {paper} |"
@@ -96,7 +96,7 @@ class Page:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A line for each comparison that has runs, and the names of the others."""
+    """A line for each comparison that has runs, and the names of those without."""
     shown = [row for row in rows if row.decides]
     cells = [
         (row.table.name, row.comparison.what, row.name, row.measure, row.words, str(len(row.values)), row.verdict)

@@ -49,7 +49,7 @@ def test_there_is_no_bias_without_dropout_and_some_with_it(batch):
 
 
 def test_two_means_with_replay_differ_by_chance_only(batch, monkeypatch):
-    """The negative control: what is taken off as chance is what chance gives."""
+    """The negative control: without any bias the difference is within the chance that is taken off."""
     stock = replay.DecoupledGradientAccumulation
     monkeypatch.setattr(
         replay, "DecoupledGradientAccumulation", lambda *args, replay_rng, **kwargs: stock(*args, **kwargs)
