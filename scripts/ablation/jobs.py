@@ -1,4 +1,4 @@
-"""The runs of an ablation: their flags, what each is recognised by, what has to be trained first."""
+"""The runs of an ablation: their flags, their records, and the order in which they are trained."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Ablation:
         return self.out / f"{job}.json"
 
     def asked(self, job: Job) -> dict[str, Any]:
-        """What the job's record is recognised by: its flags, and those of the runs that it is built on."""
+        """The settings that identify the job's record: its flags, and those of the runs that it is built on."""
         run = self.training_run(job)
         return {
             "condition": job.name, "seed": job.seed, "unseen": job.unseen, "split": self.split, "ranks": run.ranks,

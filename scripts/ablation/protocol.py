@@ -4,14 +4,14 @@
    are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each
    out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
-   A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
+   A verdict follows from the 95 % interval of the mean difference (`rows.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
    to `choices.json`, each but Table 4's committed before the runs that use it. Where the best value is at the end of its
    grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
    the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every comparison of `protocol.yaml` is reported, whatever comes out.
 
-`protocol.yaml` holds the choices, conditions and comparisons; the classes here say what its entries mean.
+`protocol.yaml` holds the choices, conditions and comparisons; the classes here define its entries.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Choice:
     """A setting that pilot runs choose on the validation split.
 
     Attributes:
-        what: for the page.
+        what: the setting in words.
         grid: the values tried, the first being the cheapest.
         conditions: whose mean score decides.
         rule: "best": the highest score; "shortest": the first value within `STILL_RISING` of the highest. A value that gains
@@ -166,7 +166,7 @@ class Comparison:
 
     Attributes:
         run, against: conditions.
-        what: the sentence's subject.
+        what: the compared method in words.
         claim: whether the paper's number of `run` is higher or lower than that of `against`, or the same.
         measure: "score"; a pool of the trained sources, the source probe or log p (`rows.value_of`); or "reach": the
             logarithm of the cost at which `run` reaches the final score of `against`, over the cost of `against` (Table 8).
@@ -222,7 +222,7 @@ def read_choices(path: Path = CHOICES_FILE) -> Choices:
 
 
 def read_pilots(path: Path = CHOICES_FILE) -> dict[str, dict[str, Any]]:
-    """What the pilot runs found, by choice: "what", "rule", "scores" (of each value), "chosen". Empty before the pilots.
+    """The findings of the pilot runs, by choice: "what", "rule", "scores" (of each value), "chosen". Empty before the pilots.
 
     Raises:
         UserError: the file is of another protocol.

@@ -23,8 +23,22 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.ablation.figures import main_effects
 from scripts.ablation.protocol import CHANCE, LEAST_SEEDS, MARGIN_RSUM, read_pilots
-from scripts.ablation.rows import HELD_OUT, Records, Row, as_csv, read_records, rows_of, standing
-from scripts.ablation.verdicts import HIGHER, LOWER, NEAR_CHANCE, NO_DIFFERENCE, UNDECIDED, other_sources, verdict
+from scripts.ablation.rows import (
+    HELD_OUT,
+    HIGHER,
+    LOWER,
+    NEAR_CHANCE,
+    NO_DIFFERENCE,
+    UNDECIDED,
+    Records,
+    Row,
+    as_csv,
+    other_sources,
+    read_records,
+    rows_of,
+    standing,
+    verdict,
+)
 
 
 class Page:
@@ -47,7 +61,7 @@ class Page:
         return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
 
     def line(self, label: str, run: str, against: str, measure: str = "score") -> str:
-        """A line of the main table: what, difference with interval, seeds, verdict, the paper."""
+        """A line of the main table: label, difference with interval, seeds, verdict, the paper."""
         row = self.row(run, against, measure)
         paper = f"{row.papers_words}: {row.beside_paper or 'open'}" if row.papers_words else ""
         return f"| {label} | {row.words} | {len(row.values)} | {row.verdict} | {paper} |"
@@ -82,7 +96,7 @@ class Page:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A line for each comparison that has runs, and the names of the others."""
+    """A line for each comparison that has runs, and the names of those without."""
     shown = [row for row in rows if row.decides]
     cells = [
         (row.table.name, row.comparison.what, row.name, row.measure, row.words, str(len(row.values)), row.verdict)

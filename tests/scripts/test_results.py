@@ -15,9 +15,9 @@ from open_clip_zerovl.core.errors import UserError
 from scripts.ablation import report
 from scripts.ablation.jobs import Job
 from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, QUICK, TABLES
-from scripts.ablation.rows import HELD_OUT, Row, read_records, rows_of, standing
-from scripts.ablation.verdicts import (
+from scripts.ablation.rows import (
     CONTRADICTED,
+    HELD_OUT,
     HIGHER,
     LOWER,
     NEAR_CHANCE,
@@ -26,10 +26,14 @@ from scripts.ablation.verdicts import (
     REPRODUCED,
     TOO_FEW,
     UNDECIDED,
+    Row,
     beside_paper,
     holm,
     other_sources,
+    read_records,
+    rows_of,
     same_sources,
+    standing,
     student,
     verdict,
 )
