@@ -7,7 +7,6 @@ from pathlib import Path
 
 import open_clip
 import pytest
-import numpy as np
 import torch
 from open_clip.transform import image_transform
 
