@@ -141,7 +141,7 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
         return
     try:
         head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
-    except ValueError as error:  # pandas' own errors, and bytes that are no UTF-8
+    except ValueError as error:  # pandas' own errors, and bytes that are not UTF-8
         raise UserError(f"{flag} {path} cannot be read as a table ({error}); give one with a header line") from error
     for option, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
         if column not in head:

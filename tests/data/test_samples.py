@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set
@@ -28,6 +28,18 @@ def test_a_row_is_a_sample_with_its_columns_as_json(tmp_path):
     assert json.loads(first.files["json"])["place"] == "Oslo"
     assert list(second.files) == ["txt", "json"]  # its picture is gone
     assert list(third.files) == ["png", "json"] and json.loads(third.files["json"]) == {"filepath": "in/big dog.v2.PNG"}
+
+
+@pytest.mark.parametrize(
+    ("content", "origin"),
+    [
+        (b'{"width": 3, "url": "https://h/a.jpg"}', "https://h/a.jpg"), (b'{"file": "", "filename": "a b.jpg"}', "a b.jpg"),
+        (b'{"url": 3}', ""), (b"[]", ""), (b"{", ""), (b"\xff", ""), (b"[" * 100_000, ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_a_sample_is_named_by_what_its_json_says_of_its_picture(content, origin):
+    """`zerovl search` prints it beside the key, which is a hash or a number."""
+    assert origin_of(Sample("000", {} if content is None else {"json": content})) == origin
 
 
 def test_blocks_and_clusters_are_read_by_number(tmp_path):

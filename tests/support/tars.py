@@ -33,14 +33,18 @@ def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> b
     return encoded(Image.fromarray(pixels), "JPEG", quality=quality)
 
 
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     """A tar of (name, content) members, in order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+            add_file(tar, name, content)
     return path
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import picture_file
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.members import ShardError, image_of
+from open_clip_zerovl.shards.members import Sample, ShardError, image_of
 
 SUFFIXES = frozenset(
     f".{suffix}" for suffix in ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm", "ico")
@@ -68,9 +68,13 @@ class Collection:
         except ShardError as error:
             raise UserError(f"{self.files[number].path} cannot be read ({error}); mend it or take it away") from error
 
-    def shown(self, number: int, key: str) -> str:
-        """The name of a picture in lists."""
-        return f"{self.files[number].shown}/{key}" if key else self.files[number].shown
+    def shown(self, number: int, sample: Sample | None = None) -> str:
+        """The name of a picture in lists: its path, or its key in a shard and the file or URL that its json names."""
+        name = self.files[number].shown
+        if sample is None:
+            return name
+        origin = origin_of(sample)
+        return f"{name}/{sample.key}" + (f" ({origin})" if origin else "")
 
 
 def open_collection(data: str) -> Collection:

@@ -21,6 +21,8 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, read_samples
 from open_clip_zerovl.shards.urls import local_path
 
+_ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")  # keys of a json; img2dataset writes `url`
+
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:
     """The samples of one shard of a source; of a table, those of one block of rows; of a cluster, its own samples only.
@@ -45,6 +47,15 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
         return
     own = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
     yield from (sample for number, sample in enumerate(read_samples(path)) if number in own)
+
+
+def origin_of(sample: Sample) -> str:
+    """The file or URL of a sample's picture before it was packed, as its json names it; "" where it names none."""
+    try:
+        content = json.loads(sample.files.get("json", b""))
+        return next((found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), "")
+    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
+        return ""
 
 
 def _rows(source: Source, block: int) -> Iterator[Sample]:

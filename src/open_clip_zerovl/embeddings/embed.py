@@ -147,7 +147,8 @@ def announce(
         timed = batch_size if model.device.type != "cpu" else min(batch_size, _TIMED_PICTURES)
         a_view, a_text = (spent / timed for spent in model.seconds_of(timed))
         seconds += samples * (views * a_view + captions * a_text)
-        print(f"{model.name}: {1 / a_view:,.0f} views/s, {1 / a_text:,.0f} captions/s on {model.device}")
+        speeds = [f"{1 / a:,.0f} {of}/s" for a, of in ((a_view, "views"), (a_text, "captions")) if a]
+        print(f"{model.name}: {', '.join(speeds)} on {model.device}")
     sources, size = len(store.manifest.sources), size_words(store.manifest.bytes)
     print(
         f"{samples:,} samples, {views} views each, of {sources} sources are left to embed by {len(models)} models: about "
