@@ -70,6 +70,13 @@ def packed(folder: Path, out: Path, longer_side_px: int | None, threads: int) ->
     return time.process_time() - begin, time.perf_counter() - ends[0]
 
 
+def unique(number: int) -> bytes:
+    """A tiny picture that no other number has."""
+    content = io.BytesIO()
+    Image.new("RGB", (16, 16), (number % 256, number // 256 % 256, number // 65536)).save(content, "PNG")
+    return content.getvalue()
+
+
 def write_folder(folder: Path, pictures: Sequence[bytes]) -> Path:
     """Pictures with a caption beside each."""
     folder.mkdir()
@@ -103,7 +110,7 @@ def main() -> None:
             whole = len(pictures) / cpu_seconds
             name = "bytes kept" if side is None else f"shrunk to {side} px"
             print(f"| {name} | {plain:,.0f} | {hashed:,.0f} | {whole:,.0f} | {whole / plain:.0%} |", flush=True)
-        tiny = [encoded(Image.new("RGB", (16, 16), (i % 256, i // 256 % 256, i // 65536))) for i in range(chosen.small)]
+        tiny = [unique(number) for number in range(chosen.small)]
         cpu_seconds, seconds = packed(
             write_folder(Path(scratch, "small"), tiny), Path(scratch, "all"), None, chosen.threads
         )

@@ -74,8 +74,8 @@ def _exclusions(arguments: argparse.Namespace) -> list[Any]:
         if arguments.near_distance is not None:
             raise UserError("--near-distance needs --drop-near, which names the sets to compare with")
         return []
-    from open_clip_zerovl.prepare.dedup.left_out import near_exclusion
     from open_clip_zerovl.prepare.dedup.near import NEAR
+    from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
 
     within = NEAR if arguments.near_distance is None else arguments.near_distance
     threads, progress = arguments.threads, arguments.progress

@@ -177,7 +177,7 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         rf"state.json does not list the Arrow files{PYARROW}",
         {"form": "arrow"},
     ),
-    "no parquet": (files(x_parquet=b"PAR"), rf"is no parquet file, or a broken one{PYARROW}"),
+    "no parquet": (files(x_parquet=b"PAR"), rf"is not a parquet file, or a broken one{PYARROW}"),
     "a source of a folder": (
         two_pairs,
         r"has no column 'kind': give --source-column folder",
@@ -355,7 +355,7 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it says that this program wrote it"):
+    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it shows that this program wrote it"):
         packed(given, out="other")
     with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
         packed(given, out="in/out")

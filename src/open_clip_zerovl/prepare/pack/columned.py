@@ -67,7 +67,7 @@ class ColumnReader(Reader):
 
 
 class TableReader(ColumnReader):
-    """A CSV or TSV file, also gzipped; separator and columns are told from its first line."""
+    """A CSV or TSV file, also gzipped; separator and columns are found from its first line."""
 
     form = "table"
 
@@ -220,7 +220,7 @@ class ArrowReader(ColumnReader):
         self.form, self.path, self.files, self.wanted = form, path, files, wanted
         self.total = 0
         for file in files:
-            with self._reading(file, "is no {form} file, or a broken one") as table:
+            with self._reading(file, "is not a {form} file, or a broken one") as table:
                 schema, rows = (
                     (table.schema_arrow, table.metadata.num_rows)
                     if form == "parquet"
@@ -328,7 +328,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def is_coco(path: Path) -> bool:
-    """Whether a JSON file begins as MS-COCO's annotations do."""
+    """True for a JSON file that begins as MS-COCO's annotations do."""
     with opened_table(path) as file:
         beginning = file.read(_BEGINNING_BYTES)
     return beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{") and _COCO_LISTS.search(beginning) is not None
@@ -373,6 +373,6 @@ def _separator(header: str) -> str:
 
 
 def _names_a_picture(field: str) -> bool:
-    """Whether a field is an address, or the name of a picture's file."""
+    """True for an address, and for the name of a picture's file."""
     field = field.strip().lower()
     return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

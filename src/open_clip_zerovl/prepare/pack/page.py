@@ -39,10 +39,12 @@ def write_report_page(
 
     samples = []
     for one in report["written"][: 2 * _SOURCES]:
-        some = list(islice(store.samples(one["source"], one["split"]), _SAMPLES))
-        captions = [" / ".join(store.captions_of(one["source"], sample.key)) for sample in some]
+        some = [
+            (sample, " / ".join(texts))
+            for sample, texts, _ in islice(store.pairs(one["source"], one["split"]), _SAMPLES)
+        ]
         heading = f"{one['source']} {one['split']}: {len(some)} of {one['pictures']:,}"
-        samples.append((heading, figures(zip(some, captions, strict=True))))
+        samples.append((heading, figures(some)))
     often = [
         (
             store.sample(one["source"], one["key"]),

@@ -1,7 +1,7 @@
 """The inputs of a dataset: official files, fetched or given with `--source`, packed or not; and stores of pictures.
 
 Pictures are read from their zips, so that nothing is unpacked.
-Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` says where.
+Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` names the places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
 
-#: Where the makers publish what each dataset is made from.
+#: Addresses at which the makers publish each dataset.
 OFFICIAL: dict[str, tuple[str, ...]] = {
     "sbu": ("https://www.cs.rice.edu/~vo9/sbucaptions/sbu-captions-all.tar.gz",),
     "cc12m": ("https://storage.googleapis.com/conceptual_12m/cc12m.tsv",),

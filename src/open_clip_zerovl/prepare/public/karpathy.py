@@ -134,7 +134,7 @@ def _retrieval_set(
             f"The {split} set of {dataset} lacks {sum(manifest['failures'].values())} of {len(images)} pictures ({lost}), and "
             "scores on a part of it cannot be compared: give all pictures with --source, and --retry-failed."
         )
-    # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
+    # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
     write_atomically(out / split / "nshards.txt", f"{len(manifest['shards'])}\n")
     write_atomically(out / "dataset_type.txt", "retrieval\n")
     csv_name = "valid_anno.csv" if split == "test" else "val_anno.csv"

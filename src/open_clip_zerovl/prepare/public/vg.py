@@ -84,7 +84,7 @@ def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) ->
                 image_id = int(image["image_id"] if "image_id" in image else image["id"])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise UserError(
-                    f"entry {number} of {path} is no image with regions ({type(error).__name__} {error}): give Visual "
+                    f"entry {number} of {path} is not an image with regions ({type(error).__name__} {error}): give Visual "
                     "Genome's region_descriptions.json."
                 ) from error
             if areas:
