@@ -36,8 +36,9 @@ def pack(parser: argparse.ArgumentParser) -> Run:
         "inputs",
         nargs="+",
         metavar="[NAME=]INPUT",
-        help="a folder of pictures with .txt or .json beside them, a CSV, TSV or JSON lines, parquet, a `datasets` folder "
-        "(save_to_disk), tars of img2dataset or others, a list of addresses; NAME makes it a source of its own",
+        help="a folder of pictures with .txt or .json beside them, or sorted into classes (CLASS/1.jpg), a CSV, TSV or JSON "
+        "lines, parquet, a `datasets` folder (save_to_disk), tars of img2dataset or others, a list of addresses; NAME makes it "
+        "a source of its own",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(

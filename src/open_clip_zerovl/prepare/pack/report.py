@@ -225,7 +225,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
     found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
     if too_few(report):
-        return [*found, *([f"zerovl retrieval {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
+        command = "zero-shot" if report["classes"] else "retrieval"
+        return [*found, *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
     flags = ["--train-data", shlex.quote(train)]
     if len(folders["train"]) > 1:
         flags.append("--debiased-sampling")
