@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare.pack import run
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
@@ -440,6 +442,14 @@ def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
     packed(table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n"), work=Work(threads=2))
     bars = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()
     assert any(" 4pair [" in bar and "2 came; empty caption 1]" in bar for bar in bars)
+
+
+def test_work_that_takes_long_is_announced(capsys, monkeypatch):
+    monkeypatch.setattr(run, "SILENT_SECONDS", 0.05)
+    for seconds, printed in ((0.5, "counting ...\n"), (0, "")):
+        with run.announced("counting", True):
+            time.sleep(seconds)
+        assert capsys.readouterr().err == printed
 
 
 def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, tmp_path):

@@ -333,7 +333,8 @@ def near_exclusion(tests: str, out: Path, *, within: int = NEAR, threads: int = 
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
         found = Overlap(sets.counts(), within)
-        pictures = ((Place(c.source, "", c.key), c.content()) for c in candidates if c.split == "train")
+        bar = tqdm(candidates, desc=f"comparing with {names}", unit="picture", disable=not progress)
+        pictures = ((Place(c.source, "", c.key), c.content()) for c in bar if c.split == "train")
         match(pictures, sets, found, threads)
         write_overlap(found, out)
         yield from dict.fromkeys(pair.key for pair in found.pairs)

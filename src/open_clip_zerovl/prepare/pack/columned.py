@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed
+from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
@@ -59,9 +59,9 @@ class ColumnReader(Reader):
             captions = [fields.get(name) for name in chosen.captions]
             row = PairRow("", captions, file.name, line, fields.get(chosen.source) if chosen.source else None)
             if isinstance(picture, bytes) and picture:
-                yield row._replace(place=f"{file}#{line}", content=picture, name=name)
+                yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
             elif isinstance(picture, str):
-                yield row._replace(place=places.place(picture), name=picture.strip())
+                yield row._replace(place=places.place(picture), name=public_name(picture))
             else:
                 yield row._replace(refused="no picture named")
 

@@ -127,6 +127,15 @@ def _plain(name: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ paths
 
+
+def public_name(name: str) -> str:
+    """The name of a picture that shards may show: without the folders of an absolute path, or an address' query."""
+    name = name.strip()
+    if name.lower().startswith(ADDRESS):
+        return name.partition("?")[0]
+    return os.path.basename(name) if os.path.isabs(os.path.expanduser(name.removeprefix("file://"))) else name
+
+
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
 LOOKED_AT = 200
 _SEARCHED_ENTRIES = 20_000
