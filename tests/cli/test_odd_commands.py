@@ -172,7 +172,7 @@ ODD = {
     **{f"data check {folder}": "was not written by this program|is not valid JSON" for folder in MANIFESTS},
     "data report flatmanifest": "was not written by this program",
     "data index notatar": "is broken",
-    "data cc3m --out d1 --source file": "is no list of captions",
+    "data cc3m --out d1 --source file": "is not a list of captions",
     "data coco --out d2 --source karpathy.json": "no image of Karpathy's form",
     "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
     # numbers

@@ -170,7 +170,7 @@ def test_vg_end_to_end_from_zips(tmp_path):
     assert prepare_vg(tmp_path / "vg", source=source, shard_size=25, work=again)["pairs"] == 200
     whole = prepare_vg(tmp_path / "fresh", source=source, shard_size=25, work=WORK)
     assert whole["shards"] == json.loads((tmp_path / "vg/manifest.json").read_text())["shards"]
-    with pytest.raises(UserError, match="No pictures among"):
+    with pytest.raises(UserError, match="No pictures beside the annotations: give VG_100K"):
         prepare_vg(tmp_path / "none", source=source[:1], work=WORK)
 
 

@@ -214,8 +214,7 @@ def _finish(
         found["settings"] = state["settings"]
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        further = reports.next_line(found), reports.commands(found, out)
-        write_report_page(out / "report.html", found, store, contents, *further)
+        write_report_page(out, found, store, contents)
     write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
 

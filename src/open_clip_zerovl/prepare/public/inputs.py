@@ -80,26 +80,22 @@ def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 @contextmanager
 def annotated(
-    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, pictures: str, progress: bool
+    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, progress: bool
 ) -> Iterator[tuple[tuple[Path, str], PictureStore]]:
     """The annotation file of a dataset, as (path, name in an archive), and a store of its pictures.
 
     Args:
         dataset, source, progress: as for `locate`; downloads go into `out/downloads`.
         names: endings of the annotation file, the first one for messages.
-        pictures: the inputs to name where there are no pictures.
 
     Raises:
-        UserError: no annotations or no pictures, or an error of `locate`.
+        UserError: no annotations, or an error of `locate`.
     """
     paths = locate(dataset, source, out / "downloads", progress=progress)
-    shown = ", ".join(map(str, paths))
     found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
     if found is None:
-        raise UserError(f"No {names[0]} among {shown}: give it with --source.")
+        raise UserError(f"No {names[0]} among {', '.join(map(str, paths))}: give it with --source.")
     with closing(PictureStore(path for path in paths if path != found[0])) as store:
-        if not len(store):
-            raise UserError(f"No pictures among {shown}: give {pictures} with --source.")
         yield found, store
 
 
@@ -109,7 +105,8 @@ class PictureStore:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._places: dict[str, Path | tuple[zipfile.ZipFile, str]] = {}
         self._archives = []
-        for path in paths:
+        self._paths = list(paths)
+        for path in self._paths:
             if path.is_dir():
                 for folder, _, names in os.walk(path):
                     for name in names:
@@ -122,8 +119,11 @@ class PictureStore:
                     if name.lower().endswith(_PICTURES) and "__MACOSX" not in name:
                         self._places[name.rpartition("/")[2]] = (archive, name)
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def check(self, wanted: str) -> None:
+        """UserError, which names the wanted inputs, for a store without pictures."""
+        if not self._places:
+            places = f"in {', '.join(map(str, self._paths))}" if self._paths else "beside the annotations"
+            raise UserError(f"No pictures {places}: give {wanted} with --source.")
 
     def __call__(self, where: str) -> bytes:
         """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""

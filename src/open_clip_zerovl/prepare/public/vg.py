@@ -45,8 +45,8 @@ def prepare_vg(
     if phrases_per_image < 1:
         raise UserError(f"phrases_per_image is {phrases_per_image}: it must be 1 or more.")
     names = ("region_descriptions.json", ".json", ".json.gz")
-    pictures = "VG_100K and VG_100K_2 (or images.zip and images2.zip)"
-    with annotated("vg", source, out, names, pictures=pictures, progress=work.progress) as (found, store):
+    with annotated("vg", source, out, names, progress=work.progress) as (found, store):
+        store.check("VG_100K and VG_100K_2 (or images.zip and images2.zip)")
         phrases = dict(largest_phrases(*found, limit=phrases_per_image))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
