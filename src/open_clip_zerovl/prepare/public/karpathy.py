@@ -59,10 +59,7 @@ def prepare_karpathy(
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
-    with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (
-        found,
-        store,
-    ):
+    with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (found, store):
         images = read_karpathy(*found)
         store.check("their folders or zips")
         made_from = {"files": described([found[0]]), "seed": seed}
