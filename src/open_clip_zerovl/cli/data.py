@@ -37,8 +37,8 @@ def pack(parser: argparse.ArgumentParser) -> Run:
         nargs="+",
         metavar="[NAME=]INPUT",
         help="a folder of pictures with .txt or .json beside them, or sorted into classes (CLASS/1.jpg), a CSV, TSV or JSON "
-        "lines, parquet, a `datasets` folder (save_to_disk), tars of img2dataset or others, a list of addresses; NAME makes it "
-        "a source of its own",
+        "lines, parquet, a `datasets` folder (save_to_disk), tars (img2dataset's, for example), a list of addresses; NAME "
+        "makes it a source of its own",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(

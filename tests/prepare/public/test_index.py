@@ -222,7 +222,7 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "caption is empty": 1,
         "caption is not UTF-8": 1,
         "picture is cut off": 1,
-        "picture is no png": 1,
+        "picture is not a png": 1,
     }
     assert by_shard["00002.tar"] == {"key comes twice": 1, "no caption": 1, "holds 3 samples, and 2 in sizes.json": 1}
     assert any(fault.startswith("broken: it is cut off") for fault in by_shard["00003.tar"])

@@ -54,7 +54,7 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
         UserError: no such folder, no shards in it, a broken shard, or no package that opens such URLs.
     """
     remote = _REMOTE.match(folder) is not None
-    store, root = file_system_of(folder if remote else str(_local(folder).absolute()), _STALL_SECONDS)
+    store, root, _ = file_system_of(folder if remote else str(_local(folder).absolute()), _STALL_SECONDS)
     names = sorted(path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar"))
     if not names:
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
