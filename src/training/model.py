@@ -72,7 +72,7 @@ def check_contrastive(model: torch.nn.Module, name: str) -> None:
 
 
 def _check_precision(model: torch.nn.Module, precision: str) -> None:
-    """UserError for a precision that open_clip gives to a part of a tower only, which then fails in its first forward pass."""
+    """UserError for a precision to which open_clip casts only a part of the text tower: its first forward pass would fail."""
     text = getattr(getattr(model, "text", None), "transformer", None)
     if precision in ("bf16", "fp16") and hasattr(text, "config"):
         raise UserError(
@@ -96,7 +96,8 @@ def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) ->
 
 
 def check_optimizer(args: argparse.Namespace) -> None:
-    """
+    """Refuse an optimizer that timm does not have.
+
     Raises:
         UserError: `--opt timm/NAME` with a name that timm does not know.
     """
@@ -136,7 +137,8 @@ def cosine_lr(
 
 
 def check_device(args: argparse.Namespace) -> None:
-    """
+    """Refuse a device that torch does not know.
+
     Raises:
         UserError: a `--device` that torch does not know.
     """

@@ -385,7 +385,7 @@ class Run:
 
 
 def words_of_main(error: Exception) -> str | None:
-    """The sentence in which open_clip's training program refuses its input, or for a file that it cannot open; else None."""
+    """A sentence for input that open_clip's training program refuses or a file that it cannot open; else None."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
     if own and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError) and str(error):
