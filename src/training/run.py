@@ -56,6 +56,8 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         line = check_host()
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
+        if config.active and rank == 0:
+            logging.root.setLevel(logging.INFO)  # open_clip's main does so only after the data is opened
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
         run = Run(args, config, line, console)
@@ -133,7 +135,7 @@ class Run:
         model.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
-        if config.sampling is not None and rank == 0:
+        if config.sampling is not None:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
         if rank != 0 or args.name is None:
