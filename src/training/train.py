@@ -245,8 +245,8 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     """
     if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in model.parameters()]).all()):
         raise UserError(
-            f"{when} the weights are not finite numbers; no checkpoint of them is written, and the last one before is kept: go "
-            "on from it with --resume latest and a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
+            f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
+            "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
         )
 
 
