@@ -410,8 +410,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
     try:
-        # Not shared with forks: loader workers may outlive a process that was killed.
-        lock = partial(lock_file, file, wait=False, create=True, forked=False)
+        # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
+        lock = partial(lock_file, file, wait=False, create=True)
         if (held := lock()) is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
         while held is None:
