@@ -8,6 +8,7 @@ import pickle
 import re
 from argparse import Namespace
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -83,12 +84,25 @@ def test_what_open_clip_can_read_passes(data):
     check(train_data="pipe:cat s/0.tar", dataset_type="webdataset", train_num_samples=8)
     check(train_data="s3://bucket/{0..2}.tar")
     check(dataset_type="synthetic")
-    check(imagenet_val="p")
+    if np.lib.NumpyVersion(np.__version__) < "2.4.0":
+        check(imagenet_val="p")
     (data / "s" / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": 8}))
     check(train_data="s/{0..1}.tar")
     with pytest.raises(UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")):
         check(train_data="s/{0..2}.tar")
     check_stock_data(Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False)  # our mixture's business
+
+
+def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
+    """numpy 2.4's error, under whatever numpy this is."""
+
+    def refused(output, target, topk=(1,)):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    monkeypatch.setattr("training.stock_data.accuracy", refused)
+    with pytest.raises(UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"):
+        check(imagenet_val="p")
+    check(train_data="here.csv", dataset_type="synthetic")
 
 
 def test_augmentation_settings():
@@ -188,7 +202,7 @@ class RunsWhenUnpickled(str):
         return open, (str(self), "w")
 
 
-@pytest.mark.parametrize("extension", ["pyd", "pickle", "pth", "x.PYD"])
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "pkl", "pth", "x.PYD"])
 def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     """webdataset unpickles such members of unnamed data; without the guard the marker appears."""
     marker = data / "ran"

@@ -89,6 +89,8 @@ def _source_in(folder: Path) -> dict[str, Path]:
 
 
 def _is_source(folder: Path) -> bool:
+    if (folder / "pack.json").is_file():  # an output of `zerovl data pack`, whose table lists refused rows
+        return False
     if not folder.is_dir() or ((folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))):
         return False
     return any(entry.suffix in (".tar", *EXTENSIONS) for entry in folder.iterdir())
