@@ -26,7 +26,7 @@ from open_clip_zerovl.models.model_file import register_model_file
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What stock open_clip needs to rebuild a model, besides the weights."""
+    """The configs from which stock open_clip rebuilds a model; the weights come beside them."""
 
     name: str
     model_cfg: dict[str, Any]
