@@ -125,6 +125,17 @@ def test_layouts(tmp_path):
     assert open_labelled_set(f"{tmp_path}/shards", ZeroShotSettings(label="json:kind")).names == ["cat", "dog"]
 
 
+def test_imagenets_folders_have_their_names(tmp_path):
+    labels = [f"n{10_000_000 + 7 * i}" for i in range(1000)]
+    write_classes(tmp_path / "imagenet", " ".join(labels), each=1)
+    opened = open_labelled_set(f"{tmp_path}/imagenet")
+    assert (
+        list(opened.classes) == labels
+        and opened.names[:2] == ["tench", "goldfish"]
+        and opened.names[-1] == "toilet paper"
+    )
+
+
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
