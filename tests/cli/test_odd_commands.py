@@ -165,7 +165,7 @@ ODD = {
     "retrieval exp --data bomb": "too large to decode",
     "retrieval exp --data latin": "is not UTF-8",
     "retrieval exp --data manyshards": "must hold the number of shards",
-    "retrieval exp --data karpathy.json": "no image of Karpathy's form",
+    "retrieval exp --data karpathy.json": "does not have the form of Karpathy's images",
     "retrieval exp --data deep.json": "cannot be read",
     f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --way quick --out p1": "image 3 of bombprobe cannot be read",
@@ -179,7 +179,7 @@ ODD = {
     "data report flatmanifest": "is not what this program writes",
     "data index notatar": "is broken",
     "data cc3m --out d1 --source file": "is no list of captions",
-    "data coco --out d2 --source karpathy.json": "no image of Karpathy's form",
+    "data coco --out d2 --source karpathy.json": "No pictures among karpathy.json",
     "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",

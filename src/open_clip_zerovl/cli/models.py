@@ -1,14 +1,16 @@
-"""The commands that make models or look after runs: finetune, interpolate, export, convert, teacher, cluster, report, ..."""
+"""The commands that make models or look after runs: align, finetune, interpolate, export, convert, teacher, report, ..."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.checkpoints.settings import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
@@ -128,6 +130,22 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
 
+class _ProgressLines(logging.Handler):
+    """Prints log records on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        print(f"zerovl: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def _show_progress() -> None:
+    """Print a line on stderr at once, since imports take seconds, and from then on the progress lines of `checkpoints`."""
+    logger = logging.getLogger("open_clip_zerovl.checkpoints")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [_ProgressLines()]
+    logger.info("loading open_clip")
+
+
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
     print(f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').", *notes, sep="\n")
 
@@ -167,6 +185,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     hub = arguments.push_to_hub
     if arguments.private and not hub:
         raise UserError("--private needs --push-to-hub, which makes the repository")
+    _show_progress()
     if hub:
         from open_clip_zerovl.checkpoints.hub import check_hub
 
@@ -191,6 +210,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     if hub:
         from open_clip_zerovl.checkpoints.hub import push_folder
 
+        logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed and compared file by file: {address}")
 
@@ -225,6 +245,7 @@ def convert(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
     def run(arguments: argparse.Namespace) -> None:
+        _show_progress()
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
@@ -321,5 +342,46 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
         else:
             print(page(findings))
         return int(any(finding.problem is not None for finding in findings))
+
+    return run
+
+
+def align(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl align`."""
+    parser.description = (
+        "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
+        "epochs of matrix products. The same call goes on where one was stopped."
+    )
+    image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
+    text = (
+        "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several"
+    )
+    parser.add_argument("--image", action="append", required=True, metavar="ENCODER", help=image)
+    parser.add_argument("--text", action="append", required=True, metavar="ENCODER", help=text)
+    parser.add_argument("--data", required=True, metavar="DIR|NAME=SHARDS::...", help="pairs, as for finetune")
+    parser.add_argument(
+        "--retrieval-data", metavar=SETS, help="held-out pairs in CLIP_benchmark's layout (default: as for finetune)"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add_settings(parser, AlignFlags)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.align.run import run_align
+        from open_clip_zerovl.align.settings import AlignRequest
+        from open_clip_zerovl.finetune.data import find_data
+
+        found = find_data(arguments.data)
+        held_out = arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+        run_align(
+            settings_from(
+                AlignRequest,
+                arguments,
+                images=tuple(dict.fromkeys(arguments.image)),
+                texts=tuple(dict.fromkeys(arguments.text)),
+                train_data=found.train_data,
+                held_out=held_out,
+                out=arguments.out.expanduser().absolute(),
+            )
+        )
 
     return run

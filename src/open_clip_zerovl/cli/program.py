@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "train:become_training",
             "train a model: the flags of python -m training.main, a process a GPU",
         ),
+        "align": ("models:align", "a retrieval model from two frozen encoders: heads on stored features"),
         "finetune": ("models:finetune", "fine-tune a model on your own pairs without losing its earlier abilities"),
         "retrieval": ("evaluate:retrieval", "recall@1/5/10 and RSUM of a model on retrieval sets"),
         "zero-shot": (

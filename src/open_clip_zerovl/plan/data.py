@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import Batching, few_steps
@@ -223,7 +223,7 @@ def _first_sample(source: Source) -> str | None:
         first = next(iter(mixture))
     except UserError as error:
         return str(error)
-    return first.message if isinstance(first, Failure) else None
+    return str(first) if isinstance(first, UserError) else None
 
 
 def _add_absent(settings: PlanSettings, component: str, reason: str, found: DataCheck) -> None:

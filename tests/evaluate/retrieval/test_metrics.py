@@ -33,7 +33,8 @@ from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
 from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
-from support.tiny_clip import add_file, picture, write_retrieval_set
+from support.tars import add_file
+from support.tiny_clip import picture, write_retrieval_set
 
 PARITY = 1e-6  # the bound; CLIP_benchmark averages in float32
 

@@ -28,7 +28,8 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.examples import spread
 from support.scoring import score_checkpoint
-from support.tiny_clip import add_file, captions, picture
+from support.tars import add_file
+from support.tiny_clip import captions, picture
 
 COUNTS = [5, 7, 1, 5, 3, 6, 5, 2, 5, 5, 4, 5, 5]  # captions of the test images
 
@@ -181,9 +182,9 @@ INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"r
     ("content", "sentence"),
     [
         (None, "does not exist"),
-        ({"images": [{"id": 1}]}, r"entry 0 of .*set\.json is no image of Karpathy's form"),
-        ({"images": [INFINITE]}, r"entry 0 of .*set\.json is no image of Karpathy's form \(OverflowError"),
-        ("file,title\nx,a cat\n", "no columns 'filepath' and 'title' or 'image' and 'caption' but 'file', 'title'"),
+        ({"images": [{"id": 1}]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images"),
+        ({"images": [INFINITE]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError"),
+        ("file,title\nx,a cat\n", "'filepath' and 'title' or 'image' and 'caption' once each; it has 'file', 'title'"),
         ([], "holds no rows"),
         ([(NAME, 1)], "row 1: the row has fewer fields"),
         (

@@ -40,10 +40,8 @@ from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
-from open_clip_zerovl.shards.members import Sample as StoredSample
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
-FILE_NAMES = ("filename", "file")  # fields of a sample's json, in this order
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Hit:
     """A picture that was found.
 
     Attributes:
-        picture: its name in lists: the name of its file where the sample's json has it, else `place`.
-        place: path of the picture, or shard and key of its sample.
+        picture: its name in lists: its path, or shard and key with the file or URL that the sample's json names.
         score: its cosine with the query.
         caption: the first caption beside it in its shard; "" where there is none.
         content: its encoded bytes; None where it has gone since it was embedded.
@@ -61,7 +58,6 @@ class Hit:
     picture: str
     score: float
     caption: str
-    place: str
     content: bytes | None = field(repr=False)
 
 
@@ -203,22 +199,11 @@ def _query_picture(path: Path) -> Image.Image:
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     """A hit with its name, caption and picture, read from picture `number` of a file."""
     if collection.shards is None:
-        place = collection.shown(file, "")
-        return Hit(place, score, "", place, picture_file(collection.files[file].path))
+        return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     content = image_of(sample.files)
-    place, caption = collection.shown(file, sample.key), text.partition("\n")[0].strip()
-    return Hit(_file_name(sample) or place, score, caption, place, content and bytes(content))
-
-
-def _file_name(sample: StoredSample) -> str | None:
-    """The name of the file from which a sample was packed, where its json has it."""
-    try:
-        stored = json.loads(sample.files.get("json", b"{}"))
-        return next((stored[key] for key in FILE_NAMES if isinstance(stored.get(key), str) and stored[key]), None)
-    except (ValueError, AttributeError, RecursionError):
-        return None
+    return Hit(collection.shown(file, sample), score, text.partition("\n")[0].strip(), content and bytes(content))
 
 
 def _thumbnail(hit: Hit) -> str | None:
@@ -231,7 +216,7 @@ def _thumbnail(hit: Hit) -> str | None:
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
     def plain(result: Found) -> dict[str, Any]:
-        shown = ("picture", "place", "score", "caption")
+        shown = ("picture", "score", "caption")
         hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}
 
