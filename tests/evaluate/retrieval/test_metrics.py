@@ -339,7 +339,7 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
     ("file", "content", "sentence"),
     [
         ("", None, "does not exist"),
-        (".", b"x", r"no retrieval set in a known format; known: .*; a folder in CLIP_benchmark"),
+        (".", b"x", r"is not a retrieval set in a known format; known: .*; a folder in CLIP_benchmark"),
         ("dataset_type.txt", None, r"dataset_type\.txt is missing"),
         ("dataset_type.txt", b"classification", "says 'classification'"),
         ("test/nshards.txt", None, r"nshards\.txt is missing"),

@@ -155,7 +155,7 @@ def test_templates_and_names_may_be_files(tmp_path):
         ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
         ({"class_names": Path("empty.txt")}, "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y"),
         ({"class_names": Path("empty.json")}, "does not name the 2 classes .KeyError: 'x'"),
-        ({"split": "x"}, "no folder of class folders"),
+        ({"split": "x"}, "not a folder of class folders"),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(tmp_path, monkeypatch, given, sentence):
