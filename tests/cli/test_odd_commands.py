@@ -137,7 +137,7 @@ ODD = {
     f"{PROBE} file/x": r"file/x cannot be written",
     f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
     f"{ZERO} bombprobe": "too large to decode",
-    f"{ZERO} notatar": "not a readable, uncompressed tar|is no folder of class folders",
+    f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
     f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
