@@ -130,22 +130,22 @@ def run(page: Path, folder: Path, instead: Mapping[str, str], picture: Path) -> 
     """Run a page's commands in a folder, and draw its first training; returns the page with what was printed.
 
     Args:
-        instead: texts in the commands -> texts that replace them.
+        instead: texts of the page -> texts that replace them, in commands and outputs.
 
     Raises:
         SystemExit: a command failed, or did not print what the page shows.
     """
-    lines = page.read_text(encoding="utf-8").split("\n")
+    text = page.read_text(encoding="utf-8")
+    for old, new in instead.items():
+        text = text.replace(old, new)
+    lines = text.split("\n")
     for command in commands_of(lines):
-        words = command.words
-        for old, new in instead.items():
-            words = words.replace(old, new)
-        print(f"$ {words}", flush=True)
-        printed = output_of(words, folder)
+        print(f"$ {command.words}", flush=True)
+        printed = output_of(command.words, folder)
         again = printed_again([lines[n] for n in command.shown], printed)
         for number, line in zip(command.shown, again, strict=True):
             lines[number] = line
-        if "zerovl train" in words and not picture.exists():
+        if "zerovl train" in command.words and not picture.exists():
             picture.write_text(picture_of(command.words, printed), encoding="utf-8")
     return "\n".join(lines)
 
@@ -155,11 +155,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "build" / "quickstart", help="new or empty; default %(default)s"
     )
-    parser.add_argument(
-        "--instead", action="append", default=[], metavar="OLD=NEW", help="another text in the commands"
-    )
+    parser.add_argument("--instead", action="append", default=[], metavar="OLD=NEW", help="another text of the pages")
     parser.add_argument("--write", action="store_true", help="put what was printed into the page and its picture")
     options = parser.parse_args(argv)
+    if options.write and options.instead:
+        parser.error("--write is for the page as it stands; leave --instead out")
     options.folder.mkdir(parents=True, exist_ok=True)
     if any(options.folder.iterdir()):
         raise SystemExit(f"quickstart: {options.folder} is not empty; give another --folder")
