@@ -16,7 +16,7 @@ FLOORS = (
     ("dga", "data", "checkpoints"),
     ("embeddings",),
     ("recipe", "distill", "evaluate", "prepare"),
-    ("plan", "training"),
+    ("plan", "training", "align"),
     ("finetune",),
     ("cli",),
 )

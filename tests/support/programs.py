@@ -43,14 +43,17 @@ def launch(
     record: Path | None = None,
     cwd: Path,
     gradient: Path | None = None,
+    status: int = 0,
 ):
-    """Run the training script in `ranks` processes (torchrun) and return the finished process."""
+    """Run the training script in `ranks` processes (torchrun), which must end with `status`; returns the finished process."""
     command = [warm.python(), *torchrun(ranks), str(SCRIPT), program, str(config)]
     for flag, file in (("--record", record), ("--gradient", gradient)):
         command += [flag, str(file)] if file else []
     command += ["--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr[-3000:]
+    return done
 
 
 class ForkedTrainings:
