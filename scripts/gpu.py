@@ -1,4 +1,4 @@
-"""`make gpu`: what only a GPU can show, in 25 minutes on one GPU. A second call goes on where the first ended.
+"""`make gpu`: measurements that need a GPU, in 25 minutes on one GPU. A second call goes on where the first ended.
 
     python -m scripts.gpu [--wheels DIR] [--minutes 25] [--out docs/results] [--name NAME] [--only PART ...]
     python -m scripts.gpu --rehearse --out DIR        # all parts on the CPU, with tiny sizes
@@ -138,7 +138,7 @@ class Results:
             return cls(file, json.loads(file.read_text(encoding="utf-8"))["parts"])
         except (ValueError, KeyError, TypeError) as failure:
             raise Stop(
-                f"{file} is no result of this program ({failure}); move it away, or give another --name"
+                f"{file} was not written by this program ({failure}); move it away, or give another --name"
             ) from None
 
     def part(self, name: str) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def unpack_wheels(wheels: Path | None, site: Path) -> None:
     missing = missing_packages(site)
     if wheels is not None and missing:
         if not wheels.is_dir():
-            raise Stop(f"--wheels {wheels} is no folder; give the one that holds the .whl files")
+            raise Stop(f"--wheels {wheels} is not a folder; give the one that holds the .whl files")
         there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
         carried = [package for package in missing.values() if package.lower().replace("_", "-") in there]
         if carried:

@@ -70,14 +70,16 @@ def manifest_without_facts(folder):
     return KINDS["embeddings"][1]["stored"]
 
 
-def record_without_a_recall(folder):
+def examples_of_other_entries(folder):
     (folder / "run").mkdir()
-    lines = ({"kind": "start", "at": 0}, {"kind": "retrieval", "at": 1, "metrics": {"a": {"rsum": 9.0}}})
-    (folder / "run" / "record.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "run" / "record.jsonl").write_text("\n".join(json.dumps(line | {"at": 0}) for line in inputs.RECORD))
+    picture = "data:image/png;base64,AAAA"
+    content = {"epoch": 1, "examples": [{"query": "a cat", "target": picture, "top": {"now": [{"pixels": picture}]}}]}
+    (folder / "run" / "examples.json").write_text(json.dumps(content))
     return KINDS["run"][1]["zerovl report"]
 
 
-@pytest.mark.parametrize("damage", [damaged_header, manifest_without_facts, record_without_a_recall])
+@pytest.mark.parametrize("damage", [damaged_header, manifest_without_facts, examples_of_other_entries])
 def test_what_the_fuzzer_found_is_a_sentence(damage, tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(3):

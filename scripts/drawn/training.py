@@ -57,7 +57,7 @@ def grouped(flags: Sequence[str]) -> list[list[str]]:
     """Each flag with its values; `--flag=value` as two words.
 
     Raises:
-        UserError: the first word is no flag.
+        UserError: the first word is not a flag.
     """
     groups: list[list[str]] = []
     for word in flags:

@@ -32,7 +32,7 @@ from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.index import embed_collection
+from open_clip_zerovl.evaluate.search.run import embed_collection
 from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 
@@ -318,7 +318,7 @@ def make_annotations(draw: Draw, folder: Path) -> None:
 
 
 def make_pairs(draw: Draw, folder: Path) -> None:
-    """What `zerovl data pack` reads besides tables and tars: JSON of three kinds, parquet, Arrow, and a folder with texts."""
+    """Further inputs of `zerovl data pack`: JSON of three kinds, parquet, Arrow, and a folder with texts."""
     import pyarrow
     import pyarrow.parquet
 
@@ -443,8 +443,8 @@ def make_record(draw: Draw, folder: Path) -> None:
         lines[number] = json.dumps(line)
     content = edited("\n".join(lines).encode(), draw(EDITS) if draw(st.booleans()) else [])
     (folder / "run" / "record.jsonl").write_bytes(content)
-    shown = {"pixels": "data:image/png;base64,AAAA", "caption": "x", "score": 0.5, "right": True}
-    example = {"set": "a", "query": "a cat", "rank": 3, "target": shown["pixels"], "top": {"now": [shown]}}
+    shown = {"pixels": "data:image/png;base64,AAAA", "caption": "x", "score": 0.5, "source": "a", "right": True}
+    example = {"query": "a cat", "source": "a", "rank": {"now": 3}, "target": shown["pixels"], "top": {"now": [shown]}}
     example |= draw(st.dictionaries(st.sampled_from(sorted(example)), JSON, max_size=1))
     (folder / "run" / "examples.json").write_bytes(json_bytes(draw, {"epoch": 1, "examples": [example]}))
 

@@ -33,7 +33,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.store import Store
-from open_clip_zerovl.evaluate.search.index import embed_collection
+from open_clip_zerovl.evaluate.search.run import embed_collection
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower

@@ -125,7 +125,7 @@ def random_model(name: str, *, seed: int = 0, **forced: object) -> torch.nn.Modu
 
 
 def write_run(folder: Path, weights: torch.nn.Module, params: dict[str, object], *, prefix: str = "") -> Path:
-    """What open_clip's main leaves of a run: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
+    """Write a run's folder as open_clip's main does: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
     (folder / "checkpoints").mkdir(parents=True)
     lines = "".join(f"{key}: {value}\n" for key, value in sorted(params.items()))
     (folder / "params.txt").write_text(lines, encoding="utf-8")

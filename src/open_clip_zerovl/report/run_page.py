@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import UndefinedError
-
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, check_writable
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
@@ -33,21 +31,9 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         The page's path.
 
     Raises:
-        UserError: no record there or one that training did not write, matplotlib is missing, or the page cannot be written.
+        UserError: no record there, matplotlib is missing, or the page cannot be written.
     """
     folder = Path(folder)
-    try:
-        return _write(folder)
-    except (*UNREADABLE, UndefinedError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{folder} holds a record or examples that training did not write ({first_line(error)}); correct "
-            "record.jsonl, or delete examples.json"
-        ) from error
-
-
-def _write(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"the folder {folder} does not exist; give the folder of a run, logs/NAME")
     record = read_record(folder)
