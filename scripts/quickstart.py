@@ -114,9 +114,15 @@ def terminal_svg(lines: Iterable[str]) -> str:
     rows = [row for line in lines for row in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
     texts = [f'<text x="20" y="{28 + 18 * number}">{html.escape(row)}</text>' for number, row in enumerate(rows)]
     size = f'{7.3 * COLUMNS + 40:g}" height="{18 * len(rows) + 24}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size} font-family="monospace" font-size="12" xml:space="preserve">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size} font-family="monospace" font-size="12">'
     return "\n".join(
-        [head, f'<rect width="{size} rx="8" fill="#263238"/>', '<g fill="#eceff1">', *texts, "</g></svg>\n"]
+        [
+            head,
+            f'<rect width="{size} rx="8" fill="#263238"/>',
+            '<g fill="#eceff1" style="white-space:pre">',
+            *texts,
+            "</g></svg>\n",
+        ]
     )
 
 
