@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "figures" / "run.svg"
 COLUMNS = 110
+WIDE = "\N{NO-BREAK SPACE}" * 2  # a picture would draw two spaces as one
 # Lines of the training in the picture, by their beginning; of the progress line, which is drawn over, the last state.
 DRAWN = ("model ", "data ", "batch ", "run ", "optimizer ", "epoch ", "Done", "Best", "Page", "Next")
 
@@ -112,14 +113,17 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
 def terminal_svg(lines: Iterable[str]) -> str:
     """A picture of lines on a terminal; lines that are too long are wrapped."""
     rows = [row for line in lines for row in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
-    texts = [f'<text x="20" y="{28 + 18 * number}">{html.escape(row)}</text>' for number, row in enumerate(rows)]
+    texts = [
+        f'<text x="20" y="{28 + 18 * number}">{html.escape(row.replace("  ", WIDE))}</text>'
+        for number, row in enumerate(rows)
+    ]
     size = f'{7.3 * COLUMNS + 40:g}" height="{18 * len(rows) + 24}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size} font-family="monospace" font-size="12">'
     return "\n".join(
         [
             head,
             f'<rect width="{size} rx="8" fill="#263238"/>',
-            '<g fill="#eceff1" style="white-space:pre">',
+            '<g fill="#eceff1">',
             *texts,
             "</g></svg>\n",
         ]
