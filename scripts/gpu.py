@@ -40,9 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [
-    path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path
-]  # works without an installation
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # works without an installation
 
 from scripts.gpu_page import page  # noqa: E402
 
@@ -52,13 +50,7 @@ EPOCHS = 20
 ABLATION = "random,debiased,weight-0.05,batch-64,dga-64,vit,token-drop"  # on the emoji, one rank
 
 # Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
-CARRIED = {
-    "open_clip": "open_clip_torch",
-    "webdataset": "webdataset",
-    "braceexpand": "braceexpand",
-    "ftfy": "ftfy",
-    "wcwidth": "wcwidth",
-}
+CARRIED = {"open_clip": "open_clip_torch", **{name: name for name in ("webdataset", "braceexpand", "ftfy", "wcwidth")}}
 EXPECTED = {
     "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
     "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
