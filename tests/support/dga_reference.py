@@ -1,4 +1,4 @@
-"""What decoupled gradient accumulation is measured against: tiny real towers, and the same gradient from one graph.
+"""The reference for decoupled gradient accumulation: tiny real towers, and the same gradient from one graph.
 
 Shapes: `B` micro-batch, `K` micro-batches, `D` embedding width 16. Error of a parameter's gradient g against g_ref:
 |g - g_ref| / max(|g_ref|, 1e-6 * norm of all gradients), the largest over parameters (BERT's key biases have a true

@@ -118,7 +118,7 @@ def noisy(image_features, text_features, logit_scale, output_dict):
 
 
 class LoRA(nn.Module):
-    """What peft puts in place of a linear layer: the frozen layer, and a dropout and two thin matrices beside it."""
+    """The layer that peft puts in place of a linear one: the frozen layer, and a dropout and two thin matrices beside it."""
 
     def __init__(self, layer, rank=2):
         super().__init__()

@@ -12,6 +12,7 @@ import secrets
 import stat
 import struct
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ UNREADABLE = (
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
+    tokenize.TokenError,  # of numpy, on a damaged header
 )
 
 
