@@ -83,11 +83,15 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
             ) from error
 
 
-def _tokenizer(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
+def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     """The model's tokenizer. UserError where open_clip would give another one without saying so."""
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
+        if (
+            ":" not in spec.name and get_model_config(spec.name) is None
+        ):  # a model of our own making, with CLIP's text tower
+            return SimpleTokenizer(context_length=text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH))
         tokenizer = open_clip.get_tokenizer(spec.name, context_length=text_cfg.get("context_length"))
         if not isinstance(tokenizer, SimpleTokenizer):
             raise UserError(f"the tokenizer of {spec.name} ({type(tokenizer).__name__}) has no files to export")
@@ -250,7 +254,7 @@ def assemble(
     """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
-    tokenizer = _tokenizer(spec)
+    tokenizer = tokenizer_of(spec)
     model.load_state_dict(weights)
     return model, tokenizer
 

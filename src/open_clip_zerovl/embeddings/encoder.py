@@ -30,8 +30,8 @@ class FrozenModel:
 
     Attributes:
         name: for messages and manifests.
-        image_tower: normalised pictures (b, 3, S, S) -> (b, D).
-        text_tower: tokens (b, L) -> (b, D).
+        image_tower: normalised pictures (b, 3, S, S) -> (b, D); None of a model of texts alone.
+        text_tower: tokens (b, L) -> (b, D); None of a model of pictures alone.
         tokenizer: captions -> tokens.
         eye: PIL image -> picture (3, S, S) as `images` takes it: uint8, or normalised.
         mean, std: of uint8 pictures, for pixels in 0..1.
@@ -39,10 +39,11 @@ class FrozenModel:
         input_dtype: normalised pictures are cast to it.
         unit_length: divide each row by its L2 norm.
         fingerprints: digest of weights, preprocessing and precision of each tower, "image" and "text".
+        logit_scale: the factor of its logits, `exp` of the parameter.
     """
 
     name: str
-    image_tower: Callable[[Tensor], Tensor]
+    image_tower: Callable[[Tensor], Tensor] | None = None
     text_tower: Callable[[Tensor], Tensor] | None = None
     tokenizer: Callable[[list[str]], Tensor] | None = None
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -53,6 +54,7 @@ class FrozenModel:
     input_dtype: torch.dtype | None = None
     unit_length: bool = True
     fingerprints: dict[str, str] = field(default_factory=dict)
+    logit_scale: float = 1.0
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
@@ -73,6 +75,7 @@ class FrozenModel:
             std,
             context=autocast(device, amp),
             fingerprints=digests,
+            logit_scale=network.logit_scale.exp().item(),
         )
 
     @torch.no_grad()
@@ -81,6 +84,7 @@ class FrozenModel:
         pixels = pixels.to(self.device)
         if pixels.dtype == torch.uint8:
             pixels = normalize(pixels, self.mean, self.std)
+        assert self.image_tower is not None
         return self._encoded(self.image_tower, pixels.to(dtype=self.input_dtype))
 
     @torch.no_grad()
@@ -100,16 +104,18 @@ class FrozenModel:
         return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
 
     def seconds_of(self, pictures: int) -> tuple[float, float]:
-        """Seconds for so many pictures, and for so many captions, measured on made-up ones."""
-        assert self.eye is not None
-        pixels = torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
+        """Measured seconds for `pictures` made-up pictures and for as long a list of captions; 0 for a tower that is absent."""
+        pixels = None if self.eye is None else torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
         captions = ["a photo of a dog"] * pictures
         for _ in range(2):  # the first time warms up
             begin = time.perf_counter()
-            self.images(pixels).cpu()
-            middle = time.perf_counter()
-            self.texts(captions).cpu()
-        return middle - begin, time.perf_counter() - middle
+            if pixels is not None:
+                self.images(pixels).cpu()
+            middle = end = time.perf_counter()
+            if self.text_tower is not None:
+                self.texts(captions).cpu()
+                end = time.perf_counter()
+        return middle - begin, end - middle
 
 
 def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextManager[Any]]:
@@ -191,3 +197,24 @@ def tower_before_projection(visual: Any) -> nn.Module:
     raise UserError(
         f"features before the projection are known of timm towers, open_clip's ViT and CLIP's ResNets; this tower is a {kind}"
     )
+
+
+def text_tower_before_projection(text: Any) -> nn.Module:
+    """The text tower without its projection, in place: tokens (b, L) -> features (b, F).
+
+    Args:
+        text: `model.text` of an open_clip model: open_clip's own transformer, or one of Hugging Face with its pooling.
+
+    Raises:
+        UserError: another kind of tower.
+    """
+    kind = type(text).__name__
+    if kind == "HFTextEncoder":
+        text.proj = nn.Identity()
+    elif kind in ("TextTransformer", "CutTextTransformer"):
+        text.text_projection = None
+    else:
+        raise UserError(
+            f"features before the projection are known of open_clip's own and Hugging Face's text towers; this one is a {kind}"
+        )
+    return text

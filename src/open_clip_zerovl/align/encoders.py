@@ -1,0 +1,296 @@
+"""A frozen tower from the name of an encoder, as open_clip holds it: what is embedded is what the exported model computes.
+
+    timm:NAME|FOLDER         an image tower of timm
+    hf:NAME|FOLDER           a text tower of transformers or sentence-transformers, pooled by its own config
+    NAME/TAG, FOLDER, *.pt   either tower of an open_clip model
+
+`F` width of the features, which come before any projection.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor, nn
+
+from open_clip_zerovl.checkpoints.loading import UNBUILDABLE, load_model, spec_of, tokenizer_of
+from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.embeddings.encoder import (
+    FrozenModel,
+    autocast,
+    eye_of,
+    text_tower_before_projection,
+    tower_before_projection,
+)
+from open_clip_zerovl.embeddings.fingerprint import module_digest
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
+from open_clip_zerovl.models.local_dir import no_code_from_data
+
+# The other tower of a model that is built for one of them.
+_SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
+_SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
+_POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
+_OFFSET_POSITIONS = (
+    "roberta",
+    "xlm-roberta",
+    "mpnet",
+    "camembert",
+)  # their positions begin after the padding token's number
+_PROJECTIONS = ("proj", "text_projection", "head.proj.", "head.mlp.", "proj.", "text_projection.", "attnpool.c_proj.")
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One frozen tower.
+
+    Attributes:
+        side: "image" or "text".
+        name: as given.
+        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip".
+        cfg: open_clip's vision_cfg or text_cfg.
+        module: pictures or tokens -> features (b, F).
+        tensors: the tower's weights under open_clip's names, without its projection.
+        width: F.
+        preprocess_cfg: of an image tower, open_clip's.
+        tokenizer: of a text tower.
+        quick_gelu: whether the model that the tower comes from has QuickGELU; None where it has no such choice.
+    """
+
+    side: str
+    name: str
+    kind: str
+    cfg: dict[str, Any]
+    module: nn.Module
+    tensors: dict[str, Tensor]
+    width: int
+    preprocess_cfg: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Any = None
+    quick_gelu: bool | None = None
+
+    def frozen(self, device: torch.device, amp: bool) -> FrozenModel:
+        """The tower on its device, for `embeddings.embed`."""
+        module = self.module.eval().to(device).requires_grad_(False)
+        given: dict[str, Any] = {"device": device, "context": autocast(device, amp), "unit_length": False}
+        if self.side == "image":
+            transform = image_transform_v2(PreprocessCfg(**self.preprocess_cfg), is_train=False)
+            eye, mean, std = eye_of(transform)
+            given |= {"image_tower": module, "eye": eye, "mean": mean, "std": std}
+        else:
+            given |= {
+                "text_tower": _without_padding(module) if self.kind == "hf" else module,
+                "tokenizer": self.tokenizer,
+            }
+        inputs = self.tokenizer if self.side == "text" else transform
+        digest = module_digest(module, inputs=inputs, precision="amp_bf16" if amp else "fp32")
+        return FrozenModel(self.name, **given, fingerprints={self.side: digest})
+
+    def words(self) -> str:
+        """The tower in a line."""
+        if self.side == "image":
+            return f"{self.name}: features of width {self.width}, pictures of {_pixels(self.preprocess_cfg['size'])} px"
+        pooled = self.cfg.get("hf_pooler_type", "").split("_")[0]
+        return f"{self.name}: features of width {self.width}, {self.tokenizer.context_length} tokens" + (
+            f", pooling {pooled}" if pooled else ""
+        )
+
+
+def _pixels(size: Any) -> str:
+    return (
+        " x ".join(map(str, size))
+        if isinstance(size, (tuple, list)) and size[0] != size[-1]
+        else str(size if isinstance(size, int) else size[0])
+    )
+
+
+def _without_padding(tower: Any) -> Callable[[Tensor], Tensor]:
+    """The tower on tokens that are cut to the longest text of a batch: its attention masks padding, so the features stay."""
+
+    def cut(tokens: Tensor) -> Tensor:
+        used = (tokens != tower.config.pad_token_id).any(dim=0).nonzero()
+        return tower(tokens[:, : int(used[-1]) + 1] if len(used) else tokens)
+
+    return cut
+
+
+@no_code_from_data()
+def open_tower(name: str, side: str, *, text_pool: str | None = None, context_length: int | None = None) -> Tower:
+    """The tower of an encoder.
+
+    Args:
+        name: see the module's text.
+        side: "image" or "text".
+        text_pool: "cls" or "mean", of an `hf:` encoder; None: as its sentence-transformers config says, else "cls".
+        context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
+
+    Raises:
+        UserError: an encoder that cannot be found, or whose tower open_clip cannot hold.
+    """
+    kind, colon, place = name.partition(":")
+    try:
+        if colon and kind == "timm":
+            if side == "text":
+                raise UserError(f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text")
+            return _timm(name, place)
+        if colon and kind == "hf":
+            if side == "image":
+                raise UserError(
+                    f"{name}: open_clip holds image towers of timm alone; timm has DINOv2, DINOv3 and SigLIP 2 as "
+                    "well: give --image timm:NAME"
+                )
+            return _hf(name, place, text_pool, context_length)
+        return _of_open_clip(name, side)
+    except UserError:
+        raise
+    except UNBUILDABLE as error:
+        raise UserError(
+            f"the encoder {name} cannot be loaded: {first_line(error)}; give a folder, or the name of one here or on the hub"
+        ) from error
+
+
+def _timm(name: str, place: str) -> Tower:
+    from timm.data import resolve_model_data_config
+
+    folder = Path(place).expanduser()
+    source, architecture = place, place.removeprefix("hf-hub:").rpartition("/")[2]
+    if folder.is_dir():
+        source = f"local-dir:{folder.absolute()}"
+        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architecture"]
+    cfg: dict[str, Any] = {"timm_pool": "", "timm_proj": "linear", "image_size": 224}
+    visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": True})
+    data = resolve_model_data_config(visual.trunk)
+    size = list(data["input_size"][1:])
+    pool = getattr(visual.trunk, "global_pool", "")
+    cfg |= {"timm_model_name": architecture, "timm_model_pretrained": False, "image_size": size}
+    cfg["timm_pool"] = pool if isinstance(pool, str) else ""
+    rebuilt = {key: value.shape for key, value in _visual(cfg).state_dict().items()}
+    if rebuilt != {key: value.shape for key, value in visual.state_dict().items()}:
+        raise UserError(
+            f"{name} was built with arguments of its own, and open_clip builds timm's {architecture} by its name alone, with "
+            "other tensors; give a model that timm builds so"
+        )
+    preprocess = {"size": size, "mean": list(data["mean"]), "std": list(data["std"]), "mode": "RGB"}
+    preprocess["interpolation"] = data["interpolation"]
+    preprocess["resize_mode"] = "squash" if data["crop_mode"] == "squash" else "shortest"
+    return _image_tower(name, visual, cfg, preprocess)
+
+
+def _visual(vision_cfg: dict[str, Any]) -> Any:
+    return CustomTextCLIP(8, vision_cfg, _SMALL_TEXT).visual
+
+
+def _image_tower(name: str, visual: Any, cfg: dict[str, Any], preprocess: dict[str, Any], **more: Any) -> Tower:
+    if type(visual).__name__ == "TimmModel" and not cfg.get("timm_proj", "linear"):
+        visual.trunk.reset_classifier(0)  # the classifier is this tower's projection
+    module = tower_before_projection(visual)
+    kind = {"TimmModel": "timm", "VisionTransformer": "vit", "ModifiedResNet": "resnet"}[type(visual).__name__]
+    cfg = {**cfg, "output_tokens": False} if kind == "vit" else cfg
+    size = preprocess["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    with torch.no_grad():
+        features = module.eval()(torch.zeros(1, 3, height, width)).shape[1]
+    if kind != "timm":
+        return Tower("image", name, kind, cfg, module, _towers_own(visual), features, preprocess, **more)
+    cfg = {key: value for key, value in cfg.items() if key not in ("timm_drop", "timm_drop_path")}
+    return Tower("image", name, kind, cfg, module, _towers_own(visual), features, preprocess)
+
+
+def _towers_own(tower: nn.Module) -> dict[str, Tensor]:
+    return {
+        key: value
+        for key, value in tower.state_dict().items()
+        if not key.startswith(_PROJECTIONS[2:]) and key not in _PROJECTIONS
+    }
+
+
+def _hf(name: str, place: str, text_pool: str | None, context_length: int | None) -> Tower:
+    source = str(Path(place).expanduser().absolute()) if Path(place).expanduser().is_dir() else place
+    pool, own_length = _sentence_transformer(source)
+    pool = text_pool or pool or "cls"
+    if pool not in _POOLERS:
+        raise UserError(
+            f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give another encoder, or --text-pool "
+            + " or ".join(_POOLERS)
+        )
+    cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
+    cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}
+    text = CustomTextCLIP(8, _SMALL_IMAGE, cfg).text
+    config = text.config
+    if getattr(config, "pad_token_id", None) is None:
+        raise UserError(
+            f"{name} names no padding token, by which open_clip's text towers find the end of a text; take another encoder"
+        )
+    places = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
+    places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
+    length = context_length or min(own_length, places)
+    if length > places:
+        raise UserError(f"--context-length {length}: {name} has {places} positions; give at most so many")
+    cfg |= {"hf_model_pretrained": False, "context_length": length}
+    return _text_tower(name, text, cfg)
+
+
+def _sentence_transformer(source: str) -> tuple[str | None, int]:
+    """Pooling (None: not named) and longest text of a model, by the configs of sentence-transformers and of its tokenizer."""
+    pooling = _config(source, "1_Pooling/config.json")
+    older = {"cls_token": "cls", "mean_tokens": "mean"}
+    names = [
+        key.removeprefix("pooling_mode_")
+        for key, on in pooling.items()
+        if key.startswith("pooling_mode_") and on is True
+    ]
+    lengths = [
+        _config(source, "sentence_bert_config.json").get("max_seq_length"),
+        _config(source, "tokenizer_config.json").get("model_max_length"),
+    ]
+    mode = pooling.get("pooling_mode") or "+".join(older.get(name, name) for name in names) or None
+    return mode, int(min(length for length in (*lengths, DEFAULT_CONTEXT_LENGTH) if length))
+
+
+def _config(source: str, file: str) -> dict[str, Any]:
+    """A JSON file of a model's folder or of the hub; {} where it has none."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(source, file, **quiet)
+    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+
+
+def _text_tower(name: str, text: Any, cfg: dict[str, Any], **more: Any) -> Tower:
+    kind = "hf" if cfg.get("hf_model_name") else "clip"
+    tokenizer = tokenizer_of(ModelSpec("text", {"text_cfg": cfg}, {}))
+    own = _towers_own(text)
+    module = text_tower_before_projection(text)
+    with torch.no_grad():
+        features = module.eval()(tokenizer(["a"])).shape[1]
+    return Tower("text", name, kind, cfg, module, own, features, tokenizer=tokenizer, **more)
+
+
+def _of_open_clip(name: str, side: str) -> Tower:
+    """A tower of an open_clip model."""
+    model, _, _ = load_model(name)
+    spec = spec_of(name)
+    quick = bool(spec.model_cfg.get("quick_gelu"))
+    if side == "image":
+        return _image_tower(
+            name, model.visual, dict(spec.model_cfg["vision_cfg"]), dict(model.visual.preprocess_cfg), quick_gelu=quick
+        )
+    if "multimodal_cfg" in spec.model_cfg:
+        raise UserError(
+            f"{name} writes captions, and its text tower has no features of a whole text alone; give another --text"
+        )
+    cfg = copy.deepcopy(spec.model_cfg["text_cfg"])
+    if not hasattr(model, "text"):
+        built = CustomTextCLIP(spec.model_cfg["embed_dim"], _SMALL_IMAGE, cfg, quick_gelu=quick)
+        weights = convert_to_custom_text_state_dict(model.state_dict())
+        built.text.load_state_dict({key[5:]: value for key, value in weights.items() if key.startswith("text.")})
+        return _text_tower(name, built.text, cfg, quick_gelu=quick)
+    more: Mapping[str, Any] = {} if cfg.get("hf_model_name") else {"quick_gelu": quick}
+    return _text_tower(name, model.text, cfg, **more)

@@ -1,0 +1,101 @@
+"""Two towers and their heads as a folder that stock open_clip loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.align.encoders import Tower
+from open_clip_zerovl.align.heads import Heads, folded, placed
+from open_clip_zerovl.checkpoints.card import ModelCard
+from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, write_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.core.errors import UserError
+
+TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on features
+
+
+def check_together(image: Tower, text: Tower) -> None:
+    """UserError for towers of which one has QuickGELU and the other GELU, which a model of open_clip has for both."""
+    both = (image.quick_gelu, text.quick_gelu)
+    if None not in both and both[0] != both[1]:
+        named = (image.name, text.name) if image.quick_gelu else (text.name, image.name)
+        raise UserError(
+            f"{named[0]} was trained with QuickGELU and {named[1]} without, and a model of open_clip has one for both towers; "
+            "give two that agree, or one of them from timm or transformers"
+        )
+
+
+def export_aligned(
+    out: Path,
+    image: Tower,
+    text: Tower,
+    heads: Heads,
+    kind: str,
+    scales: tuple[float, float],
+    *,
+    metrics: Mapping[str, float],
+    origin: str,
+) -> Path:
+    """Write the model in open_clip's form.
+
+    Args:
+        kind: of the heads, "linear" or "mlp".
+        scales: by which image and text features were multiplied (`rows.Features`).
+        metrics: for the model card.
+        origin: a sentence for the card that says where the weights come from.
+
+    Raises:
+        UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
+    """
+    of_head: dict[str, Tensor] = {}
+    cfgs = []
+    for tower, head, scale in ((image, heads.image, scales[0]), (text, heads.text, scales[1])):
+        weights = {name: value.detach().cpu() for name, value in head.state_dict().items()}
+        entries, tensors = placed(kind, tower, folded(kind, weights, scale))
+        cfgs.append({**tower.cfg, **entries})
+        of_head |= tensors
+    model_cfg = {"embed_dim": heads.embed_dim, "vision_cfg": cfgs[0], "text_cfg": cfgs[1], "custom_text": True}
+    if image.quick_gelu or text.quick_gelu:
+        model_cfg["quick_gelu"] = True
+    own = {"logit_scale": heads.logit_scale.detach().cpu()}
+    if heads.logit_bias is not None:
+        own["logit_bias"] = heads.logit_bias.detach().cpu()
+        model_cfg["init_logit_bias"] = float(own["logit_bias"])
+    towers = {
+        f"{prefix}.{key}": value.cpu()
+        for prefix, one in (("visual", image), ("text", text))
+        for key, value in one.tensors.items()
+    }
+    spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
+    weights = {**towers, **of_head, **own}
+    card = ModelCard(spec, weights, origin, metrics={f"held-out_{key}": value for key, value in metrics.items()})
+    folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
+    _verify(folder, image, text, heads, scales)
+    return folder
+
+
+@torch.no_grad()
+def _verify(folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> None:
+    """UserError where the folder's model embeds a picture or some texts otherwise than towers and heads."""
+    model, _, tokenizer = load_model(folder)
+    size = image.preprocess_cfg["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    pixels = torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    tokens = tokenizer(PROBE_TEXTS)
+    for tower, head, scale, inputs, encode in (
+        (image, heads.image, scales[0], pixels, model.encode_image),
+        (text, heads.text, scales[1], tokens, model.encode_text),
+    ):
+        expected = normalize(head.cpu()(tower.module.cpu()(inputs) * scale), dim=-1)
+        difference = float((normalize(encode(inputs), dim=-1) - expected).abs().max())
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{folder} does not give the {tower.side} embeddings that were trained (entries differ by {difference:.1e}): "
+                f"open_clip computes {tower.name} in another way; give another encoder"
+            )

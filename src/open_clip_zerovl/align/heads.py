@@ -1,0 +1,130 @@
+"""Heads between frozen features and a shared space, in the forms of open_clip's towers, and SAIL's gated one.
+
+    linear   W x                             timm_proj, hf_proj_type "linear"; CLIP's own projections
+    mlp      W2 gelu(W1 x)                   timm_proj "mlp" (hidden 2 D, W1 with bias), hf_proj_type "mlp" (hidden (F + D) / 2)
+    glu      W3 (silu(Wg x) * Wv x) + W x    SAIL's gated head with a residual; no tower of open_clip has it
+
+`F` width of the features, `D` of the shared space, `b` pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from open_clip_zerovl.align.encoders import Tower
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
+
+_FIRST = {"linear": ("",), "mlp": ("0.",), "glu": ("gate.", "value.", "skip.")}  # layers that see the features
+MOST_SCALE = math.log(100.0)  # of logit_scale, as open_clip clamps it
+START = {
+    "clip": (math.log(1 / 0.07), None),
+    "siglip": (math.log(10.0), -10.0),
+}  # logit_scale and logit_bias, as open_clip's
+
+
+class GatedHead(nn.Module):
+    """SAIL's head: W3 (silu(Wg x) * Wv x) + W x."""
+
+    def __init__(self, width: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.out, self.skip = nn.Linear(hidden, out, bias=False), nn.Linear(width, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate(x)) * self.value(x)) + self.skip(x)
+
+
+def make_head(kind: str, side: str, width: int, embed_dim: int) -> nn.Module:
+    """A head of a kind, as the tower of this side has it in open_clip."""
+    if kind == "linear":
+        return nn.Linear(width, embed_dim, bias=False)
+    if kind == "glu":
+        return GatedHead(width, 2 * embed_dim, embed_dim)
+    hidden = 2 * embed_dim if side == "image" else (width + embed_dim) // 2
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias=side == "image"), nn.GELU(), nn.Linear(hidden, embed_dim, bias=False)
+    )
+
+
+class Heads(nn.Module):
+    """Both heads and the temperature.
+
+    Args:
+        widths: of the image's and the text's features.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, kind: str, widths: tuple[int, int], embed_dim: int, loss: str = "clip", seed: int = 0) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        scale, bias = START[loss]
+        with seeded(stream_seed(seed, Purpose.ALIGN_HEADS)):
+            self.image = make_head(kind, "image", widths[0], embed_dim)
+            self.text = make_head(kind, "text", widths[1], embed_dim)
+        self.logit_scale = nn.Parameter(torch.tensor(scale))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (b, F) each -> embeddings of unit length (b, D) each."""
+        return F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1)
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the two heads."""
+        return sum(p.numel() for head in (self.image, self.text) for p in head.parameters())
+
+
+def check_head(kind: str, tower: Tower) -> None:
+    """UserError for a head of two layers on a tower that open_clip gives none."""
+    if kind == "mlp" and tower.kind not in ("timm", "hf"):
+        raise UserError(
+            f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower a linear projection alone; give --head linear, or "
+            f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
+        )
+
+
+def refuse_gated(kind: str) -> str | None:
+    """The sentence that says why heads of this kind are no folder for open_clip; None where they are."""
+    if kind != "glu":
+        return None
+    return "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
+
+
+def folded(kind: str, weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """A head's weights for features as they are, from weights for features that were multiplied by `scale`."""
+    first = tuple(f"{layer}weight" for layer in _FIRST[kind])
+    return {name: value * scale if name in first else value for name, value in weights.items()}
+
+
+def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """A head as entries of open_clip's config of a tower, and as tensors under open_clip's names.
+
+    Args:
+        kind: "linear" or "mlp".
+        weights: of a head, `folded`.
+    """
+    if tower.kind == "timm":
+        names = {
+            "weight": "proj.weight",
+            "0.weight": "mlp.fc1.weight",
+            "0.bias": "mlp.fc1.bias",
+            "2.weight": "mlp.fc2.weight",
+        }
+        return {"timm_proj": kind, "timm_proj_bias": False}, {f"visual.head.{names[k]}": v for k, v in weights.items()}
+    if tower.kind == "hf":
+        return {"hf_proj_type": kind}, {f"text.proj.{k}": v for k, v in weights.items()}
+    weight = weights["weight"]
+    if tower.kind == "resnet":
+        return {}, {
+            "visual.attnpool.c_proj.weight": weight,
+            "visual.attnpool.c_proj.bias": weight.new_zeros(len(weight)),
+        }
+    if tower.kind == "vit":
+        return {}, {"visual.proj": weight.T.contiguous()}
+    return {"proj_type": "linear", "proj_bias": False}, {"text.text_projection": weight.T.contiguous()}

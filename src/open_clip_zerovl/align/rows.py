@@ -1,0 +1,327 @@
+"""The features of sources by frozen towers, embedded once, and the pairs that they make.
+
+    ROWS/image-NAME-HASH/    0.images (n, F) --dtype    1.images (n,) identity of each picture
+    ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
+
+`n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash: of a picture's 32 x 32 thumbnail, of a
+caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption: copies of a
+held-out picture are not trained on, and `--positives` finds positives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from open_clip_zerovl.align.encoders import Tower
+from open_clip_zerovl.core.durations import duration
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream_seed
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.fingerprint import describe_source
+from open_clip_zerovl.embeddings.sources import SourceSamples
+from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Store
+
+CAPTIONS = "one-per-epoch"
+MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
+FEWEST_PICTURES, FEWEST_HELD_OUT = 40, 10
+_TIMED = 8  # samples whose encoding is timed on a CPU
+_SAMPLED_CAPTIONS = 2_000
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embedding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _PictureIds(FrozenModel):
+    """Identities in the place of a model's embeddings."""
+
+    def images(self, pixels: Tensor) -> Tensor:
+        """(b, 3, 32, 32) uint8 -> (b,) int64."""
+        return torch.tensor([identity(picture.numpy().tobytes()) for picture in pixels])
+
+
+@dataclass
+class _CaptionIds(FrozenModel):
+    """Identities in the place of a model's embeddings."""
+
+    def texts(self, captions: list[str]) -> Tensor:
+        """b captions -> (b,) int64."""
+        return torch.tensor([identity(caption.encode()) for caption in captions])
+
+
+def identity(content: bytes) -> int:
+    """A hash of 64 bits that is not 0."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
+
+
+def thumbnail(picture: Image.Image) -> Tensor:
+    """A picture as (3, 32, 32) uint8, each pixel the mean of its part of the picture."""
+    small = picture.convert("RGB").resize((32, 32), Image.Resampling.BOX)
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The samples of all sources, those of held-out sets last.
+
+    Attributes:
+        opened: the sources.
+        training: how many of them are trained on.
+    """
+
+    opened: tuple[Source, ...]
+    training: int
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(n + 1,) number of each sample's first caption."""
+        return SourceSamples(self.opened, strict=False).caption_starts
+
+    @property
+    def begins(self) -> np.ndarray:
+        """(S + 1,) number of each source's first sample."""
+        return np.cumsum([0, *(source.num_samples for source in self.opened)])
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sources that are trained on."""
+        return [source.name for source in self.opened[: self.training]]
+
+
+def open_sources(train_data: str, held_out: str) -> Sources:
+    """The sources that are trained on, and those of held-out sets. UserError as `parse_sources`."""
+    training = parse_sources(train_data, captions=CAPTIONS)
+    held: tuple[Source, ...] = ()
+    if held_out:
+        tests = [part.partition("=") for part in held_out.split("::")]
+        named = "::".join(f"{name}={Path(folder) / 'test'}" for name, _, folder in tests)
+        held = parse_sources(named, captions=CAPTIONS, evaluation=True)
+    return Sources((*training, *held), len(training))
+
+
+def embed_tower(
+    tower: Tower,
+    sources: Sources,
+    folder: Path,
+    *,
+    device: torch.device,
+    amp: bool = False,
+    dtype: str = "float16",
+    batch_size: int = 64,
+    workers: int = 0,
+    part: tuple[int, int] = (0, 1),
+    say: Callable[[str], None] = lambda line: None,
+) -> Store:
+    """Embed the sources by a tower, or go on where an earlier call stopped; finished rows are only opened.
+
+    Args:
+        folder: ROWS.
+        dtype: of the stored features.
+        part: see `embeddings.embed.missing_units`.
+        say: takes the line that tells size and time.
+
+    Raises:
+        UserError: too little room, a tower that makes no numbers of a sample, data that cannot be read at all.
+    """
+    frozen = tower.frozen(device, amp)
+    image = tower.side == "image"
+    count, captions = int(sources.begins[-1]), int(sources.starts[-1])
+    rows, kind = (count, "images") if image else (captions, "texts")
+    arrays: dict[str, ArraySpec] = {f"0.{kind}": (dtype, (rows, tower.width)), f"1.{kind}": ("int64", (rows,))}
+    described = [describe_source(source) for source in sources.opened]
+    fingerprints = list(frozen.fingerprints.values())
+    manifest = Manifest({"use": "align", "model": [tower.name], "fingerprints": fingerprints}, described, arrays)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
+    place = folder / f"{tower.side}-{name}-{dtype}-{fingerprints[0][:8]}"
+    if not place.exists():
+        require_room(folder, manifest)
+    store = Store.create(place, manifest, cache=True)
+    samples = SourceSamples(sources.opened, images=image, captions=not image, strict=False)
+    units = missing_units(store, samples.sizes, part)
+    left = sum(samples.sizes[file] for unit in units for file in unit)
+    if left:
+        timed = batch_size if device.type != "cpu" else min(batch_size, _TIMED)
+        seconds = max(frozen.seconds_of(timed)) / timed * left * (1 if image else captions / max(1, count))
+        size = size_words(manifest.bytes)
+        say(f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}")
+        ids = _PictureIds("identities", eye=thumbnail) if image else _CaptionIds("identities")
+        embed(store, [frozen, ids], samples, batch_size=batch_size, workers=workers, part=part, desc=tower.side)
+    else:
+        say(f"{tower.name}: its features of {count:,} samples are in {place}")
+    return store
+
+
+def cut_captions(tower: Tower, sources: Sources) -> tuple[int, int]:
+    """(captions looked at, those that the text tower's context cuts), from the first samples of each source."""
+    texts: list[str] = []
+    for source in sources.opened[: sources.training]:
+        samples = SourceSamples([source], images=False, strict=False)
+        own: list[str] = []
+        for file in range(len(samples.sizes)):
+            own += [caption for sample in samples.read(file) for _, caption in getattr(sample, "captions", ())]
+            if len(own) * sources.training >= _SAMPLED_CAPTIONS:
+                break
+        texts += own[: -(-_SAMPLED_CAPTIONS // sources.training)]
+    if not texts:
+        return 0, 0
+    wide = tower.tokenizer(texts, context_length=tower.tokenizer.context_length + 1)
+    padding = getattr(getattr(tower.tokenizer, "tokenizer", None), "pad_token_id", None) or 0
+    return len(texts), int((wide[:, -1] != padding).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out pictures, each with all captions of the samples that show it.
+
+    Attributes:
+        images: (I,) rows of the pictures.
+        texts: (T,) rows of their captions.
+        text_to_image: (T,) number of each caption's picture.
+    """
+
+    images: np.ndarray
+    texts: np.ndarray
+    text_to_image: np.ndarray
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The samples that are trained on, source by source, and those that are held out.
+
+    Attributes:
+        images: (m,) row of each sample's picture.
+        texts: rows of all their captions, sample by sample.
+        first: (m + 1,) where each sample's captions begin in `texts`.
+        sizes: samples of each source that has any.
+        names: of these sources.
+        held_out: of which no picture is among `images`.
+        lost: samples without a picture or without a caption.
+        copies: samples left out because their picture is held out.
+    """
+
+    images: np.ndarray
+    texts: np.ndarray
+    first: np.ndarray
+    sizes: list[int]
+    names: list[str]
+    held_out: HeldOut
+    lost: int
+    copies: int
+
+
+def make_pairs(
+    sources: Sources, picture_ids: np.ndarray, caption_ids: np.ndarray, *, seed: int, share: float = 0.1
+) -> Pairs:
+    """The pairs of some sources, of which given sets or a share of the pictures are held out.
+
+    Args:
+        picture_ids, caption_ids: (n,) and (T,), 0 where there is none.
+        seed, share: of the pictures that are held out where no sets are given: the same pictures for any encoders.
+
+    Raises:
+        UserError: too few pictures, or no picture in the sets.
+    """
+    begins, n = sources.begins, len(picture_ids)
+    sample_of = np.repeat(np.arange(n), np.diff(sources.starts))
+    there = np.flatnonzero(caption_ids)
+    captions = np.bincount(sample_of[there], minlength=n)
+    usable = (picture_ids != 0) & (captions > 0)
+    trained = np.arange(n) < begins[sources.training]
+    if sources.training < len(sources.opened):
+        held = usable & ~trained
+    else:
+        held = usable & np.isin(picture_ids, _drawn(picture_ids[usable], seed, share))
+    if not held.any():
+        raise UserError("the held-out sets have no picture with a caption; give others, or leave them out")
+    chosen = usable & trained & ~np.isin(picture_ids, picture_ids[held])
+    copies = int((usable & trained & ~held).sum() - chosen.sum())
+    counts = [int(chosen[begin:end].sum()) for begin, end in itertools.pairwise(begins)]
+    kept = [(name, size) for name, size in zip(sources.names, counts, strict=False) if size]
+    if not kept:
+        raise UserError("every picture of the data is held out; give more data")
+    _, first_rows, number = np.unique(picture_ids[held], return_index=True, return_inverse=True)
+    of_held = np.full(n, -1)
+    of_held[held] = number
+    texts = there[held[sample_of[there]]]
+    out = HeldOut(np.flatnonzero(held)[first_rows], texts, of_held[sample_of[texts]])
+    return Pairs(
+        np.flatnonzero(chosen),
+        there[chosen[sample_of[there]]],
+        np.concatenate([[0], np.cumsum(captions[chosen])]),
+        [size for _, size in kept],
+        [name for name, _ in kept],
+        out,
+        int((~usable & trained).sum()),
+        copies,
+    )
+
+
+def _drawn(ids: np.ndarray, seed: int, share: float) -> np.ndarray:
+    """The identities of the pictures that are held out: those with the smallest hash of seed and identity."""
+    pictures = np.unique(ids)
+    if len(pictures) < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {len(pictures)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
+            "set with --retrieval-data"
+        )
+    count = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, round(share * len(pictures))))
+    mixed = (pictures.view(np.uint64) ^ np.uint64(stream_seed(seed, Purpose.ALIGN_HELD_OUT))) * _MIX
+    return pictures[np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")[:count]]
+
+
+class Features:
+    """The rows of a store on a device where they fit, else mapped; `features[index]` are float32 on the device.
+
+    Args:
+        rows: of `0.images` or `0.texts`.
+        wanted: the rows that will be asked for, by which the mean square is measured.
+
+    Attributes:
+        scale: 1 / the root of the mean square of some rows' entries, by which all are multiplied. Features of any size thus
+            train with one learning rate; the exported head takes the factor into its first layer.
+    """
+
+    def __init__(self, store: Store, name: str, wanted: np.ndarray, device: torch.device, room: int | None) -> None:
+        self._rows, self._device = store.rows[name], device
+        some = self._rows[np.sort(wanted[:: max(1, len(wanted) // 8192)])].float()
+        self.scale = 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
+        fits = room is None or self._rows.array.nbytes < room
+        self._held = torch.cat(list(self._rows.blocks())).to(device) if fits else None
+
+    @property
+    def width(self) -> int:
+        return int(self._rows.array.shape[1])
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """The rows of an index (b,) on the device: (b, F)."""
+        if self._held is not None:
+            return self._held[index].float().mul_(self.scale)
+        wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)  # the map is read in one direction
+        rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
+        return rows.float().mul_(self.scale)
+
+
+def same_rows(stores: Sequence[Store], name: str) -> np.ndarray:
+    """The identities of stores of one side, which are the same in all of them."""
+    return np.asarray(stores[0].rows[name].array)

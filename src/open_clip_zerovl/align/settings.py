@@ -1,0 +1,108 @@
+"""The flags of `zerovl align`. Imports nothing heavy, so that help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip_zerovl.core.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Requirement,
+    at_least,
+    flag,
+    natural,
+    part,
+    positive,
+    seed,
+)
+from open_clip_zerovl.losses.names import POSITIVES
+
+HEADS = ("linear", "mlp", "glu")
+LOSSES = ("clip", "siglip")
+POOLS = ("cls", "mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignFlags:
+    """How two frozen encoders are aligned."""
+
+    head: str = flag(
+        "linear",
+        "linear projections; mlp: two layers, as open_clip's timm and Hugging Face towers have them; glu: gated, as SAIL's, "
+        "which stock open_clip cannot hold",
+        choices=HEADS,
+    )
+    embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
+    loss: str = flag("clip", "softmax over the batch, or a sigmoid for each pair", choices=LOSSES)
+    debiased_sampling: bool = flag(False, "each step's pairs come from one source")
+    positives: str = flag("pair", "pairs with the same caption or picture count as positives", choices=POSITIVES)
+    cross_source_weight: float = flag(
+        1.0,
+        "how often a negative of another source counts",
+        range=NOT_NEGATIVE,
+        metavar="W",
+        needs=(
+            Requirement("batches of several sources: leave --debiased-sampling out", lambda g: not g.debiased_sampling),
+        ),
+    )
+    batch_size: int | None = flag(
+        None,
+        "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
+        kind=positive,
+        metavar="N",
+    )
+    epochs: int | None = flag(None, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive)
+    lr: float = flag(1e-3, "peak learning rate of AdamW", range=POSITIVE)
+    wd: float = flag(1e-4, "weight decay of the heads' matrices", range=NOT_NEGATIVE)
+    warmup_share: float = flag(0.05, "share of the steps in which the learning rate rises", range=SHARE)
+    patience: int = flag(
+        5, "end when the held-out recall has not risen in so many of 20 checks; 0: never", kind=natural
+    )
+    seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
+    seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
+    held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
+    text_pool: str | None = flag(
+        None, "of an hf: encoder (default: as its sentence-transformers config says, else cls)", choices=POOLS
+    )
+    context_length: int | None = flag(
+        None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive
+    )
+    rows: Path | None = flag(None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR")
+    dtype: str = flag("float16", "of the stored features", choices=("float16", "float32"))
+    encode_batch: int = flag(64, "samples encoded at once", kind=positive, range=at_least(1))
+    workers: int = flag(0, "loader processes while encoding", kind=natural)
+    device: str = flag("auto", "cpu, cuda, ... (default: cuda where there is one)")
+    amp: bool = flag(False, "encode in bf16")
+    part: tuple[int, int] = flag(
+        (0, 1), "encode every N-th part alone and end: N calls share the work", kind=part, metavar="I/N"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignRequest(AlignFlags):
+    """Everything that is asked of an alignment.
+
+    Attributes:
+        images, texts: encoders, named as for `encoders.open_tower`.
+        train_data: sources, as `--train-data` takes them.
+        held_out: retrieval sets in CLIP_benchmark's layout, `name=folder::...`; "" holds out a part of the sources.
+        out: folder to write.
+    """
+
+    images: tuple[str, ...]
+    texts: tuple[str, ...]
+    train_data: str
+    held_out: str = ""
+    out: Path
+
+    @property
+    def sampling(self) -> str:
+        """Of `data.names.STRATEGIES`."""
+        return "debiased" if self.debiased_sampling else "random"
+
+    @property
+    def rows_folder(self) -> Path:
+        """Folder of the stored features."""
+        return self.rows if self.rows is not None else self.out / "rows"

@@ -1,0 +1,302 @@
+"""Training heads on stored features: a plain loop over index permutations, with a check on held-out pairs now and then.
+
+`N` pairs a step, `F` width of features, `D` of the shared space, `m` samples.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.align.heads import MOST_SCALE, Heads
+from open_clip_zerovl.align.order import epoch_captions, epoch_order
+from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import save_atomically
+from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+
+GPU_BATCH = 32_768
+SMALLEST_BATCH = 256
+STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
+CHECKS = 20
+_MATRICES = 4  # of the logits' size that the loss holds at once, at most
+_ENCODED_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How heads are trained; see `settings.AlignFlags`."""
+
+    head: str
+    embed_dim: int
+    loss: str
+    sampling: str
+    positives: str
+    cross_source_weight: float
+    batch_size: int
+    epochs: int
+    lr: float
+    wd: float
+    warmup_share: float
+    patience: int
+    seed: int
+
+
+@dataclass
+class Task:
+    """What two encoders' heads are trained on.
+
+    Attributes:
+        picture_ids, caption_ids: identity of each row.
+        digest: of the rows, by which a stopped training is known again.
+    """
+
+    pairs: Pairs
+    images: Features
+    texts: Features
+    picture_ids: np.ndarray
+    caption_ids: np.ndarray
+    device: torch.device
+    digest: str
+
+
+@dataclass
+class Outcome:
+    """A training's result.
+
+    Attributes:
+        heads: at the best check.
+        scores: (epoch, held-out RSUM, mean loss since the check before) of each check.
+        ranks: of the held-out queries, by the best heads.
+        seconds: of training.
+    """
+
+    heads: Heads
+    scores: list[tuple[int, float, float]]
+    best_epoch: int
+    ranks: dict[str, QueryRanks]
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass
+class _State:
+    epoch: int = 0
+    best_epoch: int = 0
+    best: dict[str, Tensor] = field(default_factory=dict)
+    scores: list[tuple[int, float, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    finished: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What follows from data and device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def default_batch(device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str) -> int:
+    """Pairs in a step where nobody chose: a power of two that the data fills.
+
+    A pair costs 6 N D operations in the loss, and 4 to 6 for each weight of the heads. On a CPU N is as large as lets the loss
+    cost no more than the heads; a GPU computes a large product better than a small one.
+    """
+    wanted = GPU_BATCH if device.type == "cuda" else max(SMALLEST_BATCH, head_weights // embed_dim)
+    most = min(sizes) if sampling == "debiased" else sum(sizes)
+    return 1 << (min(wanted, most).bit_length() - 1)
+
+
+def default_epochs(samples: int, batch_size: int) -> int:
+    """As many as make STEPS steps, within EPOCHS."""
+    return min(EPOCHS[1], max(EPOCHS[0], math.ceil(STEPS / max(1, samples // batch_size))))
+
+
+def chunk_rows(batch_size: int, device: torch.device) -> int | None:
+    """Rows of the logits that the loss makes at once: None, all, where half of the free memory holds them.
+
+    Logits in one chunk are made once, in several twice.
+    """
+    room = available_bytes(device)
+    if room is None or _MATRICES * 4 * batch_size**2 < room // 2:
+        return None
+    return max(64, room // 2 // (_MATRICES * 4 * batch_size))
+
+
+def make_loss(recipe: Recipe, device: torch.device) -> ContrastiveLoss:
+    """The exact loss of a recipe's batches."""
+    kind = SigmoidLoss if recipe.loss == "siglip" else ContrastiveLoss
+    return kind(
+        chunk_size=chunk_rows(recipe.batch_size, device),
+        positives=recipe.positives,
+        cross_source_weight=recipe.cross_source_weight,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    matrices = [p for p in heads.parameters() if p.ndim == 2]
+    rest = [p for p in heads.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": recipe.wd}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=True)
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """A linear rise, then a cosine to 0 at the last of all steps."""
+    rise = max(1, round(recipe.warmup_share * steps))
+    if step < rise:
+        return recipe.lr * (step + 1) / rise
+    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def backward(heads: Heads, loss: ContrastiveLoss, images: Tensor, texts: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
+    """The loss of N pairs of features, whose gradient is added to the heads'; the value without graph."""
+    image_features, text_features = heads(images, texts)
+    value: Any = loss(image_features, text_features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
+    value.backward()
+    return value.detach()
+
+
+def take_step(
+    heads: Heads,
+    optimizer: torch.optim.Optimizer,
+    loss: ContrastiveLoss,
+    images: Tensor,
+    texts: Tensor,
+    ids: Mapping[str, Tensor],
+) -> Tensor:
+    """One step of the optimizer. Nothing of it waits for a GPU."""
+    optimizer.zero_grad(set_to_none=True)
+    value = backward(heads, loss, images, texts, ids)
+    optimizer.step()
+    with torch.no_grad():
+        heads.logit_scale.clamp_(0, MOST_SCALE)
+    return value
+
+
+def train_heads(
+    task: Task, recipe: Recipe, folder: Path, *, checked: Callable[[int, float, float], None] = lambda *_: None
+) -> Outcome:
+    """Train heads, or go on where an earlier call with the same recipe and rows was stopped, to the same bits.
+
+    Args:
+        folder: for the state, written at each check.
+        checked: called with each check's epoch, held-out RSUM and mean loss.
+
+    Raises:
+        UserError: as `epoch_order`; a loss that is not finite.
+    """
+    device = task.device
+    heads = Heads(recipe.head, (task.images.width, task.texts.width), recipe.embed_dim, recipe.loss, recipe.seed)
+    heads.to(device)
+    optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, device)
+    state = _resumed(folder, task, recipe, heads, optimizer)
+    every = max(1, recipe.epochs // CHECKS)
+    total, count = torch.zeros((), device=device), 0
+    begin = time.monotonic() - state.seconds
+    while not state.finished:
+        value, steps = _epoch(task, recipe, heads, optimizer, loss, state.epoch)
+        total, count = total + value, count + steps
+        state.epoch += 1
+        if state.epoch % every and state.epoch < recipe.epochs:
+            continue
+        mean = float(total) / count
+        if not math.isfinite(mean):
+            raise UserError(f"the loss is no number after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}")
+        score = _score(heads, task)[1]["rsum"]
+        total, count = torch.zeros((), device=device), 0
+        state.scores.append((state.epoch, score, mean))
+        if score >= max(one[1] for one in state.scores):
+            state.best_epoch = state.epoch
+            state.best = {name: value.detach().cpu().clone() for name, value in heads.state_dict().items()}
+        risen = next(i for i, one in enumerate(reversed(state.scores)) if one[0] == state.best_epoch)
+        state.finished = state.epoch >= recipe.epochs or 0 < recipe.patience <= risen
+        state.seconds = time.monotonic() - begin
+        save_atomically(
+            {
+                "of": _identity(task, recipe),
+                "state": asdict(state),
+                "heads": heads.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            },
+            folder / "state.pt",
+        )
+        checked(*state.scores[-1])
+    heads.load_state_dict(state.best)
+    ranks, metrics = _score(heads, task)
+    return Outcome(heads, state.scores, state.best_epoch, ranks, metrics, state.seconds)
+
+
+def _epoch(
+    task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer, loss: ContrastiveLoss, epoch: int
+) -> tuple[Tensor, int]:
+    """The steps of an epoch: the sum of their losses, and their number."""
+    pairs, device = task.pairs, task.device
+    order, _ = epoch_order(
+        pairs.sizes, recipe.batch_size, sampling=recipe.sampling, seed=recipe.seed, epoch=epoch, names=pairs.names
+    )
+    shown = pairs.texts[epoch_captions(pairs.first, seed=recipe.seed, epoch=epoch)]
+    source_of = np.repeat(np.arange(len(pairs.sizes)), pairs.sizes)
+    needed = {
+        "image": task.picture_ids[pairs.images] if recipe.positives in ("image", "both") else None,
+        "caption": task.caption_ids[shown] if recipe.positives in ("caption", "both") else None,
+        "source": source_of if recipe.cross_source_weight != 1 else None,
+    }
+
+    def everywhere(of_sample: np.ndarray) -> Tensor:  # (T, N) on the device, once an epoch
+        return torch.from_numpy(of_sample[order]).to(device)
+
+    images, texts = everywhere(pairs.images), everywhere(shown)
+    ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
+    total, steps = torch.zeros((), device=device), len(order)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
+        own = {name: numbers[step] for name, numbers in ids.items()}
+        total += take_step(heads, optimizer, loss, task.images[images[step]], task.texts[texts[step]], own)
+    return total, steps
+
+
+@torch.no_grad()
+def embeddings(head: torch.nn.Module, features: Features, rows: np.ndarray, device: torch.device) -> Tensor:
+    """Rows of features through a head, of unit length: (len(rows), D)."""
+    index = torch.from_numpy(rows).to(device)
+    return torch.cat(
+        [torch.nn.functional.normalize(head(features[part]), dim=-1) for part in index.split(_ENCODED_AT_ONCE)]
+    )
+
+
+def _score(heads: Heads, task: Task) -> tuple[dict[str, QueryRanks], dict[str, float]]:
+    held: HeldOut = task.pairs.held_out
+    images = embeddings(heads.image, task.images, held.images, task.device)
+    texts = embeddings(heads.text, task.texts, held.texts, task.device)
+    ranks = retrieval_ranks(images, texts, held.text_to_image)
+    return ranks, recalls(ranks)
+
+
+def _identity(task: Task, recipe: Recipe) -> str:
+    return f"{task.digest} {recipe}"
+
+
+def _resumed(folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer) -> _State:
+    """The state of an earlier call with the same rows and recipe, loaded; else a new one."""
+    file = folder / "state.pt"
+    stored = torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
+    if stored.get("of") != _identity(task, recipe):
+        return _State()
+    heads.load_state_dict(stored["heads"])
+    optimizer.load_state_dict(stored["optimizer"])
+    return _State(**stored["state"])

@@ -1,0 +1,110 @@
+"""Towers of encoders: their features are those of the libraries that the encoders come from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import timm
+import torch
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.align.encoders import open_tower
+from open_clip_zerovl.align.export import check_together
+from open_clip_zerovl.align.heads import check_head
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.core.errors import UserError
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+
+TEXTS = ["a red house", "the small green tree with a round face of the sun", "cat"]
+CPU = torch.device("cpu")
+
+
+def test_a_folder_of_timm_gives_timms_features(home):
+    tower = open_tower(f"timm:{home / 'timm'}", "image")
+    stock = timm.create_model(f"local-dir:{home / 'timm'}", pretrained=True, num_classes=0).eval()
+    pixels = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        assert torch.equal(tower.module.eval()(pixels), stock(pixels))
+    assert (tower.width, tower.preprocess_cfg["size"]) == (64, [160, 160])
+    assert tower.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
+    assert not any(key.startswith("head.") for key in tower.tensors)
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+def test_a_sentence_transformer_is_pooled_as_it_says_itself(home, tmp_path, pool):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    words = Transformer(str(home / "bert"), max_seq_length=20)
+    model = SentenceTransformer(modules=[words, Pooling(words.get_word_embedding_dimension(), pooling_mode=pool)])
+    model.save(str(tmp_path / "st"))
+    tower = open_tower(f"hf:{tmp_path / 'st'}", "text")
+    assert tower.tokenizer.context_length == 20
+    expected = model.encode(TEXTS, convert_to_tensor=True).cpu()
+    found = tower.frozen(CPU, amp=False).texts(TEXTS)  # cut to the longest of the batch
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    with torch.no_grad():  # and as the exported model computes them, with all padding
+        assert torch.allclose(tower.module(tower.tokenizer(TEXTS)), expected, rtol=0, atol=1e-5)
+    other = open_tower(f"hf:{tmp_path / 'st'}", "text", text_pool={"mean": "cls", "cls": "mean"}[pool])
+    assert (other.frozen(CPU, amp=False).texts(TEXTS) - expected).abs().max() > 1e-2
+
+
+def test_an_older_config_of_pooling_is_read(home, tmp_path):
+    folder = shutil.copytree(home / "bert", tmp_path / "old")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True})
+    )
+    assert open_tower(f"hf:{folder}", "text").cfg["hf_pooler_type"] == "mean_pooler"
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    with pytest.raises(UserError, match=r"pools its tokens by lasttoken, which .* --text-pool cls or mean"):
+        open_tower(f"hf:{folder}", "text")
+
+
+def test_towers_of_an_open_clip_model_give_its_features_before_the_projection(home):
+    checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
+    model, _, tokenizer = load_model(checkpoint)
+    image, text = open_tower(checkpoint, "image"), open_tower(checkpoint, "text")
+    assert (image.kind, text.kind, image.width, text.width) == ("vit", "clip", 32, 32)
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(image.module(pixels) @ model.visual.proj, model.encode_image(pixels), rtol=0, atol=1e-6)
+        features = text.frozen(CPU, amp=False).texts(TEXTS) @ model.text_projection
+        assert torch.allclose(features, model.encode_text(tokenizer(TEXTS)), rtol=0, atol=1e-5)
+    assert not torch.allclose(features.norm(dim=1), normalize(features).norm(dim=1))  # of their own length
+    assert "proj" not in image.tensors and "text_projection" not in text.tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "options", "sentence"),
+    [
+        ("timm:{home}/timm", "text", {}, "is an image encoder of timm; give it as --image"),
+        ("hf:{home}/bert", "image", {}, "give --image timm:NAME"),
+        ("hf:{home}/bert", "text", {"context_length": 99}, "--context-length 99: .* has 32 positions"),
+        ("hf:{home}/nowhere", "text", {}, "the encoder hf:.*nowhere cannot be loaded"),
+        ("timm:no_such_model", "image", {}, "the encoder timm:no_such_model cannot be loaded"),
+        ("{home}/nowhere", "image", {}, "is neither a folder"),
+    ],
+)
+def test_an_encoder_that_does_not_fit_is_refused(home, name, side, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_tower(name.format(home=home), side, **options)
+
+
+def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_path):
+    checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
+    native = open_tower(checkpoint, "image")
+    with pytest.raises(
+        UserError, match="gives .* image tower a linear projection alone; give --head linear, or an encoder of timm"
+    ):
+        check_head("mlp", native)
+    check_head("linear", native)
+    check_head("mlp", open_tower(f"timm:{home / 'timm'}", "image"))
+    register(tmp_path / "configs", "align-quick", NATIVE_VISION, CLIP_TEXT, quick_gelu=True)
+    run = write_run(tmp_path / "quick", random_model("align-quick"), {"model": "align-quick"})
+    quick = open_tower(str(run), "text")
+    with pytest.raises(UserError, match="was trained with QuickGELU and .* without"):
+        check_together(native, quick)
+    check_together(open_tower(f"timm:{home / 'timm'}", "image"), quick)

@@ -1,0 +1,196 @@
+"""Stored features: resumed to the same bits, read again by a second call; pairs without copies of held-out pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from open_clip_zerovl.align import rows as rows_module
+from open_clip_zerovl.align.encoders import open_tower
+from open_clip_zerovl.align.order import epoch_captions, epoch_order
+from open_clip_zerovl.align.rows import Features, Sources, cut_captions, embed_tower, identity, make_pairs, open_sources
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.embeddings import reading as reading_module
+from open_clip_zerovl.embeddings import store as store_module
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from support.tars import write_tar
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sources(home):
+    return open_sources(f"a={home / 'a'}::b={home / 'b'}", f"held={home / 'held'}")
+
+
+@pytest.fixture
+def towers(home):
+    return [open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")]
+
+
+def contents(store):
+    return {name: rows.array.tobytes() for name, rows in store.rows.items()}
+
+
+def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_the_same_bits(
+    sources, towers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 20)
+    monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
+    for tower, method in zip(towers, ("images", "texts"), strict=True):
+        whole = embed_tower(tower, sources, tmp_path / "whole", device=CPU, batch_size=20)
+        assert whole.done.all() and (whole.rows[f"1.{method}"].array != 0).all()
+        calls, stock = [], getattr(FrozenModel, method)
+
+        def counted(self, inputs, calls=calls, stock=stock):
+            calls.append(len(inputs))
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return stock(self, inputs)
+
+        monkeypatch.setattr(FrozenModel, method, counted)
+        monkeypatch.setattr(FrozenModel, "seconds_of", lambda self, timed: (1.0, 1.0))
+        with pytest.raises(KeyboardInterrupt):
+            embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20)
+        done = sum(calls[:3])
+        embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, part=(0, 2))
+        stopped = embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, part=(1, 2))
+        assert contents(stopped) == contents(whole)
+        count = len(whole.rows[f"0.{method}"])
+        assert sum(calls[4:]) <= count - done + 40  # at most the unit that was stopped comes again
+        before = len(calls)
+        said = []
+        embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, say=said.append)
+        assert len(calls) == before and "its features of 140 samples are in" in said[0]
+        monkeypatch.setattr(FrozenModel, method, stock)
+
+
+def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, tmp_path):
+    first = embed_tower(towers[1], sources, tmp_path, device=CPU)
+    with torch.no_grad():
+        next(towers[1].module.parameters()).mul_(2.0)
+    second = embed_tower(towers[1], sources, tmp_path, device=CPU)
+    assert first.folder != second.folder and contents(first) != contents(second)
+
+
+def counted_sources(counts, captions, training):
+    """Sources of these numbers of samples, each sample with so many captions."""
+    made = [Source(f"s{i}", (f"{i}.tar",), (count,)) for i, count in enumerate(counts)]
+    opened = Sources(tuple(made), training)
+    opened.__dict__["starts"] = np.cumsum([0, *captions])
+    return opened
+
+
+def test_pairs_leave_out_lost_samples_and_copies_of_held_out_pictures():
+    """Six samples trained on, three held out; caption rows: sample 1 has two."""
+    sources = counted_sources([4, 2, 3], [1, 2, 1, 1, 1, 1, 1, 1, 1], training=2)
+    pictures = np.array(
+        [10, 11, 0, 13, 14, 20, 20, 21, 20]
+    )  # 5 is a copy of held-out ones, 2 is lost, 6 and 8 are one picture
+    captions = np.array([1, 2, 0, 4, 0, 5, 6, 7, 8, 9])  # the second caption of 1 is lost, the only one of 3, too
+    pairs = make_pairs(sources, pictures, captions, seed=0)
+    assert pairs.images.tolist() == [0, 1, 4] and pairs.sizes == [2, 1] and pairs.names == ["s0", "s1"]
+    assert pairs.texts.tolist() == [0, 1, 5] and pairs.first.tolist() == [0, 1, 2, 3]
+    assert (pairs.lost, pairs.copies) == (2, 1)
+    held = pairs.held_out
+    assert held.images.tolist() == [6, 7] and held.texts.tolist() == [7, 8, 9]
+    assert held.text_to_image.tolist() == [0, 1, 0]
+
+
+def test_a_share_of_the_pictures_is_held_out_by_seed_and_not_by_place():
+    generator = np.random.default_rng(0)
+    ids = np.array([identity(bytes([n // 256, n % 256])) for n in range(300)])
+    captions = generator.integers(1, 1 << 60, 300)
+    sources = counted_sources([200, 100], [1] * 300, training=2)
+    first, again = (make_pairs(sources, ids, captions, seed=0, share=0.1) for _ in range(2))
+    held = ids[first.held_out.images]
+    assert len(held) == 30 and again.held_out.images.tolist() == first.held_out.images.tolist()
+    assert not np.isin(ids[first.images], held).any() and len(first.images) == 270
+    order = generator.permutation(300)
+    assert set(ids[order][make_pairs(sources, ids[order], captions, seed=0).held_out.images]) == set(held)
+    assert len(set(held) & set(ids[make_pairs(sources, ids, captions, seed=1).held_out.images])) < 15
+    with pytest.raises(UserError, match="the data has 30 pictures, too few to hold some out"):
+        make_pairs(sources, ids % 30 + 1, captions, seed=0)
+
+
+def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the_map(sources, towers, tmp_path):
+    store = embed_tower(towers[0], sources, tmp_path, device=CPU)
+    wanted = np.arange(100)
+    held, mapped = (Features(store, "0.images", wanted, CPU, room) for room in (None, 0))
+    index = torch.tensor([7, 3, 7, 99])
+    assert torch.equal(held[index], mapped[index])
+    assert held[torch.from_numpy(wanted)].square().mean().sqrt().item() == pytest.approx(1.0, abs=1e-5)
+    expected = torch.from_numpy(store.rows["0.images"].array[index.numpy()].astype(np.float32)) * held.scale
+    assert torch.equal(held[index], expected)
+
+
+def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
+    towers[1].module.transformer.embeddings.word_embeddings.weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="makes no numbers"):
+        embed_tower(towers[1], sources, tmp_path, device=CPU)
+
+
+def test_captions_that_the_context_cuts_are_counted(home, sources):
+    assert cut_captions(open_tower(f"hf:{home / 'bert'}", "text"), sources) == (240, 0)
+    looked_at, cut = cut_captions(open_tower(f"hf:{home / 'bert'}", "text", context_length=8), sources)
+    assert (looked_at, cut) == (240, 120)  # the second caption of each picture is nine tokens long, the first eight
+
+
+def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):
+    members = [("0.png", b"no picture"), ("0.txt", b"a red house"), ("1.txt", b"no picture at all")]
+    write_tar(tmp_path / "bad" / "0.tar", members)
+    sources = open_sources(f"a={home / 'a'}::bad={tmp_path / 'bad'}", f"held={home / 'held'}")
+    ids = [
+        np.array(embed_tower(tower, sources, tmp_path / "rows", device=CPU).rows[f"1.{kind}"].array)
+        for tower, kind in zip(towers, ("images", "texts"), strict=True)
+    ]
+    pairs = make_pairs(sources, *ids, seed=0)
+    assert pairs.names == ["a"] and pairs.lost == sources.opened[1].num_samples > 0
+
+
+def test_identities_tell_pictures_apart():
+    from PIL import Image
+
+    one = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8))
+    other = one.copy()
+    other.putpixel((30, 30), (0, 0, 0))
+    ids = [identity(rows_module.thumbnail(picture).numpy().tobytes()) for picture in (one, one.copy(), other)]
+    assert ids[0] == ids[1] != ids[2] and 0 not in ids
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["random", "debiased"])
+def test_an_epoch_shows_each_sample_once_at_most_and_a_debiased_step_one_source(sampling):
+    sizes, batch = [50, 23, 31], 8
+    source_of = np.repeat([0, 1, 2], sizes)
+    seen = np.zeros((6, 104), int)
+    for epoch in range(6):
+        order, of_step = epoch_order(sizes, batch, sampling=sampling, seed=3, epoch=epoch)
+        again, _ = epoch_order(sizes, batch, sampling=sampling, seed=3, epoch=epoch)
+        assert np.array_equal(order, again) and order.shape[1] == batch
+        np.add.at(seen[epoch], order.ravel(), 1)
+        pure = [len(set(source_of[step])) == 1 for step in order]
+        if sampling == "debiased":
+            assert all(pure) and [int(source_of[step[0]]) for step in order] == of_step.tolist()
+        else:
+            assert not any(pure)
+    assert seen.max() == 1
+    # What is left over comes first in the next epoch: over epochs all samples of a source are shown equally often.
+    totals = seen.sum(axis=0)
+    assert all(np.ptp(totals[source_of == source]) <= 1 for source in range(3))
+    other, _ = epoch_order(sizes, batch, sampling=sampling, seed=4, epoch=0)
+    assert not np.array_equal(other, epoch_order(sizes, batch, sampling=sampling, seed=3, epoch=0)[0])
+
+
+def test_captions_come_in_turn():
+    first = np.array([0, 1, 4, 6])
+    shown = np.array([epoch_captions(first, seed=1, epoch=epoch) for epoch in range(6)])
+    assert (shown[:, 0] == 0).all()
+    assert all(sorted(shown[begin : begin + 3, 1]) == [1, 2, 3] for begin in range(4))
+    assert all(sorted(shown[begin : begin + 2, 2]) == [4, 5] for begin in range(5))

@@ -1,0 +1,164 @@
+"""`zerovl align` from encoders to a folder that a process without this package loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from open_clip_zerovl.align.run import run_align
+from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.embeddings import reading
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
+from support import warm
+
+TEXTS = ["a red house of blue sun", "the green tree and the red cat"]
+# Run by a bare interpreter: open_clip alone, no network.
+STRANGER = """
+import json, sys
+import open_clip, torch
+name = "local-dir:" + sys.argv[1]
+model, _, _ = open_clip.create_model_and_transforms(name)
+tokenizer = open_clip.get_tokenizer(name)
+assert not any(name.startswith("open_clip_zerovl") for name in sys.modules)
+model.eval()
+with torch.no_grad():
+    text = model.encode_text(tokenizer(json.loads(sys.argv[2])), normalize=True)
+    image = model.encode_image(torch.linspace(-1, 1, 3 * 160 * 160).reshape(1, 3, 160, 160), normalize=True)
+print(json.dumps({"image": image.tolist(), "text": text.tolist()}))
+"""
+
+
+def embeddings_of_a_stranger(folder, tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
+    command = [warm.python(), "-c", STRANGER, str(folder), json.dumps(TEXTS)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("head", "loss"), [("linear", "clip"), ("mlp", "siglip")])
+def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(request_of, home, tmp_path, head, loss):
+    """Features in fp32: pictures and captions through the whole model rank as the stored rows through the heads."""
+    said = []
+    request = request_of(tmp_path / "out", head=head, loss=loss, dtype="float32", epochs=10, batch_size=32, lr=1e-2)
+    (result,) = run_align(request, said.append)
+    folder = tmp_path / "out" / "model"
+    scored = run_retrieval(Encoder(str(folder)), f"held={home / 'held'}")["held"]
+    for name, value in result.outcome.metrics.items():
+        assert scored[name] == pytest.approx(value, abs=1e-5), name
+    assert scored["rsum"] > scored["rsum_chance_upper"]
+
+    found = embeddings_of_a_stranger(folder, tmp_path)
+    model, _, tokenizer = load_model(folder)
+    with torch.no_grad():
+        expected = model.encode_text(tokenizer(TEXTS), normalize=True)
+        image = model.encode_image(torch.linspace(-1, 1, 3 * 160 * 160).reshape(1, 3, 160, 160), normalize=True)
+    assert torch.allclose(torch.tensor(found["text"]), expected, rtol=0, atol=1e-6)
+    assert torch.allclose(torch.tensor(found["image"]), image, rtol=0, atol=1e-6)
+    text = "\n".join(said)
+    assert "240 captions of 2 sources: a, b" in text and "120 samples; held out 20 pictures with 40 captions" in text
+    assert f"open_clip opens it as local-dir:{folder}" in text
+    record = json.loads((tmp_path / "out" / "align.json").read_text())
+    assert record["pairings"][0]["metrics"] == result.outcome.metrics
+
+
+def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_path, capsys):
+    """Native towers of open_clip: linear heads become CLIP's own projections."""
+    checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
+    words = ["--image", checkpoint, "--text", checkpoint, "--data", f"a={home / 'a'}", "--out", str(tmp_path / "out")]
+    words += ["--epochs", "2", "--batch-size", "16", "--embed-dim", "24", "--device", "cpu"]
+    assert main(["align", *words]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "held   10% of the pictures" in out and "50 samples; held out 10 pictures" in out
+    folder = tmp_path / "out" / "model"
+    assert main(["export", str(folder), str(tmp_path / "hf"), "--format", "transformers"]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["projection_dim"] == 24
+    from open_clip_zerovl.recipe.start import init_from
+
+    model, _, _ = load_model(folder)
+    report = init_from(model, folder)
+    assert report.left == {} and "text projection" in report.loaded
+    assert main(["align", *words, "--head", "mlp"]) == 2
+    assert "takes" in (error := capsys.readouterr().err) or "a linear projection alone; give --head linear" in error
+
+
+def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path):
+    said = []
+    (result,) = run_align(request_of(tmp_path / "out", head="glu"), said.append)
+    assert not (tmp_path / "out" / "model").exists()
+    assert sum("no tower of open_clip has a gated head" in line and "train --head mlp" in line for line in said) == 2
+    with safe_open(tmp_path / "out" / "heads.safetensors", "pt") as file:
+        assert file.metadata()["head"] == "glu"
+        assert torch.equal(file.get_tensor("image.gate.weight"), result.outcome.heads.image.gate.weight)
+
+
+def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, home, tmp_path, monkeypatch):
+    checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
+    images = (f"timm:{home / 'timm'}", checkpoint)
+    texts = (f"hf:{home / 'bert'}", checkpoint)
+    said = []
+    request = request_of(tmp_path / "out", images=images, texts=texts, seeds=2, debiased_sampling=True)
+    results = run_align(request, said.append)
+    assert {(one.image.name, one.text.name) for one in results} == {(a, b) for a in images for b in texts}
+    scores = [one.rsum for one in results]
+    assert scores == sorted(scores, reverse=True)
+    for one in results:
+        assert (
+            one.interval[0] <= one.rsum <= one.interval[1] and max(one.of_seeds) == one.rsum and len(one.of_seeds) == 2
+        )
+    verdict = next(line for line in said if "Best: " in line)
+    assert f"Best: {results[0].name}" in verdict and f"before {results[1].name}" in verdict
+    assert ("counts" in verdict) != ("may turn the order round" in verdict)
+    model, _, _ = load_model(tmp_path / "out" / "model")
+    assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (1, 16)
+
+    def encoded(*_):
+        raise AssertionError("the rows are stored")
+
+    monkeypatch.setattr(FrozenModel, "_encoded", encoded)
+    said.clear()
+    run_align(request_of(tmp_path / "other", images=images, texts=texts, head="linear", lr=1e-2), said.append)
+    assert sum("its features of 140 samples are in" in line for line in said) == 4
+
+
+def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "UNIT_SAMPLES", 20)
+    said = []
+    for number in range(2):
+        assert run_align(request_of(tmp_path / "out", rows=None, part=(number, 2)), said.append) == []
+    assert said[-1].startswith("part 1/2 is encoded") and not any("its features" in line for line in said)
+    run_align(request_of(tmp_path / "out", rows=None), said.append)
+    assert sum("its features of 140 samples are in" in line for line in said) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train_data": "a={home}/a", "debiased_sampling": True}, "needs several sources, and the data has one: a"),
+        (
+            {"cross_source_weight": 0.5, "debiased_sampling": True},
+            "--cross-source-weight needs batches of several sources",
+        ),
+        ({"lr": 0.0}, "--lr 0.0 is out of range"),
+        ({"batch_size": 1000}, "zero steps of the effective batch of 1000"),
+        ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(request_of, home, tmp_path, changes, sentence):
+    changes = {key: value.format(home=home) if isinstance(value, str) else value for key, value in changes.items()}
+    with pytest.raises(UserError, match=sentence):
+        run_align(request_of(tmp_path / "out", **changes), lambda line: None)
+
+
+def test_captions_that_are_cut_are_announced(request_of, tmp_path):
+    said = []
+    run_align(request_of(tmp_path / "out", rows=None, context_length=8), said.append)
+    assert any("120 of 240 captions are longer than its 8 tokens" in line for line in said)

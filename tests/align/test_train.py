@@ -1,0 +1,248 @@
+"""Heads trained on stored features: the gradient of a step with frozen towers, and the same bits after an interruption."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from open_clip_zerovl.align import train as train_module
+from open_clip_zerovl.align.encoders import open_tower
+from open_clip_zerovl.align.export import export_aligned
+from open_clip_zerovl.align.heads import Heads
+from open_clip_zerovl.align.rows import HeldOut, Pairs
+from open_clip_zerovl.align.train import (
+    Recipe,
+    Task,
+    backward,
+    chunk_rows,
+    default_batch,
+    default_epochs,
+    learning_rate,
+    make_loss,
+    make_optimizer,
+    take_step,
+    train_heads,
+)
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.recipe.towers import freeze
+from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(
+    head="linear", embed_dim=12, loss="clip", sampling="random", positives="pair", cross_source_weight=1.0,
+    batch_size=8, epochs=8, lr=1e-2, wd=1e-4, warmup_share=0.1, patience=0, seed=3,
+)  # fmt: skip
+TEXTS = ["a red house", "the blue cat", "a red house", "green sun of the moon", "a big tree", "the small dog"]
+SCALES = (0.5, 2.0)  # powers of two: folding them into the weights rounds nothing
+
+
+@pytest.mark.parametrize(
+    ("head", "loss", "positives", "cross_source_weight"),
+    [
+        ("linear", "clip", "pair", 1.0),
+        ("mlp", "clip", "both", 0.3),
+        ("mlp", "siglip", "caption", 1.0),
+        ("linear", "siglip", "pair", 0.5),
+    ],
+)
+def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
+    home, tmp_path, head, loss, positives, cross_source_weight
+):
+    """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
+    image, text = open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
+    heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
+    folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={}, origin="a test")
+    recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
+    criterion = make_loss(recipe, CPU)
+    pixels = torch.randn(6, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = text.tokenizer(TEXTS)
+    ids = {
+        "source": torch.tensor([0, 0, 1, 1, 1, 0]),
+        "caption": torch.tensor([5, 6, 5, 7, 8, 9]),
+        "image": torch.tensor([1, 2, 3, 3, 4, 5]),
+    }
+    heads.double()
+    with torch.no_grad():
+        features = image.module.double()(pixels) * SCALES[0], text.module.double()(tokens) * SCALES[1]
+    value = backward(heads, criterion, *features, ids)
+
+    model, _, _ = load_model(folder)
+    model.double().train()
+    model.output_dict = True
+    freeze(model, ["image", "text"], projection=False)
+    step = DecoupledGradientAccumulation(model, criterion)
+    losses = step.backward([(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids)
+    assert float(losses["contrastive_loss"] if isinstance(losses, dict) else losses) == pytest.approx(
+        float(value), abs=1e-6
+    )
+
+    found = {"logit_scale": heads.logit_scale.grad, "logit_bias": getattr(heads.logit_bias, "grad", None)}
+    towers = {"image": model.visual.head, "text": model.text.proj}
+    for side, scale in zip(towers, SCALES, strict=True):
+        theirs = [p.grad for p in towers[side].parameters()]
+        ours = [p.grad for p in getattr(heads, side).parameters()]
+        assert len(ours) == len(theirs) and all(grad is not None for grad in theirs)
+        for layer, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+            folded = own / scale if layer == 0 else own  # the first matrix holds the scale
+            assert (folded - other).norm() / other.norm() < 1e-10
+    for name, grad in found.items():
+        if grad is not None:
+            assert float((grad - getattr(model, name).grad).abs() / grad.abs()) < 1e-10
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert all(name.startswith(("visual.head", "text.proj", "logit")) for name in trained)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class MadeUp:
+    """Features in memory, as `rows.Features`."""
+
+    scale = 1.0
+
+    def __init__(self, rows):
+        self.rows, self.width = rows, rows.shape[1]
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.fixture
+def task():
+    """Two sources, 48 and 32 pairs whose two features are linear in eight common numbers, and 20 held-out ones."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(100, 8, generator=generator)
+    sides = [common @ torch.randn(8, width, generator=generator) for width in (16, 10)]
+    texts = torch.cat([sides[1], sides[1] + 0.1 * torch.randn(100, 10, generator=generator)])  # two captions each
+    rows = np.stack([np.arange(80), np.arange(80) + 100], axis=1).ravel()
+    held = HeldOut(np.arange(80, 100), np.arange(80, 100), np.arange(20))
+    pairs = Pairs(np.arange(80), rows, np.arange(0, 161, 2), [48, 32], ["a", "b"], held, 0, 0)
+    return Task(pairs, MadeUp(sides[0]), MadeUp(texts), np.arange(1, 101), np.arange(1, 201), CPU, "made up")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sampling": "debiased", "loss": "siglip", "head": "mlp"},
+        {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
+    ],
+)
+def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
+    recipe = replace(RECIPE, **changes)
+    whole = train_heads(task, recipe, tmp_path / "whole")
+    monkeypatch.setattr(train_module, "CHECKS", 4)  # of 8 epochs, so that the kill loses one
+    whole = train_heads(task, recipe, tmp_path / "whole-4")
+    stock, calls = train_module.take_step, []
+
+    def killed(*arguments):
+        calls.append(1)
+        if len(calls) == 37:  # in the fourth epoch of ten steps
+            raise KeyboardInterrupt
+        return stock(*arguments)
+
+    monkeypatch.setattr(train_module, "take_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(task, recipe, tmp_path / "killed")
+    resumed = train_heads(task, recipe, tmp_path / "killed")
+    assert len(calls) < 37 + 80  # two epochs are not trained again
+    assert resumed.scores == whole.scores and resumed.best_epoch == whole.best_epoch
+    for name, tensor in whole.heads.state_dict().items():
+        assert torch.equal(resumed.heads.state_dict()[name], tensor), name
+    finished = len(calls)
+    again = train_heads(task, recipe, tmp_path / "killed")
+    assert len(calls) == finished and again.metrics == whole.metrics
+    other = train_heads(
+        task, replace(recipe, seed=4), tmp_path / "killed"
+    )  # the state of another training is not taken
+    assert len(calls) > finished and other.scores != whole.scores
+
+
+def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, tmp_path):
+    checked = []
+    outcome = train_heads(task, replace(RECIPE, epochs=30), tmp_path, checked=lambda *one: checked.append(one))
+    assert checked == outcome.scores and outcome.metrics["rsum"] == max(score for _, score, _ in checked)
+    assert outcome.metrics["rsum"] > 400  # chance is 160
+    assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics["rsum"]
+
+
+def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, monkeypatch):
+    scores = iter([100.0, 200.0, 150.0, 180.0, 190.0, 500.0, 120.0])
+    monkeypatch.setattr(train_module, "_score", lambda heads, task: ({}, {"rsum": next(scores)}))
+    outcome = train_heads(task, replace(RECIPE, patience=3), tmp_path)
+    assert [one[:2] for one in outcome.scores] == [(1, 100.0), (2, 200.0), (3, 150.0), (4, 180.0), (5, 190.0)]
+    assert outcome.best_epoch == 2
+
+
+def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
+    task.images.rows[3] = torch.nan
+    with pytest.raises(UserError, match=r"the loss is no number after epoch 1; give a lower --lr than 0\.01"):
+        train_heads(task, RECIPE, tmp_path)
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_no_step_waits_for_a_gpu(loss):
+    recipe = replace(RECIPE, loss=loss, positives="both", cross_source_weight=0.5, head="mlp")
+    with fake_cuda():
+        heads = to_fake_cuda(Heads("mlp", (16, 10), 12, loss))
+        optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe, torch.device("cuda:0"))
+        rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
+        ids = {name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("source", "caption", "image")}
+        take_step(heads, optimizer, criterion, *rows, ids)  # makes the optimizer's state
+        with Waits() as waits:
+            take_step(heads, optimizer, criterion, *rows, ids)
+    assert waits.by_line() == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What follows from data and device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_and_falls():
+    recipe = replace(RECIPE, lr=1.0, warmup_share=0.1)
+    rates = [learning_rate(recipe, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.5) and 0 < rates[99] < 0.001
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "sizes", "sampling", "batch"),
+    [
+        ("cpu", 2 * 768 * 512, [10**6], "random", 1024),  # 1536 would cost as much as the heads
+        ("cpu", 64 * 512, [10**6], "random", 256),
+        ("cuda", 64 * 512, [10**6], "random", 32768),
+        ("cuda", 64 * 512, [10**6, 5000], "debiased", 4096),
+        ("cuda", 64 * 512, [3000, 3000], "random", 4096),
+    ],
+)
+def test_the_batch_follows_from_device_heads_and_data(device, weights, sizes, sampling, batch):
+    assert default_batch(torch.device(device), weights, 512, sizes, sampling) == batch
+
+
+def test_epochs_and_chunk_follow_from_steps_and_memory(monkeypatch):
+    assert [default_epochs(*one) for one in ((1000, 256), (100_000, 1024), (12_000_000, 1024))] == [200, 21, 10]
+    monkeypatch.setattr(train_module, "available_bytes", lambda device: 2**30)
+    assert chunk_rows(2048, CPU) is None
+    assert chunk_rows(32768, CPU) == 1024  # four matrices of 1024 x 32768 floats are half a GiB
+    monkeypatch.setattr(train_module, "available_bytes", lambda device: None)
+    assert chunk_rows(1 << 20, CPU) is None
+
+
+def test_heads_start_by_seed_and_leave_the_process_generator_alone():
+    before = torch.get_rng_state()
+    one, same, other = (Heads("glu", (16, 10), 12, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    pairs = list(zip(one.parameters(), same.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs) and not torch.equal(pairs[1][0], pairs[1][2])
+    assert one.logit_scale.item() == pytest.approx(math.log(1 / 0.07)) and one.logit_bias is None
+    assert Heads("linear", (16, 10), 12, "siglip").logit_bias.item() == -10
