@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
 from open_clip_zerovl.align.heads import Heads, check_head, refuse_gated
+from open_clip_zerovl.align.page import write_align_page
 from open_clip_zerovl.align.rows import Features, Pairs, Sources, cut_captions, embed_tower, make_pairs, open_sources
 from open_clip_zerovl.align.settings import AlignRequest
 from open_clip_zerovl.align.train import (
@@ -38,9 +39,11 @@ from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
+from open_clip_zerovl.report.plot import require_matplotlib
 from open_clip_zerovl.report.tables import text_table
 
-DRAWS = 1000
+DRAWS = 1000  # of an interval
+DRAWN = 5  # pairings, on the page
 Say = Callable[[str], None]
 
 
@@ -89,6 +92,7 @@ def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=T
         raise UserError(wrong[0])
     device = choose_device(request.device)
     check_writable(request.out, folder=True)
+    require_matplotlib()
     sources = open_sources(request.train_data, request.held_out)
     if request.sampling == "debiased" and sources.training < 2:
         raise UserError(f"--debiased-sampling needs several sources, and the data has one: {sources.names[0]}")
@@ -270,9 +274,13 @@ def _finish(request: AlignRequest, sources: Sources, pairs: Pairs, results: list
     chance = recall_bounds([str(i) for i in range(len(pairs.held_out.texts))], pairs.held_out.text_to_image)[
         "rsum_chance"
     ]
-    say(table(ranked))
-    verdict = "" if len(ranked) < 2 else _verdict(ranked, draws[str(order[0])] - draws[str(order[1])])
-    say(f"held-out RSUM of chance: {chance:.1f}{verdict}")
+    header, rows = table(ranked)
+    say(text_table(header, rows, left=2))
+    facts = [f"held-out RSUM of chance: {chance:.1f}"]
+    if len(ranked) > 1:
+        facts.append(_verdict(ranked, draws[str(order[0])] - draws[str(order[1])]))
+    for fact in facts:
+        say(fact)
     best = ranked[0]
     metrics = best.outcome.metrics
     save_file(
@@ -298,6 +306,9 @@ def _finish(request: AlignRequest, sources: Sources, pairs: Pairs, results: list
         )
     else:
         say(f"The heads are in {request.out / 'heads.safetensors'}: {refused}")
+    short = [f"{one.image.name[-18:]} + {one.text.name[-18:]}" for one in ranked]
+    curves = {f"{i + 1}: {short[i]}": one.outcome.scores for i, one in enumerate(ranked[:DRAWN])}
+    write_align_page(request.out / "align.html", facts, header, rows, curves, chance, vars(best.recipe))
     write_atomically(request.out / "align.json", json.dumps(_record(ranked, chance), indent=1) + "\n")
     return ranked
 
@@ -319,11 +330,11 @@ def _verdict(ranked: Sequence[Result], differences: NDArray) -> str:
     low, high = interval(differences)
     by = ranked[0].rsum - ranked[1].rsum
     counts = "the difference counts" if low > 0 else "another held-out set may turn the order round"
-    return f"\nBest: {ranked[0].name}, {by:.1f} RSUM ({low:.1f} to {high:.1f} over pictures) before {ranked[1].name}: {counts}"
+    return f"Best: {ranked[0].name}, {by:.1f} RSUM ({low:.1f} to {high:.1f} over pictures) before {ranked[1].name}: {counts}"
 
 
-def table(results: Sequence[Result]) -> str:
-    """The pairings with their held-out recall; RSUM with an interval of 95 % over pictures."""
+def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the pairings with their held-out recall; RSUM with an interval of 95 % over pictures."""
     header = ["image", "text", "widths", "I2T R@1", "T2I R@1", "RSUM", "95 %", "seeds", "epoch", "train"]
     rows = []
     for one in results:
@@ -341,7 +352,7 @@ def table(results: Sequence[Result]) -> str:
                 duration(one.seconds),
             ]
         )
-    return text_table(header, rows, left=2)
+    return header, rows
 
 
 def _record(ranked: Sequence[Result], chance: float) -> dict[str, Any]:
