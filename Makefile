@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 8 minutes; ARGS="--epochs 40": training flags)
 	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
 
-ablation: $(STAMP) ## the paper's tables in miniature, into docs/results.md (hours, in several sittings; QUICK=1: minutes; PILOT=1)
+ablation: $(STAMP) ## the results page from small trainings on emoji (hours, in several sittings; QUICK=1: minutes; PILOT=1)
 	$(BIN)/python -m scripts.ablation.run $(if $(PILOT),--pilot) $(if $(QUICK),--quick) $(ARGS)
 	$(if $(PILOT),,$(BIN)/python -m scripts.ablation.report $(if $(QUICK),--quick))
 

@@ -1,4 +1,4 @@
-"""The runs of an ablation: their flags, what each is recognised by, what has to be trained first."""
+"""The runs of an ablation: their flags, their records, and the order in which they are trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from open_clip_zerovl.core.files import write_atomically
 from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, MINIATURES, Choices, Condition, unseen_source
-from scripts.ablation.sources import CONTEXT_SOURCE, CONTEXTS
+from scripts.ablation.sources import CONTEXT_SOURCE, CONTEXTS, MIXTURES
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
 
 #: Flags of before `--ablate` had their names, with their values, in older records.
@@ -107,8 +107,11 @@ class Ablation:
         if job.condition.kind == "clusters":
             count = int(self.choices["clusters"].split("-")[1])
             return {f"emoji-{k:03d}": self.clusters(job) / f"cluster-{k:03d}" for k in range(count)}
-        names = CONTEXTS if job.condition.kind == "contexts" else job.trained
-        return {name: self.out / "data" / job.condition.kind / name for name in names}
+        kind = job.condition.kind
+        if kind in MIXTURES:  # of the trained sources, which depend on the unseen one
+            names = [f"part-{part}" for part in range(3)] if kind == "alike" else job.trained
+            return {name: self.out / "data" / f"{kind}-{job.unseen}" / name for name in names}
+        return {name: self.out / "data" / kind / name for name in (CONTEXTS if kind == "contexts" else job.trained)}
 
     def teacher(self, job: Job) -> Path:
         return self.out / "data" / f"{job}-teacher"
@@ -120,7 +123,7 @@ class Ablation:
         return self.out / f"{job}.json"
 
     def asked(self, job: Job) -> dict[str, Any]:
-        """What the job's record is recognised by: its flags, and those of the runs that it is built on."""
+        """The settings that identify the job's record: its flags, and those of the runs that it is built on."""
         run = self.training_run(job)
         return {
             "condition": job.name, "seed": job.seed, "unseen": job.unseen, "split": self.split, "ranks": run.ranks,

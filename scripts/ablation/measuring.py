@@ -1,4 +1,4 @@
-"""What is measured of a finished run, and its JSON.
+"""Measures a finished run and writes its JSON.
 
 The score of most runs is the RSUM in the source that it was not trained on. Nothing of that source was in training, so that its
 training pairs count too: six to thirty times as many as its held-out test pairs. They are compared in pools of `POOL` pairs,
@@ -107,7 +107,7 @@ def signs_of_bias(features: Mapping[str, SourceFeatures], logit_scale: float, se
 
 
 def unseen_pools(folder: Path, source: str, test: Sequence[DrawnSample]) -> list[list[DrawnSample]]:
-    """The pools of a source, the same for every run; what does not fill the last one is left out.
+    """The pools of a source, the same for every run; pairs that do not fill the last one are left out.
 
     Args:
         folder: of the miniature.
@@ -163,7 +163,7 @@ class Measurements:
         return self._samples[miniature]
 
     def pools(self, miniature: str, source: str) -> list[list[DrawnSample]]:
-        """Of a source that was not trained on."""
+        """The pools of a source that was not trained on."""
         if source not in self._pools:
             folder = self.ablation.data[miniature]
             self._pools[source] = unseen_pools(folder, source, self.samples(miniature)[source])
@@ -199,7 +199,7 @@ class Measurements:
         return result
 
     def _measure(self, job: Job, checkpoint: Path) -> dict[str, Any]:
-        """RSUM by pool, the score, and the signs of bias where there is more than one source; None for what there is not.
+        """RSUM by pool, the score, and the signs of bias where there is more than one source; a missing value is None.
 
         The score, by which a run is compared, is over all pairs of an unseen source; in pilots over its validation pairs.
         """

@@ -1,17 +1,17 @@
-"""The protocol of `make ablation`. What was changed after results were seen is said on the page (`results.md.j2`).
+"""The protocol of `make ablation`. The page lists the changes that came after results were seen (`results.md.j2`).
 
 1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen_pools`), as COCO and Flickr30K
    are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each
    out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
-   A verdict follows from the 95 % interval of the mean difference (`verdicts.py`).
+   A verdict follows from the 95 % interval of the mean difference (`rows.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
    to `choices.json`, each but Table 4's committed before the runs that use it. Where the best value is at the end of its
    grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
    the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every comparison of `protocol.yaml` is reported, whatever comes out.
 
-`protocol.yaml` holds the choices, conditions and comparisons; the classes here say what its entries mean.
+`protocol.yaml` holds the choices, conditions and comparisons; the classes here define its entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
 CONFIDENCE = 0.95
 LEAST_SEEDS = 5
 MARGIN_RSUM = 10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
-MARGIN_RATIO = 0.05  # the same for ratios of times
+#: The same for other measures than RSUMs: the logarithm of a ratio of costs, and those of which any sure difference counts.
+MARGINS = {
+    "reach": 0.05,
+    "probe, images %": 0.0,
+    "probe, texts %": 0.0,
+    "log p, same source": 0.0,
+    "log p, other source": 0.0,
+}
 STILL_RISING = 5.0  # RSUM by which a longer training has to be better to be chosen
 POOL = 200  # pairs of an unseen source that are ranked together
 CHANCE = 2 * 100 * (1 + 5 + 10) / POOL  # RSUM of a random order
@@ -46,7 +53,8 @@ MINIATURES = {"emoji": EMOJI, "icons": ICONS}
 AUGMENTED = ("--aug-cfg", "scale=(0.6,1.0)", "--text-augment", "0.2")
 
 Choices = Mapping[str, str]  # by name; a value as it stands in a command line
-Claim = Literal["higher", "lower", "same", "different"]
+Claim = Literal["higher", "lower", "same"]
+POOLS = ("within", "across", "mixed")
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Choice:
     """A setting that pilot runs choose on the validation split.
 
     Attributes:
-        what: for the page.
+        what: the setting in words.
         grid: the values tried, the first being the cheapest.
         conditions: whose mean score decides.
         rule: "best": the highest score; "shortest": the first value within `STILL_RISING` of the highest. A value that gains
@@ -94,7 +102,8 @@ class Condition:
         miniature: the sources.
         trained: which of them are trained on: "three", without the seed's unseen one; "one", the source after that; "four".
         kind: "plain"; "contexts", one source in two halves (A.5); "clusters", the trained sources as one, clustered (A.6);
-            "groups", half of the captions replaced by the name of the picture's group.
+            "groups", half of the captions replaced by the name of the picture's group; "apart", "alike", "large": see
+            `sources.write_mixture`.
         epochs: a number, or the choice that holds it.
         share: of these epochs, for runs of equal steps.
         ranks: processes under torchrun, on gloo.
@@ -110,7 +119,7 @@ class Condition:
     flags: str = ""
     miniature: Literal["emoji", "icons"] = "emoji"
     trained: Literal["three", "one", "four"] = "three"
-    kind: Literal["plain", "contexts", "clusters", "groups"] = "plain"
+    kind: Literal["plain", "contexts", "clusters", "groups", "apart", "alike", "large"] = "plain"
     epochs: int | str = "epochs"
     share: float = 1.0
     ranks: int = 1
@@ -157,46 +166,31 @@ class Comparison:
 
     Attributes:
         run, against: conditions.
-        what: the sentence's subject.
-        claim: whether the paper's number of `run` is higher or lower than that of `against`, the same, or different.
-        measure: "score"; or "reach": the logarithm of the cost at which `run` reaches the final score of `against`, over the
-            cost of `against` (Table 8).
+        what: the compared method in words.
+        claim: whether the paper's number of `run` is higher or lower than that of `against`, or the same.
+        measure: "score"; a pool of the trained sources, the source probe or log p (`rows.value_of`); or "reach": the
+            logarithm of the cost at which `run` reaches the final score of `against`, over the cost of `against` (Table 8).
         paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars, or has
             no such row.
-        headline: a few words, for the page's first lines; "" leaves it out of them.
         added: after which results it was added, if after any.
-        guess: a likely reason, written once the row had come out against its claim.
     """
 
     run: str
     against: str
     what: str
     claim: Claim = "higher"
-    measure: Literal["score", "reach"] = "score"
+    measure: str = "score"
     paper: Sequence[Sequence[float]] | None = None
-    headline: str = ""
     added: str = ""
-    guess: str = ""
-
-    @property
-    def margin(self) -> float:
-        """A difference within it counts as none."""
-        return MARGIN_RSUM if self.measure == "score" else MARGIN_RATIO
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table or section of the paper, or a question that it does not ask, and its comparisons.
-
-    Attributes:
-        of_paper: whether the paper makes these claims; a verdict on others does not speak of reproducing.
-    """
+    """A table or section of the paper, or a question that it does not ask, and its comparisons."""
 
     name: str
-    title: str
     setting: str
     comparisons: tuple[Comparison, ...]
-    of_paper: bool = True
 
     @property
     def conditions(self) -> list[str]:
@@ -228,7 +222,7 @@ def read_choices(path: Path = CHOICES_FILE) -> Choices:
 
 
 def read_pilots(path: Path = CHOICES_FILE) -> dict[str, dict[str, Any]]:
-    """What the pilot runs found, by choice: "what", "rule", "scores" (of each value), "chosen". Empty before the pilots.
+    """The findings of the pilot runs, by choice: "what", "rule", "scores" (of each value), "chosen". Empty before the pilots.
 
     Raises:
         UserError: the file is of another protocol.

@@ -27,12 +27,10 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.report.tables import markdown_table
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import DrawnSample, load_drawn_split
 
 MICRO_BATCHES, MICRO_BATCH = 8, 8
-REPLAY_FILE = "replay.json"  # beside the figures of docs/results.md
 
 
 @dataclass(frozen=True)
@@ -118,22 +116,9 @@ def measure(checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], 
             if not set_dropout(model, dropout):
                 raise UserError(f"the model of {file} has no dropout, so there is nothing to replay")
             found.append(Bias(_epoch(file), dropout, *gradient_bias(model, batch, draws)))
-            print(f"epoch {found[-1].epoch}, dropout {dropout}: bias {found[-1].bias:.3f} of the gradient", flush=True)
+            words = ", ".join(f"{name} {value:.4g}" for name, value in asdict(found[-1]).items())
+            print(f"{file.name}: {words}", flush=True)
     return found
-
-
-def table(found: Sequence[Bias]) -> str:
-    """One line for each checkpoint and dropout."""
-    rows = [
-        (str(one.epoch), f"{one.dropout:g}", f"{one.bias:.3f}", f"{one.chance:.3f}", f"{one.cosine:.4f}")
-        for one in found
-    ]
-    return markdown_table(("epoch", "dropout", "bias", "chance alone", "cosine"), rows)
-
-
-def read_table(file: Path) -> str:
-    """The table of `--out FILE`; "" where there is no such file."""
-    return table([Bias(**one) for one in json.loads(file.read_text(encoding="utf-8"))]) if file.is_file() else ""
 
 
 def _epoch(file: Path) -> int:
@@ -150,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.draws < 2:
         parser.error(f"--draws is 2 or more, got {arguments.draws}")
-    logging.disable(logging.WARNING)  # that replay is off is what is measured
+    logging.disable(logging.WARNING)  # DGA warns that replay is off, which is intended here
     try:
         dropouts = [float(word) for word in arguments.dropout.split(",")]
         found = measure((arguments.run / "checkpoints").glob("epoch_*.pt"), arguments.data, dropouts, arguments.draws)
@@ -159,7 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         logging.disable(logging.NOTSET)
-    print(f"\n{table(found)}")
     if arguments.out is not None:
         write_atomically(arguments.out, json.dumps([asdict(one) for one in found], indent=1) + "\n")
     return 0

@@ -1,14 +1,14 @@
 """`make ablation`: the paper's tables in miniature, on four emoji sets and four icon families.
 
     python -m scripts.ablation.run --pilot       # chooses settings on validation: choices.json, to be committed
-    python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random] [--minutes 60] [--list]
+    python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random]
     python -m scripts.ablation.report            # makes docs/results.md from the runs
 
-`protocol.py` says what is compared with what, and how. Each condition is trained by the training program in a process of its
+`protocol.py` defines the comparisons. Each condition is trained by the training program in a process of its
 own with one thread. A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve, retrieval, signs of bias, times.
 Called again, it keeps the runs whose JSON has the same settings, takes over those of docs/results/runs.json, and goes on with
-the others: several sittings and machines can share the work. All conditions of one seed come before the next seed. `--only`
-takes those that depend on no choice before the pilots too.
+the rest: several sittings (`timeout 3600 ...` ends one) and machines can share the work. All conditions of one seed come before
+the next seed. Before the pilots, `--only` takes the conditions that depend on no choice.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ from scripts.ablation.protocol import (
     PILOT_SEEDS,
     QUICK,
     SEEDS,
-    TABLES,
     Choices,
     read_choices,
     read_pilots,
 )
-from scripts.ablation.sources import write_clusters, write_contexts, write_embeddings, write_groups
+from scripts.ablation.sources import (
+    MIXTURES,
+    write_clusters,
+    write_contexts,
+    write_embeddings,
+    write_groups,
+    write_mixture,
+)
 from scripts.drawn.make import prepare_drawn
 from scripts.drawn.training import TrainingRun, flag_values
 
-COMMITTED = Path("docs/results/runs.json")  # what earlier sittings have finished
-
-
-class OutOfTime(Exception):
-    """The minutes that were given are over; what is finished is kept."""
+COMMITTED = Path("docs/results/runs.json")  # the runs of earlier sittings
 
 
 @dataclass
@@ -95,17 +97,11 @@ class Processes:
             self.next_ended()
 
 
-def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float | None = None) -> dict[Job, str]:
+def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, str]:
     """Train and measure the jobs. If a run fails, those that are built on it are not started.
-
-    Args:
-        ends_at: `time.monotonic()` after which no further run is started.
 
     Returns:
         The reasons of failures, by job.
-
-    Raises:
-        OutOfTime: jobs are left.
     """
     start = time.monotonic()
     measurements, processes = Measurements(ablation), Processes(slots)
@@ -118,7 +114,7 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
                 failed[job] = f"{broken[0]} failed"
             elif any(base in jobs and base not in trained for base in job.needs):
                 continue
-            elif not processes.has_room(job.condition.ranks) or (ends_at is not None and time.monotonic() > ends_at):
+            elif not processes.has_room(job.condition.ranks):
                 return  # keep the order: no later, smaller job goes first
             else:
                 try:
@@ -162,8 +158,6 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int, ends_at: float 
             print(f"[{done}/{len(jobs)}, {minutes:.1f} min, {left:.0f} left] {ended.job}: {words}", flush=True)
     finally:
         processes.stop()
-    if pending:
-        raise OutOfTime(f"{len(pending)} of {len(jobs)} runs are left; call it again to go on")
     return failed
 
 
@@ -178,6 +172,8 @@ def prepare(ablation: Ablation, job: Job) -> None:
         write_contexts(data, ablation.out / "data" / "contexts")
     elif condition.kind == "groups":
         write_groups(data, ablation.sources(job))
+    elif condition.kind in MIXTURES:
+        write_mixture(data, condition.kind, job.trained, ablation.sources(job))
     elif condition.clusters_of is not None:
         base, choice = checkpoint(condition.clusters_of), ablation.choices["clusters"]
         write_clusters(data, job.trained, base, ablation.clusters(job), choice, seed=job.seed)
@@ -189,7 +185,7 @@ def prepare(ablation: Ablation, job: Job) -> None:
         )  # fmt: skip
 
 
-def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) -> None:
+def choose(data: dict[str, Path], out: Path, slots: int) -> None:
     """Make the protocol's choices by pilot runs on the validation split, and write them to `CHOICES_FILE`.
 
     Finished pilots are kept. The file is written after each choice. A choice that it holds is made again only if its grid has
@@ -197,7 +193,6 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
 
     Raises:
         UserError: a pilot failed.
-        OutOfTime: pilots are left.
     """
     report, chosen = read_pilots(CHOICES_FILE), read_choices(CHOICES_FILE)
     for name, choice in CHOICES.items():
@@ -210,7 +205,7 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
             pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, name: value}, "val")
             jobs = pilot.plan(PILOT_SEEDS, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)
-            if jobs and (failed := run_all(pilot, jobs, slots, ends_at)):
+            if jobs and (failed := run_all(pilot, jobs, slots)):
                 raise UserError("; ".join(f"{job}: {reason}" for job, reason in failed.items()))
             found = [pilot.record(Job(seed, one))["score"] for seed in PILOT_SEEDS for one in choice.conditions]
             scores[value] = sum(found) / len(found)
@@ -222,22 +217,6 @@ def choose(data: dict[str, Path], out: Path, slots: int, ends_at: float | None) 
     print(f"The choices are in {CHOICES_FILE}: commit it, then run the ablation.")
 
 
-def listing(choices: Choices) -> str:
-    """Every condition with its tables and flags."""
-    lines = []
-    for name, condition in CONDITIONS.items():
-        tables = ", ".join(table.name for table in TABLES if name in table.conditions)
-        flags = " ".join(["--sampling", condition.sampling, *condition.run_flags(choices)])
-        extra = [
-            f"{condition.run_epochs(choices)} epochs",
-            f"{condition.miniature}, {condition.trained}, {condition.kind}",
-        ]
-        extra += [f"{condition.ranks} ranks"] if condition.ranks > 1 else []
-        extra += [f"built on {', '.join(condition.needs)}"] if condition.needs else []
-        lines.append(f"{name:20} {tables:38} {flags}  ({'; '.join(extra)})")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -247,10 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", help=f"default {','.join(map(str, SEEDS))}")
     parser.add_argument("--pilot", action="store_true", help=f"choose the settings on validation: {CHOICES_FILE.name}")
     parser.add_argument("--quick", action="store_true", help="one seed and short runs, in OUT/quick")
-    parser.add_argument("--minutes", type=float, help="start no further run after so many minutes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: cores)")
     parser.add_argument("--only", help="only these conditions and those that they are built on: NAME,NAME")
-    parser.add_argument("--list", action="store_true", help="list the conditions")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
@@ -259,9 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"ablation: error: {error}", file=sys.stderr)
         return 2
-    except OutOfTime as error:
-        print(f"ablation: {error}", file=sys.stderr)
-        return 3
     except KeyboardInterrupt:
         print("ablation: stopped; call it again to go on", file=sys.stderr)
         return 130
@@ -276,14 +250,10 @@ def _end(*_: object) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     names = list(CONDITIONS) if arguments.only is None else arguments.only.split(",")
     if unknown := [name for name in names if name not in CONDITIONS]:
-        raise UserError(f"there is no condition {unknown[0]!r}; --list shows them")
-    if arguments.list:
-        print(listing({**QUICK, **read_choices()}))
-        return 0
+        raise UserError(f"there is no condition {unknown[0]!r}; protocol.yaml has their names")
     seeds = _seeds(arguments.seeds) if arguments.seeds else ((0,) if arguments.quick else SEEDS)
     if arguments.jobs < 1:
         raise UserError(f"--jobs is 1 or more, got {arguments.jobs}")
-    ends_at = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     choices = QUICK if arguments.quick else read_choices()
     if not arguments.pilot:
         _check_chosen(names, choices)
@@ -291,7 +261,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name in sorted({CONDITIONS[one].miniature for one in names}):
         prepare_drawn(MINIATURES[name], data[name])
     if arguments.pilot:
-        choose(data, arguments.out / "pilots", arguments.jobs, ends_at)
+        choose(data, arguments.out / "pilots", arguments.jobs)
         return 0
     ablation = Ablation(data, arguments.out / "quick" if arguments.quick else arguments.out, choices)
     if not arguments.quick:
@@ -302,7 +272,7 @@ def _run(arguments: argparse.Namespace) -> int:
         f"{len(jobs)} runs to train, {arguments.jobs} at a time; {kept} finished runs are kept in {ablation.out}",
         flush=True,
     )
-    failed = run_all(ablation, jobs, arguments.jobs, ends_at)
+    failed = run_all(ablation, jobs, arguments.jobs)
     for job, reason in failed.items():
         print(f"ablation: error: {job}: {reason}", file=sys.stderr)
     return 2 if failed else 0

@@ -1,4 +1,4 @@
-"""What the ablation makes of its data: two contexts of a source (A.5), clusters (A.6), repeated captions, teachers."""
+"""Sources that only some conditions have: two contexts (A.5), clusters (A.6), repeated captions, mixtures; and teachers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ CONTEXT_SOURCE = "twemoji"  # keyword lists of 1 to 13 words: the widest spread 
 CONTEXTS = ("long", "short")
 FRAME_PX = 4  # pictures are 64 px wide
 VIEWS = 4  # of each picture, for teachers
+MIXTURES = ("apart", "alike", "large")
 
 
 def pairs_of(data: Path, source: str) -> list[Sample]:
@@ -81,6 +83,28 @@ def write_groups(data: Path, out: Mapping[str, Path]) -> None:
 def _with_group(pair: Sample) -> Sample:
     group = json.loads(pair.files["json"])["group"]
     return Sample(pair.key, {**pair.files, "txt": group.encode()})
+
+
+def write_mixture(data: Path, kind: str, sources: Sequence[str], out: Mapping[str, Path]) -> None:
+    """Writes a mixture of known construction, each of its sources into its folder unless it exists.
+
+    Args:
+        kind: "apart": each source keeps its share of the concepts and has none in common with another; "alike": one source in
+            parts of other groups of pictures, of one style; "large": the first source whole, of each other one pair in 18.
+        sources: the miniature's sources that it is made of.
+        out: the mixture's sources, and their folders.
+    """
+    for place, (name, folder) in enumerate(out.items()):
+        if (folder / "sizes.json").is_file():
+            continue
+        pairs = pairs_of(data, sources[0] if kind == "alike" else name)
+        if kind == "large":
+            few = set(sorted(pair.key for pair in pairs)[::18])
+            kept = [pair for pair in pairs if place == 0 or pair.key in few]
+        else:
+            of = {pair.key: json.loads(pair.files["json"])["group" if kind == "alike" else "concept"] for pair in pairs}
+            kept = [pair for pair in pairs if zlib.crc32(of[pair.key].encode()) % len(out) == place]
+        write_source(folder, kept, shard_size=256)
 
 
 def write_clusters(data: Path, sources: Sequence[str], checkpoint: Path, out: Path, choice: str, *, seed: int) -> None:

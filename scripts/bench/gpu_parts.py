@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import io
 import json
 import platform
 import re
@@ -25,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from open_clip_zerovl.plan.gpus import GPUS
 from open_clip_zerovl.shards.writing import Sample, write_source
@@ -56,6 +53,7 @@ from scripts.bench.harness import (
     two_pass,
     write_bert,
 )
+from scripts.bench.loader import CAPTION, photograph
 from scripts.bench.loss import measure as measure_loss
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
@@ -113,12 +111,8 @@ def machine(sizes: Sizes, have: Sequence[str]) -> None:
     device = device_here()
     name = device_name(device)
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES if package in installed}
     emit(
         "machine",
         device=name,
@@ -134,17 +128,9 @@ def machine(sizes: Sizes, have: Sequence[str]) -> None:
 
 def _median_seconds(device: torch.device, once: Callable[[], Any], rounds: int = 10) -> float:
     """Median wall-clock seconds of a call, until the device is done; after three calls to warm up."""
-    took = []
-    for round_ in range(rounds + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        once()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if round_ >= 3:
-            took.append(time.perf_counter() - start)
-    return statistics.median(took)
+    setup = Setup(torch.nn.Linear(1, 1), device)
+    took = [seconds(setup, lambda _: once(), [], "wall") for _ in range(rounds + 3)]
+    return statistics.median(took[3:])
 
 
 def matrix_tflops(device: torch.device, size: int) -> float:
@@ -268,20 +254,15 @@ def loss(sizes: Sizes, have: Sequence[str]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def made_up_source(folder: Path, count: int, px: int, seed: int) -> None:
-    """A source of JPEGs with large shapes, `px` on a side, and captions of letters."""
-    rng = np.random.default_rng(seed)
-    pictures = []
-    for _ in range(min(count, 256)):  # the source repeats them; decoding costs the same
-        shapes = rng.integers(0, 256, (px // 16 + 2, px // 16 + 2, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(shapes).resize((px, px), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
-        pictures.append(buffer.getvalue())
-    words = ["a", "big", "red", "house", "near", "the", "old", "tree", "with", "two", "dogs", "on", "green", "grass"]
-    samples = []
-    for number in range(count):
-        caption = " ".join(rng.choice(words, size=int(rng.integers(5, 16))))
-        samples.append(Sample(f"{number:08d}", {"jpg": pictures[number % len(pictures)], "txt": caption.encode()}))
+def made_up_source(folder: Path, count: int, px: int) -> None:
+    """A source of JPEGs with a photograph's spectrum, `px` on a side, and captions of 5 to 15 words."""
+    pictures = [photograph(seed, px, px) for seed in range(min(count, 256))]  # repeated; decoding costs the same
+    rng = np.random.default_rng(0)
+    captions = (" ".join(rng.choice(CAPTION.split(), size=int(rng.integers(5, 16)))) for _ in range(count))
+    samples = [
+        Sample(f"{number:08d}", {"jpg": pictures[number % len(pictures)], "txt": caption.encode()})
+        for number, caption in enumerate(captions)
+    ]
     write_source(folder, samples, shard_size=max(1, count // 16))
 
 
@@ -298,8 +279,8 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        for number, name in enumerate("ab"):
-            made_up_source(folder / name, sizes.plan_pairs, sizes.plan_px, number)
+        for name in "ab":
+            made_up_source(folder / name, sizes.plan_pairs, sizes.plan_px)
         bert = write_bert(folder / "bert", "tiny" if sizes.plan_model == "zerovl-emoji" else "base", 0.1)
         cuda = torch.cuda.is_available()
         arguments = [

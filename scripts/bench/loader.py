@@ -27,7 +27,7 @@ import math
 import os
 import random
 import statistics
-import tarfile
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -52,10 +52,14 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.report.tables import markdown_table
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_shard
 from scripts.bench.harness import write, write_bert
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32
+LOOKS = {"mean": "{:.4f}", "deviation": "{:.4f}", "high frequencies": "{:.2e}"}  # measures of pictures
 CAPTION = "a small brown dog that runs over wet sand with a red ball in its mouth"
 
 
@@ -75,21 +79,13 @@ def photograph(seed: int, width_px: int, height_px: int) -> bytes:
     return buffer.getvalue()
 
 
-def picture_of(pictures: list[bytes], number: int) -> bytes:
-    """The picture of sample `number`; a list is repeated."""
-    return pictures[number % len(pictures)]
-
-
 def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int], bytes]) -> str:
     """Webdataset shards and their sizes.json; returns a brace pattern that names them."""
     folder.mkdir(parents=True)
     for shard in range(shards):
-        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
-            for number in range(shard * per_shard, (shard + 1) * per_shard):
-                for suffix, content in (("jpg", image(number)), ("txt", f"{CAPTION} {number}".encode())):
-                    member = tarfile.TarInfo(f"{number:09d}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        numbers = range(shard * per_shard, (shard + 1) * per_shard)
+        samples = (Sample(f"{n:09d}", {"jpg": image(n), "txt": f"{CAPTION} {n}".encode()}) for n in numbers)
+        write_shard(folder / f"{shard:05d}.tar", samples)
     (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": per_shard for shard in range(shards)}))
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
@@ -123,15 +119,9 @@ def ours(shards: str, work: Work, workers: int, pixel_path: str = "arrays") -> I
 def stock(shards: str, work: Work, workers: int) -> Iterator[Any]:
     """open_clip's loader of webdataset shards, with resampling so that it does not end."""
     args = argparse.Namespace(
-        train_data=shards,
-        train_num_samples=1_000_000,
-        dataset_resampled=True,
-        train_data_upsampling_factors=None,
-        seed=0,
-        workers=workers,
-        world_size=1,
-        batch_size=BATCH,
-    )
+        train_data=shards, train_num_samples=1_000_000, dataset_resampled=True, train_data_upsampling_factors=None, seed=0,
+        workers=workers, world_size=1, batch_size=BATCH,
+    )  # fmt: skip
     draws = random.Random(0)
 
     def tokenizer(caption: str) -> torch.Tensor:
@@ -199,7 +189,7 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
     """Encoded pictures of a size ("384x256"), and the shards that repeat them."""
     width, height = map(int, size.split("x"))
     encoded = [photograph(seed, width, height) for seed in range(16)]
-    return encoded, write_shards(folder / size, 8, per_shard, partial(picture_of, encoded))
+    return encoded, write_shards(folder / size, 8, per_shard, lambda number: encoded[number % len(encoded)])
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -224,18 +214,14 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for workers in map(int, args.workers.split(",")):
                 row = _row(args, loaders, shards, encoded, work, workers)
                 results["rows"].append({"size": size, "kind": kind, "workers": workers, **row})
-                print(_cells(results["rows"][-1]), flush=True)
+                print(*_cells(results["rows"][-1]), file=sys.stderr, flush=True)
     return results
 
 
 def _row(
-    args: argparse.Namespace,
-    loaders: dict[str, Callable[..., Iterator[Any]]],
-    shards: str,
-    encoded: list[bytes],
-    work: Work,
+    args: argparse.Namespace, loaders: dict[str, Callable[..., Iterator[Any]]], shards: str, encoded: list[bytes], work: Work,
     workers: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Both loaders and the floor, in turns."""
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     floors = []
@@ -259,37 +245,33 @@ def _row(
     return row
 
 
-def _cells(row: dict[str, Any]) -> str:
-    cells = [
-        row["size"],
-        row["kind"],
-        str(row["workers"]),
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["size"], row["kind"], str(row["workers"]),
         *(f"{row[name]['per_second']:.0f} ({row[name]['per_core']:.0f})" for name in ("open_clip", "ours")),
-        f"{row['floor']:.0f}",
-        f"{row['ratio_per_core']:.2f}",
-        f"{row['ratio_per_second']:.2f}",
+        f"{row['floor']:.0f}", f"{row['ratio_per_core']:.2f}", f"{row['ratio_per_second']:.2f}",
         f"{row['cores_needed']['open_clip']}, {row['cores_needed']['ours']}",
-    ]
-    return f"| {' | '.join(cells)} |"
+    ]  # fmt: skip
 
 
 def table(results: dict[str, Any]) -> str:
     """The results in Markdown."""
-    lines = [
-        "| JPEG | work | workers | open_clip, samples/s (per core) | ours, samples/s (per core) | floor per core | "
-        f"ratio per core | ratio in time | cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-        *map(_cells, results["rows"]),
+    header = [
+        "JPEG",
+        "work",
+        "workers",
+        "open_clip, samples/s (per core)",
+        "ours, samples/s (per core)",
+        "floor per core",
     ]
-    lines += ["", "| JPEG | bytes | loader | mean | deviation | high frequencies |", "|---|---|---|---|---|---|"]
-    for size, images in results["images"].items():
-        for name in ("open_clip", "ours"):
-            look = images[name]
-            lines.append(
-                f"| {size} | {images['bytes']:,.0f} | {name} | {look['mean']:.4f} | {look['deviation']:.4f} | "
-                f"{look['high frequencies']:.2e} |"
-            )
-    return "\n".join(lines)
+    header += ["ratio per core", "ratio in time", f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours"]
+    looks = [
+        [size, f"{images['bytes']:,.0f}", name, *(form.format(images[name][key]) for key, form in LOOKS.items())]
+        for size, images in results["images"].items()
+        for name in ("open_clip", "ours")
+    ]
+    second = markdown_table(["JPEG", "bytes", "loader", *LOOKS], looks)
+    return f"{markdown_table(header, list(map(_cells, results['rows'])))}\n\n{second}"
 
 
 def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -301,12 +283,8 @@ def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (source,) = parse_sources(f"bench={shards}")
 
     def loader(step: int = 0) -> Iterator[Any]:
-        mixture = Mixture(
-            (source,),
-            Batching(64),
-            Preprocessing(lambda image: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1)),
-        )
-        made = MixtureLoader(mixture, workers=0)
+        nothing = Preprocessing(lambda image: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1))
+        made = MixtureLoader(Mixture((source,), Batching(64), nothing), workers=0)
         made.set_epoch(0, step)
         return iter(made)
 

@@ -2,9 +2,8 @@
 
     python -m scripts.bench.near [--photographs TAR] [--pictures 300] [--test 25000] [--training 50000]
 
-Pictures are those of a tar; without one, 24 windows of scikit-learn's two sample photographs, and noise whose amplitude falls
-with its frequency, as a photograph's does. Prints a row for each kind of copy: quantiles of the distance, and the share within
-NEAR.
+Pictures are those of a tar; without one, noise whose amplitude falls with its frequency, as a photograph's does. Prints a row
+for each kind of copy: quantiles of the distance, and the share within NEAR.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from open_clip_zerovl.prepare.dedup.near import NEAR, Hashes, NearIndex, picture_hashes
+from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.shards.members import image_of, read_samples
 
 
@@ -31,21 +31,6 @@ def fractal(seed: int, width: int = 400, height: int = 300) -> Image.Image:
     pixels = np.fft.irfft2(spectrum, (height, width))
     pixels = pixels[:1] + 0.3 * pixels
     return Image.fromarray((128 + 45 * pixels / pixels.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
-
-
-def windows(count: int, seed: int = 0) -> list[Image.Image]:
-    """Windows of 35 to 60 % of the sides of scikit-learn's sample photographs."""
-    from sklearn.datasets import load_sample_images
-
-    rng, found = np.random.default_rng(seed), []
-    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
-    for i in range(count):
-        photograph = photographs[i % len(photographs)]
-        share = rng.uniform(0.35, 0.6)
-        width, height = round(photograph.width * share), round(photograph.height * share)
-        x, y = int(rng.integers(photograph.width - width)), int(rng.integers(photograph.height - height))
-        found.append(photograph.crop((x, y, x + width, y + height)))
-    return found
 
 
 def encoded(image: Image.Image, quality: int = 90) -> bytes:
@@ -137,24 +122,27 @@ def main() -> None:
     if arguments.photographs:
         pictures = photographs(arguments.photographs, arguments.pictures)
     else:
-        pictures = windows(24) + [fractal(seed) for seed in range(arguments.pictures)]
+        pictures = [fractal(seed) for seed in range(arguments.pictures)]
     contents = [encoded(image) for image in pictures]
     start = time.process_time()
     every = [picture_hashes(content) for content in contents]
     milliseconds = 1000 * (time.process_time() - start) / len(contents)
-    print(f"{'copy':30} {'median':>6} {'95 %':>5} {'most':>5}  within {NEAR}")
+    rows = []
     for name, copy in COPIES.items():
         pairs = zip(every, (picture_hashes(copy(image)) for image in pictures), strict=True)
         distances = np.array([np.bitwise_count(own[::2, None] ^ other).sum(axis=-1).min() for own, other in pairs])
         low, high = np.quantile(distances, (0.5, 0.95))
-        print(f"{name:30} {low:6.0f} {high:5.0f} {distances.max():5d}  {100 * (distances <= NEAR).mean():5.1f} %")
+        rows.append(
+            [name, f"{low:.0f}", f"{high:.0f}", f"{distances.max()}", f"{100 * (distances <= NEAR).mean():.1f} %"]
+        )
+    print(markdown_table(["copy", "median", "95 %", "most", f"within {NEAR}"], rows))
     hashes = np.stack([own[0] for own in every])
-    noise = hashes if arguments.photographs else hashes[24:]  # windows of one photograph overlap
-    between = np.bitwise_count(noise[:, None] ^ noise).sum(axis=-1)[np.triu_indices(len(noise), 1)]
-    told = f"mean {between.mean():.1f}, deviation {between.std():.1f}, least {between.min()}"
-    told += f", within {NEAR}: {(between <= NEAR).sum()}"
-    print(f"distinct pictures, {len(between):,} pairs: {told}")
-    print(f"pairs within {NEAR} where borders and mirror images count: {len(false_pairs(every))}")
+    between = np.bitwise_count(hashes[:, None] ^ hashes).sum(axis=-1)[np.triu_indices(len(hashes), 1)]
+    print(
+        f"distinct pictures, {len(between):,} pairs: mean {between.mean():.1f}, deviation {between.std():.1f}, least "
+        f"{between.min()}, within {NEAR}: {(between <= NEAR).sum()}; where borders and mirror images count: "
+        f"{len(false_pairs(every))}"
+    )
     rng = np.random.default_rng(0)
     index = NearIndex(rng.integers(0, 2**63, (arguments.test, 4), dtype=np.uint64))
     asked = rng.integers(0, 2**63, (arguments.training, 4), dtype=np.uint64)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from open_clip_train.train import get_clip_metrics
 
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.report.tables import markdown_table
 
 LEAST_SPEEDUP = 5.0
 MOST_MIB = 1024.0
@@ -89,9 +90,8 @@ def main() -> int:
             seconds, cpu_seconds, mib, results[name] = measured(call, args.device)
             best[name] = min(best[name][0], seconds), min(best[name][1], cpu_seconds), max(best[name][2], mib)
 
-    print("| images x captions, program | seconds | CPU seconds | peak MiB above the features |\n|---|---:|---:|---:|")
-    for name, (seconds, cpu_seconds, mib) in best.items():
-        print(f"| {name} | {seconds:.2f} | {cpu_seconds:.2f} | {mib:.0f} |")
+    rows = [[name, f"{wall:.2f}", f"{cpu:.2f}", f"{mib:.0f}"] for name, (wall, cpu, mib) in best.items()]
+    print(markdown_table(["images x captions, program", "seconds", "CPU seconds", "peak MiB above the features"], rows))
     theirs, ours, larger = calls
     difference = max(
         abs(float(results[theirs][f"{way}_R@{k}"]) - results[ours][f"{way}_R@{k}"])

@@ -7,8 +7,7 @@ schedule, this reader's quota and what it has delivered, its part of each source
 the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports. Four sources hold 6, 4,
 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
 
-Also printed: the sizes of sizes.json and of one shard's index (`shards/index`), and, calculated, the data that a rank
-receives in a step: features and log-sum-exps (gathered) and gradients (all-reduced).
+A row also has the sizes of sizes.json and of one shard's index (`shards/index`).
 
 Takes about two minutes on two cores.
 """
@@ -20,14 +19,21 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.report.tables import markdown_table
+from open_clip_zerovl.shards import index as tar_index
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_shard
+from scripts.bench.harness import write
+
 SHARES = (0.06, 0.04, 0.20, 0.70)
 STRATEGIES = ("random", "debiased", "sequential")
-MICRO_BATCH, WIDTH, PARAMETERS = 64, 512, 195_500_000
+MICRO_BATCH = 64
 
 
 def shard_sizes(pairs: int) -> list[list[int]]:
@@ -86,20 +92,10 @@ def sizes_json_bytes(pairs: int) -> int:
 
 def index_bytes_per_sample() -> float:
     """Bytes a sample of a shard's index on disk: the difference of two indexes, in which the fixed part cancels."""
-    import io
-    import tarfile
-    import tempfile
-
-    from open_clip_zerovl.shards import index as tar_index
 
     def written(samples: int, folder: Path) -> int:
         path = folder / f"{samples}.tar"
-        with tarfile.open(path, "w") as tar:
-            for number in range(samples):
-                for suffix in ("jpg", "txt"):
-                    member = tarfile.TarInfo(f"{number:09d}.{suffix}")
-                    member.size = 3
-                    tar.addfile(member, io.BytesIO(b"abc"))
+        write_shard(path, (Sample(f"{number:09d}", {"jpg": b"abc", "txt": b"abc"}) for number in range(samples)))
         tar_index.open_index(str(path))
         return (folder / tar_index.FOLDER / f"{path.name}.npz").stat().st_size
 
@@ -107,33 +103,19 @@ def index_bytes_per_sample() -> float:
         return (written(2000, Path(folder)) - written(1000, Path(folder))) / 1000
 
 
-def communication(ranks: int) -> list[str]:
-    """One row: MiB that a rank receives in a step, calculated."""
-    batch = MICRO_BATCH * ranks
-    features = 2 * (ranks - 1) / ranks * batch * WIDTH * 4
-    sums = 2 * (ranks - 1) / ranks * batch * 4
-    gradients = 2 * (ranks - 1) / ranks * PARAMETERS * 4  # a ring's all-reduce
-    return [f"{ranks:,}", f"{batch:,}", *(f"{value / 2**20:,.2f}" for value in (features, sums, gradients))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default="14e6,100e6,1.28e9,12.8e9", help="in all sources together")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=8, help="loader processes of a rank")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--one", nargs=3, metavar=("PAIRS", "STRATEGY", "JUMP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
         pairs, strategy, jump = args.one
         print(json.dumps(start(int(pairs), strategy, args.ranks, args.workers, jump == "jump")))
         return
-    rows = []
-    print(
-        "| pairs | shards | strategy | steps | start: s (CPU), MiB | middle: s (CPU), MiB | "
-        "sizes.json, MiB | index a shard, MiB |"
-    )
-    print("|--:|--:|---|--:|--:|--:|--:|--:|")
+    rows, cells = [], []
     per_sample = index_bytes_per_sample()
     options = ("--ranks", str(args.ranks), "--workers", str(args.workers))
     for pairs in (int(float(word)) for word in args.pairs.split(",")):
@@ -144,21 +126,13 @@ def main() -> None:
                 row[place] = in_a_process(str(pairs), strategy, place, *options)
             row["sizes_json_bytes"], row["index_bytes"] = sizes_json_bytes(pairs), per_sample * sizes[0][0]
             rows.append(row)
-            cells = [
-                f"{row[place]['seconds']:.2f} ({row[place]['cpu_seconds']:.2f}), {row[place]['mib']:.0f}"
-                for place in ("start", "jump")
-            ]
-            print(
-                f"| {pairs:,} | {row['shards']:,} | {strategy} | {row['start']['steps']:,} | {cells[0]} | {cells[1]} | "
-                f"{row['sizes_json_bytes'] / 2**20:.1f} | {row['index_bytes'] / 2**20:.2f} |",
-                flush=True,
-            )
-    print(f"\n| ranks | effective batch ({MICRO_BATCH} a rank) | features, MiB | log-sum-exps, MiB | gradients, MiB |")
-    print("|--:|--:|--:|--:|--:|")
-    for ranks in (8, 64, 1024):
-        print(f"| {' | '.join(communication(ranks))} |")
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+            cells.append([f"{pairs:,}", f"{row['shards']:,}", strategy, f"{row['start']['steps']:,}"])
+            for one in (row["start"], row["jump"]):
+                cells[-1].append(f"{one['seconds']:.2f} ({one['cpu_seconds']:.2f}), {one['mib']:.0f}")
+            cells[-1] += [f"{row['sizes_json_bytes'] / 2**20:.1f}", f"{row['index_bytes'] / 2**20:.2f}"]
+            print(*cells[-1], file=sys.stderr, flush=True)
+    header = ["pairs", "shards", "strategy", "steps", "start: s (CPU), MiB", "middle: s (CPU), MiB"]
+    write(rows, markdown_table([*header, "sizes.json, MiB", "index a shard, MiB"], cells), args.out)
 
 
 if __name__ == "__main__":

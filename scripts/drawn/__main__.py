@@ -2,6 +2,7 @@
 
     python -m scripts.drawn emoji --out data/emoji
     python -m scripts.drawn icons --out data/icons
+    python -m scripts.drawn emoji --out data/emoji --pairs pairs    # also as pictures and a table, as your own pairs may be
 
 Fetches npm packages, draws their pictures and writes the shards of each source, held-out retrieval sets and a small BERT folder
 (docs/datasets.md). A second call does nothing.
@@ -17,7 +18,7 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.icons import ICONS
-from scripts.drawn.make import prepare_drawn
+from scripts.drawn.make import prepare_drawn, write_pairs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
     parser.add_argument("--force", action="store_true", help="write the data again where it exists")
+    parser.add_argument(
+        "--pairs", type=Path, metavar="DIR", help="write the training pairs as DIR/pairs.csv and pictures"
+    )
     options = parser.parse_args(argv)
     try:
-        prepare_drawn(sets[options.name], options.out, px=options.px, seed=options.seed, force=options.force)
+        data = sets[options.name]
+        prepare_drawn(data, options.out, px=options.px, seed=options.seed, force=options.force)
+        if options.pairs is not None:
+            print(f"{write_pairs(data, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}")
     except UserError as error:
         print(f"drawn: error: {error}", file=sys.stderr)
         return 2

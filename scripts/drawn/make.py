@@ -12,6 +12,7 @@ On disk (see docs/datasets.md):
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -157,6 +158,20 @@ def drawn_sample(sample: Sample, source: str, *, held_out: bool) -> DrawnSample:
     facts = json.loads(sample.files["json"])
     image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
     return DrawnSample(image, sample.files["txt"].decode().strip(), facts["concept"], source, facts["group"], held_out)
+
+
+def write_pairs(data: DrawnData, out: str | Path, folder: Path) -> int:
+    """Write the training pairs of `prepare_drawn` as pictures and `pairs.csv` (filepath, title, site); returns their number."""
+    rows = [("filepath", "title", "site")]
+    for source in data.sources:
+        for sample in (one for shard in sorted((Path(out) / source).glob("*.tar")) for one in read_samples(shard)):
+            picture = Path("pictures", source, f"{sample.key}.png")
+            (folder / picture).parent.mkdir(parents=True, exist_ok=True)
+            (folder / picture).write_bytes(sample.files["png"])
+            rows.append((str(picture), sample.files["txt"].decode(), source))
+    with open(folder / "pairs.csv", "w", encoding="utf-8", newline="") as table:
+        csv.writer(table).writerows(rows)
+    return len(rows) - 1
 
 
 def fingerprint_of(out: str | Path) -> str | None:

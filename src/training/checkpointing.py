@@ -14,7 +14,9 @@ import re
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.
 _LEFTOVER = re.compile(
     r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt"
 )  # of `save_atomically`, and of open_clip's --save-most-recent
-LATEST = "epoch_latest.pt"  # what open_clip writes and resumes from with --save-most-recent
+LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, which resumes from it
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:
@@ -62,7 +64,7 @@ def _remote_names(folder: str) -> list[str]:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as torch's checkpoints do since 1.6; `damage_of` says whether it is whole."""
+    """True for a file that begins as torch's checkpoints do since 1.6; `damage_of` checks the rest."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -70,7 +72,7 @@ def is_archive(path: Path) -> bool:
 
 
 def damage_of(path: Path, *, checksums: bool = True) -> str | None:
-    """What is wrong with a checkpoint file, as a verb phrase; None for a whole one.
+    """The damage of a checkpoint file as a verb phrase; None for a whole file.
 
     torch writes zip archives. Their directory comes last and holds a checksum of each tensor, which torch does not compare when
     it loads.
@@ -135,8 +137,8 @@ class StepCheckpoints:
         """Whether a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0
 
-    def write(self, model, optimizer, scaler, position: Position) -> None:
-        """Write the checkpoint on the first rank; on others nothing is done."""
+    def write(self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint, with further entries, on the first rank; other ranks do nothing."""
         if not self.args.save_logs:
             return
         folder = Path(self.args.checkpoint_path)
@@ -146,6 +148,7 @@ class StepCheckpoints:
             "state_dict": getattr(model, "_orig_mod", model).state_dict(),
             "optimizer": optimizer.state_dict(),
             "zerovl": entry_of(position),
+            **(entries or {}),
         }
         if scaler is not None:
             content["scaler"] = scaler.state_dict()

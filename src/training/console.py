@@ -1,4 +1,4 @@
-"""What a run shows on standard error: everything that it logs, or with flags of the recipe the part that a person follows.
+"""A run's output on standard error: its whole log, or with flags of the recipe a short form.
 
 The log file has everything in either case. The short form has the run's own lines, all warnings, and in a terminal one line
 that shows where training is, in place of a line for each logged step. `--verbose` shows everything.
@@ -32,7 +32,7 @@ def say(words: str) -> None:
 
 
 class ProgressLine:
-    """The last line of a terminal, overwritten in place; nothing where the stream is no terminal."""
+    """The last line of a terminal, overwritten in place; does nothing where the stream is not a terminal."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream, self._text = stream, ""
@@ -91,6 +91,7 @@ class Console(logging.StreamHandler):
             weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
         """
         self.short, self._rank, self._weights_follow = True, rank, weights_follow
+        logging.root.setLevel(logging.INFO)  # as open_clip's main does, which comes after the data is opened
         # torch says this twice, in four lines; the summary says it in its line of the device.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:

@@ -201,7 +201,7 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
         try:
             transform, mean, std = split_normalize(transform)
             normalizer = partial(normalize, mean=mean, std=std)
-        except UserError as reason:  # timm's transforms (--aug-cfg use_timm=True) order their steps otherwise
+        except UserError as reason:  # timm's transforms (--aug-cfg use_timm=True) have another order
             if inputs.teachers is not None:
                 raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
             logging.info(f"Images travel to the device as floats: {reason}.")

@@ -39,7 +39,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """open_clip's metrics of this epoch, and `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
 
-    Only the first rank evaluates, as in open_clip; the others wait at main's barrier.
+    Only the first rank evaluates, as in open_clip; the other ranks wait at main's barrier.
 
     Args:
         log: gets the metrics.
@@ -56,11 +56,9 @@ def evaluate(
     bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
     kept = retrieval.captions_per_image
-    how = {
-        "retrieval_transform": config.retrieval_transform,
-        "retrieval_captions": config.retrieval_captions,
-    }
+    how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
     for name, dataset in retrieval.sets.items():
+        log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
         features = encode_retrieval(
             model,
             retrieval_batches(

@@ -29,12 +29,13 @@ from training import openclip_v3, openclip_v4
 TABLES: dict[Line, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
 
 
-def check_host(main: ModuleType = host, version: str = open_clip.__version__) -> Any:
+def check_host(main: ModuleType | None = None, version: str = open_clip.__version__) -> Any:
     """Make sure that the installed open_clip is one whose names are known; returns the module of its line.
 
     Raises:
-        UserError: a release of no line, a name that is missing or not used, or a function with other parameters.
+        UserError: a release of no line, a name that is missing or not used, or a function without an expected parameter.
     """
+    main = main or host
     table = TABLES[line_of(version)]
     used = main.main.__code__.co_names
     for name, expected in table.NAMES.items():
@@ -66,16 +67,18 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
     `torch.save` that is atomic.
 
     Args:
-        entry: what to add to each checkpoint that main saves.
+        entry: makes the entries to add to each checkpoint that main saves.
 
     Raises:
-        UserError: see `check_host`.
+        UserError: see `check_host`; or open_clip's function has a parameter that its replacement does not take.
         KeyError: a name that the line does not list.
     """
     table = check_host()
     unknown = [name for name in replacements if name not in table.NAMES]
     if unknown:
         raise KeyError(f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can")
+    for name, replacement in replacements.items():
+        _check_parameters(name, replacement, table)
     kept = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:
@@ -89,6 +92,19 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
         vars(torch.nn.parallel)["DistributedDataParallel"] = stock_ddp
         for name, original in kept.items():
             setattr(host, name, original)
+
+
+def _check_parameters(name: str, replacement: Any, table: Any) -> None:
+    """UserError where main could pass a parameter that a replacement neither takes nor hands on."""
+    if not (callable(replacement) and callable(stock := getattr(host, name))):
+        return
+    taken = inspect.signature(replacement).parameters
+    new = [each for each in inspect.signature(stock).parameters if each not in taken and each not in table.NAMES[name]]
+    if new and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        raise UserError(
+            f"open_clip_torch {open_clip.__version__} has a parameter {new[0]!r} of {name} in open_clip_train.main, which this "
+            f"release of open_clip_zerovl does not know; install open_clip_torch {table.LINE.read}"
+        )
 
 
 def _save(entry: Callable[[], dict[str, Any]], content: Any, file: Any, **options: Any) -> None:

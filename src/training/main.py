@@ -27,6 +27,7 @@ from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
 from training.console import say
 from training.params import Command, rank_here, read_command
+from training.scratch import use_scratch_folder
 
 TORCHRUN = "--torchrun"
 
@@ -53,6 +54,7 @@ def run_as_program(command: Command | None = None) -> NoReturn:
     command = command or checked(sys.argv[1:])
     if command is None:
         sys.exit(2)
+    use_scratch_folder()
     if command[1].active and rank_here() in ("", "0"):
         say("training.main: loading torch and open_clip")
     from training import run, stopping
@@ -100,6 +102,7 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
         return 2
     if ranks == 1 and not rendezvous:
         run_as_program(command)
+    use_scratch_folder()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {name: value for name, value in os.environ.items() if name not in SLURM_RANKS}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))

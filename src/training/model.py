@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import open_clip
+import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import is_device_available
 from open_clip_train.scheduler import assign_learning_rate
@@ -37,6 +39,7 @@ def create_model(
         UserError: weights that do not fit, a tower that does not support a flag.
     """
     model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
+    _check_precision(model, args.precision)
     # open_clip's own transformer, not Hugging Face's
     own_text = getattr(getattr(model, "text", None), "config", None) is None
     if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
@@ -53,6 +56,29 @@ def create_model(
     if (config.active or is_registered_here(model)) and not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform_train, transform_eval, mixup
+
+
+def check_contrastive(model: torch.nn.Module, name: str) -> None:
+    """UserError for a captioner, which the recipe's step would train without its caption loss.
+
+    open_clip 4 knows its models' traits; `recipe.flags.CAPTIONERS` has the names for releases that don't.
+    """
+    traits_of = getattr(host, "get_model_traits", None) or getattr(open_clip, "get_model_traits", None)
+    if traits_of is not None and getattr(traits_of(model), "generative", False):
+        raise UserError(
+            f"--model {name} does not work with the recipe's step: it also learns to write captions, and that loss cannot be "
+            "decoupled from its graph; leave the step's flags out, and give --train-data without names"
+        )
+
+
+def _check_precision(model: torch.nn.Module, precision: str) -> None:
+    """UserError for a precision that open_clip gives to a part of a tower only, which then fails in its first forward pass."""
+    text = getattr(getattr(model, "text", None), "transformer", None)
+    if precision in ("bf16", "fp16") and hasattr(text, "config"):
+        raise UserError(
+            f"--precision {precision} does not work with the Hugging Face text tower {type(text).__name__}: open_clip casts a "
+            "part of its layers only; take amp_bf16, or pure_bf16"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

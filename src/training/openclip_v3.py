@@ -29,14 +29,14 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
     stock_data, stock_tokenizer, stock_epoch, stock_evaluate = (
         host.get_data, host.get_tokenizer, host.train_one_epoch, host.evaluate,
     )  # fmt: skip
 
-    def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None) -> dict:
+    def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args) -> dict:
-            return stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
+            return stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more)
 
         return run.get_data(stock, args, preprocess_fns, tokenizer)
 
@@ -49,16 +49,18 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         return _prefixed(checkpoint)
 
     def train_one_epoch(
-        model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None
+        model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None, **more
     ) -> None:
         def stock() -> None:
-            stock_epoch(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=tb_writer)
+            stock_epoch(
+                model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=tb_writer, **more
+            )
 
         run.train_epoch(stock, model, data, loss, epoch, optimizer, scaler, scheduler, tb_writer)
 
-    def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None) -> dict[str, Any]:
+    def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None, **more) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
-            return stock_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+            return stock_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more)
 
         return run.evaluate(stock, getattr(model, "module", model), data, epoch, tb_writer, tokenizer)
 

@@ -37,7 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """What to put under the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
     ours = _Adapters(run, host)
     stock_tokenizer = host.get_tokenizer
     return {
@@ -66,35 +66,33 @@ class _Adapters:
         self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
         self.stock_load_sharded, self.stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
 
-    def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, naflex_data_config=None) -> dict:
+    def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args: argparse.Namespace) -> dict:
-            return self.stock_data(
-                args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, naflex_data_config=naflex_data_config
-            )
+            return self.stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more)
 
         data = self.run.get_data(stock, args, preprocess_fns, tokenizer)
         if "train" in data:
             data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not self.run.own_step)
         return data
 
-    def create_task(self, args, model, dist_model=None, naflex_data_config=None) -> Any:
+    def create_task(self, args, model, dist_model=None, **more) -> Any:
         if not self.run.own_step:
-            return self.stock_task(args, model=model, dist_model=dist_model, naflex_data_config=naflex_data_config)
+            return self.stock_task(args, model=model, dist_model=dist_model, **more)
         from open_clip.task import CLIPTask
 
         return CLIPTask(model, loss=self.run.create_loss(args))
 
-    def create_optimizer(self, model, cfg, device=None, tensorize: bool = False) -> Any:
+    def create_optimizer(self, model, cfg, **more) -> Any:
         if self.run.own_adamw:
             return self.run.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
         try:
-            return self.stock_optimizer(model, cfg, device=device, tensorize=tensorize)
+            return self.stock_optimizer(model, cfg, **more)
         except ValueError as error:  # from flags: --opt-fallback-list, --text-layer-decay ...
             raise UserError(str(error).rstrip(".")) from error
 
-    def train_one_epoch(self, state, data, args, tb_writer=None) -> None:
+    def train_one_epoch(self, state, data, args, tb_writer=None, **more) -> None:
         def stock() -> None:
-            self.stock_epoch(state, data, args, tb_writer=tb_writer)
+            self.stock_epoch(state, data, args, tb_writer=tb_writer, **more)
 
         self.run.train_epoch(
             stock, state.task.trainable_module, data, getattr(state.task, "loss", None), state.epoch, state.optimizer,
@@ -105,13 +103,13 @@ class _Adapters:
             state.global_step = loader.num_batches * (state.epoch + 1)
             state.samples_seen = loader.num_samples * (state.epoch + 1)
 
-    def evaluate(self, task, data, epoch, args, tb_writer=None, tokenizer=None) -> dict[str, Any]:
+    def evaluate(self, task, data, epoch, args, tb_writer=None, tokenizer=None, **more) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
-            return self.stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer)
+            return self.stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more)
 
         return self.run.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
 
-    def load_checkpoint(self, task, path, optimizer=None, scaler=None, is_distributed=False, metadata=None) -> int:
+    def load_checkpoint(self, task, path, optimizer=None, scaler=None, metadata=None, **_: Any) -> int:
         """As open_clip's, after our checks. The checkpoint has bare names; 3.3 or this line wrote it."""
         checkpoint = self.run.load_checkpoint(path, "cpu")
         if "epoch" not in checkpoint:  # bare weights
@@ -126,14 +124,14 @@ class _Adapters:
             metadata.update({key: int(checkpoint[key]) for key in ("global_step", "samples_seen") if key in checkpoint})
         return checkpoint["epoch"]
 
-    def load_sharded_checkpoint(self, task, checkpoint_dir, optimizer=None, scaler=None, metadata=None) -> int:
+    def load_sharded_checkpoint(self, task, checkpoint_dir, **more) -> int:
         """Checks that the folder is a checkpoint of `--fsdp-checkpoint sharded`; open_clip loads it."""
         if not os.path.isfile(os.path.join(checkpoint_dir, SHARDED)):
             raise UserError(
                 f"--resume {checkpoint_dir} is a folder, but no sharded checkpoint ({SHARDED} is missing); give a checkpoint "
                 "file, such as RUN/checkpoints/epoch_N.pt"
             )
-        return self.stock_load_sharded(task, checkpoint_dir, optimizer=optimizer, scaler=scaler, metadata=metadata)
+        return self.stock_load_sharded(task, checkpoint_dir, **more)
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """open_clip's answer if it is a folder (a sharded checkpoint), else ours, which is a file."""

@@ -102,7 +102,7 @@ def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, Parser]:
             return host_params.parse_args(list(words)), made[0]
     except UserError:
         raise
-    except ValueError as error:  # what open_clip 4 refuses once the words are read
+    except ValueError as error:  # open_clip 4 refuses some values after parsing
         raise UserError(str(error).rstrip(".")) from error
 
 
@@ -213,7 +213,9 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
             f"{flag} {path} does not exist; give the path of a checkpoint" + ", or 'latest'" * (flag == "--resume")
         )
     if (wrong := no_checkpoint(path)) is not None:
-        raise UserError(f"{flag} {path} is no checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt")
+        raise UserError(
+            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt"
+        )
 
 
 def require_new_name(args: argparse.Namespace) -> None:

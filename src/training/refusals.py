@@ -76,8 +76,8 @@ REFUSALS = (
         "it is for models with an image tower and a text tower",
     ),
     _refusal(
-        "--model {model}", STEP_FLAGS, lambda f: "coca" in f.model.lower() and f.step_flags,
-        "CoCa's generative loss cannot be decoupled from its graph",
+        "--model {model}", STEP_FLAGS, lambda f: f.captions_images and f.step_flags,
+        "its caption loss cannot be decoupled from its graph",
     ),
     _refusal(
         "--distill-model", STEP_FLAGS, lambda f: f.distill_model is not None and f.step_flags,
@@ -120,7 +120,7 @@ LATER = (
         "it is for models of sounds; leave it out",
     ),
     Later(
-        "--fsdp --use-naflex --force-naflex-vision", THE_STEP, lambda f: f.own_step,
+        "--fsdp --use-naflex --force-naflex-vision --force-naflex-patch-interp", THE_STEP, lambda f: f.own_step,
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
     Later(
@@ -179,10 +179,11 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
             action = parser._option_string_actions.get(option)  # None: this release has no such flag
             if action is not None and getattr(args, action.dest) != action.default:
                 raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
-    if given.own_step and args.torchcompile and getattr(args, "torchcompile_strategy", "model") != "model":
+    strategy = getattr(args, "torchcompile_strategy", "model")
+    if given.own_step and args.torchcompile and strategy not in ("model", "blocks"):
         raise UserError(
-            f"--torchcompile-strategy {args.torchcompile_strategy} compiles open_clip's own step, which the recipe's takes the "
-            "place of; give --torchcompile-strategy model"
+            f"--torchcompile-strategy {strategy} compiles open_clip's own step, which the recipe's replaces; give "
+            "--torchcompile-strategy model or blocks"
         )
     for sentence in conflicts(given):
         raise UserError(sentence)

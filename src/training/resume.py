@@ -27,7 +27,7 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
 
 FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
-PREFIX = "module."  # what DDP puts before every name
+PREFIX = "module."  # DDP's, of every name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The position
@@ -56,7 +56,7 @@ class Position:
 
     @property
     def dealt(self) -> Batching:
-        """How the epoch's effective batches are divided among those who read them."""
+        """The division of the epoch's effective batches among its readers."""
         return self.read_as or self.batching
 
     def read_on(self, now: Position) -> Position:
@@ -86,9 +86,9 @@ class Position:
             return 0
         if self.sources and self.sources != now.sources:
             logging.warning(
-                f"Resuming step {self.step} of epoch {self.epoch}, taken on the sources {self.sources}, on others: "
-                f"{now.sources or 'unnamed ones'}. The rest of this epoch shows what those have from that step on; from the "
-                "next epoch on each sample is seen once. To begin their epoch whole, start a new run with --init-from."
+                f"Step {self.step} of epoch {self.epoch} was taken on the sources {self.sources}, and this run has "
+                f"{now.sources or 'sources without names'}. The rest of this epoch continues at that step of the new sources; "
+                "from the next epoch on each sample is seen once. For a whole first epoch, start a new run with --init-from."
             )
         elif changed:
             flag, before, value = changed[0]
@@ -124,7 +124,7 @@ class Position:
         return [(flag, _value(before), _value(value)) for flag, before, value in pairs if before != value]
 
     def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
-        """Name what `now` has otherwise, which a new epoch allows."""
+        """Warn of settings that differ in `now`, which a new epoch allows."""
         before, after = self.batching.effective_batch, now.batching.effective_batch
         changed = [f"an effective batch of {after} after {before}"] * (before != after)
         if self.sources and self.sources != now.sources:
@@ -165,7 +165,7 @@ def read_position(checkpoint: dict) -> Position | None:
     """The position of a checkpoint; None for one of open_clip's own, which is from an epoch's end.
 
     Raises:
-        UserError: another format, or an entry that is no position: a file may hold anything.
+        UserError: another format, or an entry that is not a position.
     """
     if not (found := checkpoint.get("zerovl")):
         return None
@@ -229,7 +229,7 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"--resume {file_path} is no checkpoint of training ({unpickling_reason(error)}); give one that it wrote"
+            f"--resume {file_path} is not a checkpoint of training ({unpickling_reason(error)}); give a file that it wrote"
         ) from error
     except UNREADABLE as error:
         raise UserError(
@@ -276,8 +276,8 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     if saved == here or saved != of_3 or {id(p) for p in theirs} != {id(p) for p in own}:
         return state
     logging.info(
-        "The optimizer's state is of open_clip 3.3, which divides parameters otherwise: each keeps its own, and gets the "
-        "weight decay of this release."
+        "The optimizer's state comes from open_clip 3.3, whose parameter groups differ: each parameter keeps its moments "
+        "and gets this release's weight decay."
     )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     kept = {id(p): state["state"][n] for p, n in zip(theirs, numbers, strict=True) if n in state["state"]}

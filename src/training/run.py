@@ -7,9 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 import open_clip
 import open_clip_train.main as host
 import torch
-from filelock import FileLock, Timeout
 from open_clip_train.distributed import world_info_from_env
 
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
+from open_clip_zerovl.core.files import lock_file
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
@@ -69,7 +72,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     finally:
         console.close()
         if run is not None and run.lock is not None:
-            run.lock.release()
+            os.close(run.lock)
     return 0
 
 
@@ -96,7 +99,7 @@ class Run:
         # set by `open`
         self.model_name = args.model
         self.inputs = data.Inputs()
-        self.lock: FileLock | None = None
+        self.lock: int | None = None
         self.fresh = False
         # set by the hooks, in main's order
         self.model: torch.nn.Module | None = None
@@ -105,6 +108,7 @@ class Run:
         self.cache: FrozenCache | None = None
         self.trainer: Trainer | None = None
         self.trained = False
+        self.entries: dict[str, Any] = {}  # of each checkpoint
 
     @property
     def folder(self) -> Path:
@@ -122,11 +126,14 @@ class Run:
         args, config = self.args, self.config
         model.check_device(args)
         model.check_optimizer(args)
-        check_model(args.model, text_model=config.text_model, pretrained_image=args.pretrained_image)
+        check_model(
+            args.model, text_model=config.text_model, pretrained_image=args.pretrained_image,
+            context_length=args.force_context_length,
+        )  # fmt: skip
         model.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
-        if config.sampling is not None:
+        if config.sampling is not None and rank == 0:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
         if rank != 0 or args.name is None:
@@ -242,6 +249,7 @@ class Run:
             self.lock = lock_folder(self.folder)
         if self.config.model_config is not None:
             self.args.model_config = self._kept_config(self.config.model_config)
+            self.entries = {MODEL_ENTRY: open_clip.get_model_config(self.args.model)}
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
@@ -250,8 +258,12 @@ class Run:
             self._handlers.enter_context(self.preemption)
         else:
             stopping.end_by_signals()
+        if self.args.rank == 0:
+            logging.info(f"Building {self.args.model}")
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
+        if self.own_step:
+            model.check_contrastive(self.model, self.args.model)
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
@@ -268,7 +280,7 @@ class Run:
         assert self.model is not None  # main makes the optimizer after it
         return model.create_adamw(self.model, self.args.wd, **options)
 
-    def cosine_lr(self, optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int):
+    def cosine_lr(self, optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int, **_: Any):
         """As open_clip's, where `own_schedule`."""
         share = self.config.warmup_share
         warmup = warmup_length if share is None else round(share * steps)
@@ -297,6 +309,8 @@ class Run:
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         """The checkpoint with bare names, checked against the model."""
         assert self.model is not None  # main loads a checkpoint after it has made the model
+        if self.args.rank == 0:
+            logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
         position = resume.read_position(checkpoint)
@@ -312,7 +326,7 @@ class Run:
         """The checkpoint to resume from; if epoch_latest.pt is damaged, the newest whole one beside it.
 
         Raises:
-            UserError: it is damaged, and there is no other.
+            UserError: it is damaged, and the folder has no other checkpoint.
         """
         path = Path(file_path)
         searched = self.resumes_latest and not self.args.save_most_recent  # `newest_whole` has read it already
@@ -325,9 +339,9 @@ class Run:
         logging.warning(f"The file {file_path} {damage}; going on from {other}.")
         return other
 
-    def create_loss(self, args: argparse.Namespace) -> torch.nn.Module:
-        """The loss of our step, where `own_step`."""
-        return create_loss(self.config, args)
+    def create_loss(self, args: argparse.Namespace, *_: Any, **__: Any) -> torch.nn.Module:
+        """The loss of our step, where `own_step`. (open_clip's main of September 2026 also passes the model.)"""
+        return create_loss(self.config, args, self.model)
 
     def train_epoch(
         self, stock: Callable[[], None], model, data: dict, loss, epoch: int, optimizer, scaler, scheduler, tb_writer
@@ -338,8 +352,9 @@ class Run:
             if self.own_step:
                 if self.trainer is None:
                     self.trainer = Trainer(
-                        self.config, self.preemption, self.resumed, mixup=self.mixup, cache=self.cache, log=self.log
-                    )
+                        self.config, self.preemption, self.resumed, mixup=self.mixup, cache=self.cache, log=self.log,
+                        entries=self.entries,
+                    )  # fmt: skip
                 self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
             else:
                 stock()
@@ -364,9 +379,9 @@ class Run:
         return evaluate.evaluate(self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer)
 
     def checkpoint_entry(self) -> dict[str, Any]:
-        """The further entry of open_clip's epoch checkpoint, with which a resumed run is bit-equal."""
+        """Entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
         end = self.trainer.epoch_end if self.trainer is not None else None
-        return {} if end is None else {"zerovl": resume.entry_of(end)}
+        return self.entries if end is None else {**self.entries, "zerovl": resume.entry_of(end)}
 
 
 def words_of_main(error: Exception) -> str | None:
@@ -378,30 +393,33 @@ def words_of_main(error: Exception) -> str | None:
     return place_sentence(error)
 
 
-def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FileLock:
-    """A lock on a run's folder, so that one process at a time writes into it; the system releases it when the process ends.
+def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
+    """A descriptor that holds a lock on a run's folder until it is closed or this process ends: one process writes there.
 
-    On a file system without locks this is logged, and the run goes on without.
+    A file system without locks is logged, and the run goes on without.
 
     Raises:
-        UserError: another process holds it for longer than `wait_seconds`, or the folder cannot be written.
+        UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
     """
+    file, deadline = folder / LOCK, time.monotonic() + wait_seconds
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()
+        file.touch()
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
-    lock = FileLock(folder / LOCK)
     try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
+        # Not shared with forks: loader workers may outlive a process that was killed.
+        lock = partial(lock_file, file, wait=False, create=True, forked=False)
+        if (held := lock()) is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
-            lock.acquire(timeout=wait_seconds)
-    except Timeout as error:
-        raise UserError(
-            f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        logging.warning(f"{folder / LOCK} cannot be locked ({error}); make sure that no other process trains this run.")
-    return lock
+        while held is None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
+                )
+            time.sleep(0.1)
+            held = lock()
+    except OSError as error:
+        logging.warning(f"{file} cannot be locked ({error}); make sure that no other process trains this run.")
+        return os.open(file, os.O_RDONLY)
+    return held

@@ -1,4 +1,4 @@
-"""What a run prints and records on its first rank: about ten lines before its first step, progress, a record, its page."""
+"""A run's output on its first rank: about ten lines before its first step, progress, a record, its page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
-from training.console import Console
+from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
 _GIB = 2**30
@@ -35,7 +35,7 @@ _LABEL = 10
 class RunLog:
     """A run's console lines and record. Before `begin`, and on other ranks, nothing is done.
 
-    A record or page that cannot be written is told once and does not end the training.
+    A record or page that cannot be written gets one warning and does not end the training.
     """
 
     def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
@@ -49,7 +49,7 @@ class RunLog:
         self.not_finite = 0  # losses, in steps of this process
 
     def first(self, kind: str) -> bool:
-        """Whether this process asks for the first time whether to say something of a kind."""
+        """True the first time that this process asks about a kind of message."""
         new = kind not in self._said
         self._said.add(kind)
         return new
@@ -59,7 +59,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, facts: Facts) -> None:
-        """Say what will be done, and open the record at the position where the run begins or goes on."""
+        """Print the summary, and open the record at the position where the run begins or goes on."""
         if self.args.rank != 0:
             return
         self.facts = facts
@@ -67,7 +67,7 @@ class RunLog:
         if self.console.short:
             for line in summary(facts):
                 logging.info(line)
-        self.console.progress.show("waiting for the first batch")
+        self.doing("Waiting for the first batch")
         if not self.args.save_logs:
             return
         folder, at = Path(self.args.logs) / self.args.name, facts.epoch + facts.start / facts.steps
@@ -81,8 +81,14 @@ class RunLog:
             settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
         )  # fmt: skip
 
+    def doing(self, words: str) -> None:
+        """Show on the first rank what the run does now: in the terminal's progress line, or where there is none in a line."""
+        if self.args.rank == 0:
+            self.console.progress.show(words)
+            logging.info(words, extra=PROGRESS)
+
     def step(self, epoch: int, index: int, rate: float) -> None:
-        """A step is done, whose loss is not looked at: the terminal's line goes on.
+        """Call after each step; updates the progress line without reading the loss.
 
         Args:
             rate: samples a second over all ranks.
@@ -94,26 +100,25 @@ class RunLog:
             self._draw(epoch, index, rate)
 
     def logged(self, epoch: int, index: int, entries: Mapping[str, Any]) -> None:
-        """A step is logged.
+        """Record a logged step.
 
         Args:
-            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes` and what else the record is to
-                hold.
+            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes`, and any others.
         """
         if self.facts is None:
             return
-        # A step from one source tells nothing of the others, whose last losses stay on show.
+        # A step from one source has no news of the other sources, whose last losses stay on show.
         self._last = {**entries, "by_source": {**self._last.get("by_source", {}), **entries["by_source"]}}
         if self.console.progress.possible:
             self._draw(epoch, index, entries["samples_per_second"])
         self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
 
-    def lost(self, at: float, books: EpochStats) -> None:
-        """What was delivered and lost since the epoch, or this process, began."""
-        self._add("lost", at, delivered=books.delivered, lost=books.lost)
+    def lost(self, at: float, stats: EpochStats) -> None:
+        """Record the samples delivered and lost since the epoch, or this process, began."""
+        self._add("lost", at, delivered=stats.delivered, lost=stats.lost)
 
     def retrieval(self, epoch: int, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """An evaluation on the retrieval sets."""
+        """Record an evaluation on the retrieval sets."""
         self._add("retrieval", epoch, metrics=metrics)
 
     def eta(self, epoch: int, index: int) -> str:
@@ -164,11 +169,13 @@ class RunLog:
         page = None
         if self._record is not None:
             folder = self._record.path.parent
+            self.doing("Writing the page of the run")
             try:
                 page = write_run_page(folder)
             except Exception as error:  # a page must not turn a training that is done into one that failed
                 reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
                 logging.warning(f"{folder / PAGE} is not written: {reason}; `zerovl report {folder}` writes it later.")
+            self.console.progress.end()
         if how == "done":
             for line in self._closing(facts, page):
                 logging.info(line)
@@ -218,7 +225,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run knows of itself before its first step.
+    """Facts about a run before its first step.
 
     Attributes:
         model: without DDP.
@@ -250,7 +257,7 @@ class Facts:
     def loss_at_chance(self) -> float | None:
         """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
         args, config = self.args, self.config
-        if getattr(args, "siglip", False) or args.distill_model or config.teacher or "coca" in args.model.lower():
+        if getattr(args, "siglip", False) or args.distill_model or config.teacher or config.captions_images:
             return None
         return math.log(args.batch_size * config.dga_steps * args.world_size)
 

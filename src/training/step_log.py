@@ -19,7 +19,7 @@ from training.console import PROGRESS
 from training.run_log import RunLog, memory_bytes
 
 LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
-STUCK_SHARE = 0.99  # of ln N: an epoch whose mean loss is no less has learned nothing
+STUCK_SHARE = 0.99  # of ln N: an epoch with a mean loss from there on has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
 LIMITING_SHARE = 0.1  # share of an epoch's time spent waiting for data, from which on the log says so
 
@@ -51,7 +51,7 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
 
 
 def stuck_sentence(loss: float, effective_batch: int) -> str | None:
-    """Whether a contrastive loss is that of a model that tells no pair from another, in one sentence; None where it is less.
+    """A sentence if a contrastive loss is that of a model at chance, else None.
 
     Args:
         loss: mean of an epoch.
@@ -156,14 +156,14 @@ class StepLog:
         )  # the first step waits for the workers' start
 
     def data_ready(self) -> None:
-        """Call it when all micro-batches of the step have come from the loader."""
+        """Call when all micro-batches of the step have come from the loader."""
         wait = time.time() - self.end
         self.data_time.update(wait)
         if self.counted_steps >= 0:
             self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
-        """Call it after the optimizer's step, which is logged if it is due."""
+        """Call after the optimizer's step, which is logged if it is due."""
         self.batch_time.update(time.time() - self.end)
         self.end = time.time()
         self.counted_steps += 1
@@ -250,7 +250,7 @@ class StepLog:
                 )
 
     def _first(self, kind: str) -> bool:
-        """Whether the run has said nothing of the kind yet: each epoch would say the same."""
+        """True for the first message of a kind: each epoch would repeat it."""
         return self.run_log is None or self.run_log.first(kind)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:

@@ -9,9 +9,12 @@ import os
 import warnings
 from functools import partial
 
+import numpy
 import pandas
+import torch
 from open_clip.transform import image_transform
 from open_clip_train.data import expand_urls
+from open_clip_train.zero_shot import accuracy
 from webdataset import autodecode
 
 from open_clip_zerovl.core.errors import UserError
@@ -19,7 +22,7 @@ from open_clip_zerovl.shards.pictures import forget_other_formats
 from open_clip_zerovl.shards.urls import check_quotes, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
-UNPICKLED = ("pyd", "pickle", "pth")  # by webdataset's decoder, at the sight of such a member
+UNPICKLED = ("pyd", "pickle", "pkl", "pth")  # by webdataset's decoder, at the sight of such a member
 TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
@@ -37,6 +40,8 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     if any(named.values()) or args.imagenet_val or args.imagenet_v2:
         guard_decoders(args.workers)
         forget_other_formats()
+    if args.imagenet_val or args.imagenet_v2:
+        _check_accuracy()
     for flag, path in named.items() if not args.dataset_type.startswith("synthetic") else ():
         ending = "" if path is None else path.rsplit(".", 1)[-1]
         if path and (args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES)):
@@ -47,13 +52,24 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
             raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
 
 
+def _check_accuracy() -> None:
+    """UserError where open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
+    try:
+        accuracy(torch.eye(2), torch.arange(2))
+    except TypeError as error:
+        raise UserError(
+            f"--imagenet-val and --imagenet-v2 of this open_clip do not work with numpy {numpy.__version__} ({error}); "
+            "pip install 'numpy<2.4', or evaluate the checkpoint with `zerovl linear-probe` or --retrieval-data"
+        ) from error
+
+
 def guard_decoders(workers: int) -> None:
     """Keep webdataset from running code in a shard: members that it would unpickle stay bytes, with one warning.
 
     open_clip's pipeline hands every member to webdataset's decoder, but uses the picture and the caption only, so training does
     not change.
     """
-    for extension in UNPICKLED:
+    for extension in autodecode.decoders.keys() & UNPICKLED:  # 0.2.86 leaves .pkl alone
         autodecode.decoders[extension] = partial(_left_unread, extension)
     if workers > 0 and (method := multiprocessing.get_start_method()) != "fork":
         logging.warning(
@@ -125,7 +141,7 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
         return
     try:
         head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
-    except ValueError as error:  # pandas' own errors, and bytes that are no UTF-8
+    except ValueError as error:  # pandas' own errors, and bytes that are not UTF-8
         raise UserError(f"{flag} {path} cannot be read as a table ({error}); give one with a header line") from error
     for option, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
         if column not in head:

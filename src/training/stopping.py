@@ -80,8 +80,8 @@ def end_by_signals() -> None:
 class Preemption:
     """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
 
-    A scheduler does not signal all processes at the same time. If one rank stopped alone, the others would wait for it in their
-    next collective until the job is killed without a checkpoint.
+    A scheduler does not signal all processes at the same time. If one rank stopped alone, the other ranks would wait for it in
+    their next collective until the job is killed without a checkpoint.
 
     Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
@@ -134,8 +134,7 @@ class Preemption:
         return int(flag.item())
 
     def wait_for_all(self) -> None:
-        """Wait for all ranks before ending: torchrun kills the others 30 s after one rank has ended, and the first rank may
-        still be writing the checkpoint."""
+        """Wait for all ranks: torchrun kills the rest 30 s after one has ended, and the first may still write a checkpoint."""
         if self._group is not None:
             torch.distributed.barrier(group=self._group)
 
@@ -190,7 +189,7 @@ def run(program: Callable[[], int]) -> NoReturn:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for others."""
+    """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for any other error."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return (

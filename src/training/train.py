@@ -8,9 +8,10 @@ Schedules, epochs and logs count optimizer steps and effective samples.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
@@ -40,14 +41,21 @@ from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
 
 
-def create_loss(config: RecipeConfig, args: argparse.Namespace) -> torch.nn.Module:
-    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours."""
+def create_loss(
+    config: RecipeConfig, args: argparse.Namespace, model: torch.nn.Module | None = None
+) -> torch.nn.Module:
+    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours.
+
+    Args:
+        model: for open_clip's own function, where it takes one.
+    """
     asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:
         if not config.changes("loss_chunk", "teacher", *asked) and config.texts_per_image == 1:
-            return create_stock_loss(args)
+            takes_model = "model" in inspect.signature(create_stock_loss).parameters
+            return create_stock_loss(args, **({"model": model} if takes_model else {}))
         return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
     if "detached-gather" in config.ablate and args.world_size == 1:
         logging.warning(
@@ -71,6 +79,7 @@ class Trainer:
         mixup: draws a mix per step, if mixup is on.
         cache: of a frozen tower's features, if there is one.
         log: the run's console lines and record.
+        entries: added to each step checkpoint.
 
     Attributes:
         epoch_end: after an epoch with `--dga-retain auto`, the position for open_clip's checkpoint of it.
@@ -85,8 +94,9 @@ class Trainer:
         mixup: CoinFlipMixup | None = None,
         cache: FrozenCache | None = None,
         log: RunLog | None = None,
+        entries: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.preemption, self.resumed = config, preemption, resumed
+        self.config, self.preemption, self.resumed, self.entries = config, preemption, resumed, entries or {}
         self.mixup, self.cache, self.log = mixup, cache, log
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
@@ -170,7 +180,8 @@ class Trainer:
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
                 require_finite(model, f"after step {index + 1} of epoch {epoch}")
-                checkpoints.write(model, optimizer, scaler, replace(here, step=index + 1, retained=self._retained()))
+                now = replace(here, step=index + 1, retained=self._retained())
+                checkpoints.write(model, optimizer, scaler, now, self.entries)
             if stop:
                 self._lost(loader, epoch + (index + 1) / steps)
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)

@@ -23,7 +23,8 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from support import warm
-from support.tiny_clip import NATIVE_VISION, add_file, bert_text, picture, random_model, register, write_bert, write_run
+from support.tars import add_file
+from support.tiny_clip import NATIVE_VISION, bert_text, picture, random_model, register, write_bert, write_run
 
 # NumPy 2.4 ended float(array of one element), which open_clip 3.3 and CLIP_benchmark 1.6.2 use in their accuracy.
 old_numpy = pytest.mark.skipif(

@@ -370,7 +370,10 @@ def test_a_weight_too_large_for_half_precision_is_refused(tmp_path, home):
 def test_the_command_exports_in_half_precision(tmp_path, home, capsys):
     checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
     assert main(["export", str(checkpoint), str(tmp_path / "half"), "--fp16"]) == 0
-    assert "after moving" in capsys.readouterr().out  # the sentence and the way, where it cannot just move
+    printed = capsys.readouterr()
+    assert "after moving" in printed.out  # the sentence and the way, where it cannot just move
+    steps = ["loading open_clip", "reading ", "building native-bert", "writing ", "loading the folder", "wrote "]
+    assert all(f"zerovl: {step}" in line for step, line in zip(steps, printed.err.splitlines(), strict=True))
     weights = load_file(tmp_path / "half" / "open_clip_model.safetensors")
     assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.float16}
     reference = embeddings(*load_model(checkpoint), home / "image.png")

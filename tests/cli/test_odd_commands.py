@@ -124,6 +124,7 @@ EXPORTS = {
 LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --way quick --out"
+ZERO = "zero-shot exp --data"
 BIAS = "bias exp --data a=a::b=b"
 CLUSTER = "cluster exp --clusters 2 --data"
 EPOCH = "checkpoints/epoch_1.pt"
@@ -134,6 +135,11 @@ ODD = {
     f"{SCORE} --csv a": r"a cannot be written \(Is a directory\)",
     f"{SCORE} --gallery file/x.html": r"cannot be written",
     f"{PROBE} file/x": r"file/x cannot be written",
+    f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
+    f"{ZERO} bombprobe": "too large to decode",
+    f"{ZERO} notatar": "not a readable, uncompressed tar|is no folder of class folders",
+    f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
+    f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
@@ -159,7 +165,7 @@ ODD = {
     "retrieval exp --data bomb": "too large to decode",
     "retrieval exp --data latin": "is not UTF-8",
     "retrieval exp --data manyshards": "must hold the number of shards",
-    "retrieval exp --data karpathy.json": "no image of Karpathy's form",
+    "retrieval exp --data karpathy.json": "does not have the form of Karpathy's images",
     "retrieval exp --data deep.json": "cannot be read",
     f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --way quick --out p1": "image 3 of bombprobe cannot be read",
@@ -173,7 +179,7 @@ ODD = {
     "data report flatmanifest": "is not what this program writes",
     "data index notatar": "is broken",
     "data cc3m --out d1 --source file": "is no list of captions",
-    "data coco --out d2 --source karpathy.json": "no image of Karpathy's form",
+    "data coco --out d2 --source karpathy.json": "No pictures among karpathy.json",
     "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",
@@ -205,6 +211,7 @@ def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
         f"{SCORE} --output file/x",
         f"{SCORE} --gallery a",
         f"{PROBE} file",
+        f"{ZERO} probe --output file/x",
         f"{BIAS} --out file",
         f"{CLUSTER} a=a --out file/x",
     ],
@@ -227,13 +234,13 @@ def lacks(module: str):
 
 
 def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", None)
+    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", None)
     with pytest.raises(TypeError):
         main(BIAS.split())
     with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
-        monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", lacks("open_clip_zerovl.gone"))
+        monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone"))
         main(BIAS.split())
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.encode.name_models", lacks("torch"))
+    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("torch"))
     assert main(BIAS.split()) == 2
     assert "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"

@@ -56,10 +56,10 @@ def test_what_needs_no_torch_imports_none(code):
 def test_every_name_lazy_exports_exists():
     import open_clip_zerovl
     from open_clip_zerovl import checkpoints, data, dga, models, plan, recipe
-    from open_clip_zerovl.evaluate import bias, probe, retrieval
+    from open_clip_zerovl.evaluate import retrieval
     from open_clip_zerovl.prepare import clusters as clustering
 
-    for package in (open_clip_zerovl, bias, checkpoints, clustering, data, dga, models, plan, probe, recipe, retrieval):
+    for package in (open_clip_zerovl, checkpoints, clustering, data, dga, models, plan, recipe, retrieval):
         assert package.__all__
         for name in package.__all__:
             assert getattr(package, name).__module__.startswith("open_clip_zerovl.") and name in dir(package)

@@ -135,16 +135,16 @@ def test_byte_level_vocabularies_work_too(tmp_path):
 
 
 def test_tokenizers_that_cannot_be_masked_are_refused(folder, tmp_path):
-    with pytest.raises(UserError, match="needs a mask token.*SimpleTokenizer"):
-        WordAugment(SimpleTokenizer())
-    with pytest.raises(UserError, match="does not read the text"):
-        WordAugment(HFTokenizer(str(folder), context_length=32, clean="canonicalize"))
     wordless = write_bert(tmp_path / "wordless", words=["7"])
-    with pytest.raises(UserError, match="no whole words"):
-        WordAugment(HFTokenizer(str(wordless), context_length=32))
-    for share in (-0.1, 1.1):
-        with pytest.raises(UserError, match="between 0 and 1"):
-            WordAugment(HFTokenizer(str(folder), context_length=32), share)
+    for tokenizer, share, words in (
+        (SimpleTokenizer(), 0.2, "needs a mask token.*SimpleTokenizer"),
+        (HFTokenizer(str(folder), clean="canonicalize"), 0.2, "does not read the text"),
+        (HFTokenizer(str(wordless)), 0.2, "no whole words"),
+        (HFTokenizer(str(folder)), -0.1, "between 0 and 1"),
+        (HFTokenizer(str(folder)), 1.1, "between 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            WordAugment(tokenizer, share)
 
 
 def test_words_are_fast_enough(tokenizer):
@@ -175,21 +175,13 @@ def test_the_policy_goes_right_after_the_crop():
     assert names(transform) == ["RandomResizedCrop", "MaybeConvertMode", "AutoAugment", "MaybeToTensor", "Normalize"]
     assert names(stock) == before  # the one that was given stays as it was
     assert len(transform.transforms[2].policies) == 25
-    with seeded(3):
-        first = transform(image())
-    with seeded(3):
-        again = transform(image())
-    with seeded(3):
-        plain = stock(image())
-    assert first.shape == (3, 32, 32) and torch.equal(first, again)
-    changed = 0
-    for seed in range(20):
+
+    def shown(transform, seed: int) -> torch.Tensor:
         with seeded(seed):
-            augmented = transform(image(mode="P"))  # a palette image: the policy works on RGB
-        with seeded(seed):
-            changed += not torch.equal(augmented, stock(image(mode="P")))
-    assert changed >= 10
-    assert plain.shape == first.shape
+            return transform(image(mode="P"))  # a palette image: the policy works on RGB
+
+    assert shown(transform, 3).shape == (3, 32, 32) and torch.equal(shown(transform, 3), shown(transform, 3))
+    assert sum(not torch.equal(shown(transform, seed), shown(stock, seed)) for seed in range(20)) >= 10
 
 
 def test_the_policy_goes_into_open_clips_timm_transform_too():
@@ -199,19 +191,22 @@ def test_the_policy_goes_into_open_clips_timm_transform_too():
     assert transform(image()).shape == (3, 32, 32)
 
 
-def test_transforms_without_a_place_for_the_policy_are_refused():
-    evaluation = image_transform(32, is_train=False)
-    with pytest.raises(UserError, match="has none"):
-        with_auto_augment(evaluation)
-    with pytest.raises(UserError, match="has none"):
-        with_auto_augment(lambda image: image)
-    train = image_transform(32, is_train=True)
-    with pytest.raises(UserError, match="already"):
-        with_auto_augment(with_auto_augment(train))
-    with pytest.raises(UserError, match="no AutoAugment policy 'cifar'"):
-        with_auto_augment(train, "cifar")
-    with pytest.raises(UserError, match="has 2"):
-        with_auto_augment(Compose([RandomResizedCrop(8), RandomResizedCrop(8)]))
+TRAIN = image_transform(32, is_train=True)
+
+
+@pytest.mark.parametrize(
+    ("transform", "policy", "words"),
+    [
+        (image_transform(32, is_train=False), "imagenet", "has none"),
+        (lambda image: image, "imagenet", "has none"),
+        (with_auto_augment(TRAIN), "imagenet", "already"),
+        (TRAIN, "cifar", "unknown AutoAugment policy 'cifar'"),
+        (Compose([RandomResizedCrop(8), RandomResizedCrop(8)]), "imagenet", "has 2"),
+    ],
+)
+def test_transforms_without_a_place_for_the_policy_are_refused(transform, policy, words):
+    with pytest.raises(UserError, match=words):
+        with_auto_augment(transform, policy)
 
 
 def test_the_papers_training_transform():

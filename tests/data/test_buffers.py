@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,71 +12,80 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import buffers
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
-from open_clip_zerovl.data.loader import MixtureLoader
-from support import loading
+from support.loading import loader_of
 from support.tars import write_source
 
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
 
 
-def test_a_block_comes_back_when_its_last_tensor_is_gone():
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
+class Lent(NamedTuple):
+    """A pool of one worker, whose block 0 is under way."""
+
+    pool: BufferPool
+    block: torch.Tensor
+
+    def receive(self, *others) -> tuple:
+        return self.pool.receive(PooledBatch.of(0, 0, self.block, others))
+
+    def next_block(self) -> int:
+        return self.pool.block(0, LIKE)[0]
+
+
+@pytest.fixture
+def lent() -> Lent:
+    pool = BufferPool(1)
+    number, block = pool.block(0, LIKE)
     assert (number, block.shape, block.stride(), block.dtype) == (0, LIKE.shape, LIKE.stride(), LIKE.dtype)
-    block.copy_(torch.arange(block.numel()).view(4, 3, 8, 8) % 256)
-    images, texts, name = book.receive(PooledBatch.of(0, number, block, (torch.tensor([[5]]), "name")))
-    assert torch.equal(images, block) and images.stride() == block.stride() and images.data_ptr() == block.data_ptr()
-    assert texts.tolist() == [[5]] and name == "name"
+    return Lent(pool, block)
+
+
+def test_a_block_comes_back_when_its_last_tensor_is_gone(lent):
+    lent.block.copy_(torch.arange(lent.block.numel()).view(4, 3, 8, 8) % 256)
+    images, texts, name = lent.receive(torch.tensor([[5]]), "name")
+    assert torch.equal(images, lent.block) and images.stride() == lent.block.stride()
+    assert images.data_ptr() == lent.block.data_ptr() and texts.tolist() == [[5]] and name == "name"
     row = images[2]
     del images
-    assert book.block(0, LIKE)[0] == 1  # `row` still reads block 0
+    assert lent.next_block() == 1  # `row` still reads block 0
     del row
-    assert book.block(0, LIKE)[0] == 0
-    assert book.block(0, LIKE)[0] == 2  # blocks 0 and 1 are under way
+    assert [lent.next_block(), lent.next_block()] == [0, 2]  # blocks 0 and 1 are under way
 
 
-def test_blocks_are_alike_or_new():
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
-    book.receive(PooledBatch.of(0, number, block, ()))  # dropped at once
+def test_blocks_are_alike_or_new(lent):
+    lent.receive()  # dropped at once
     for other in (LIKE[:3], LIKE.contiguous(), LIKE.to(torch.float32)):
-        number, block = book.block(0, other)
+        number, block = lent.pool.block(0, other)
         assert number > 0 and block.stride() == other.stride() and block.dtype == other.dtype
-    assert book.block(0, LIKE)[0] == 0
+    assert lent.next_block() == 0
 
 
-def test_a_word_from_another_process_frees_nothing():
+def test_a_word_from_another_process_frees_nothing(lent):
     """A worker that took the place of a lost one has blocks of its own under the same numbers."""
-    book = BufferPool(1)
-    number, _ = book.block(0, LIKE)
-    buffers._give_back(book._pipes[0][1], os.getpid() + 1, number, os.getpid())
-    assert book.block(0, LIKE)[0] == 1
+    buffers._give_back(lent.pool._pipes[0][1], os.getpid() + 1, 0, os.getpid())
+    assert lent.next_block() == 1
 
 
-def test_beyond_the_last_block_batches_go_their_old_way(monkeypatch):
+def test_beyond_the_last_block_batches_go_their_old_way(lent, monkeypatch):
     monkeypatch.setattr(buffers, "_MOST_BLOCKS", 2)
-    book = BufferPool(1)
-    assert [book.block(0, LIKE)[0] for _ in range(2)] == [0, 1] and book.block(0, LIKE) is None
+    assert lent.next_block() == 1 and lent.pool.block(0, LIKE) is None
 
 
-def test_a_full_pipe_and_a_closed_one_stop_nobody():
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
-    receiver, sender = book._pipes[0]
+def test_a_full_pipe_and_a_closed_one_stop_nobody(lent):
+    receiver, sender = lent.pool._pipes[0]
     with pytest.raises(BlockingIOError):
         while True:
             os.write(sender.fileno(), b"\0" * 4095)
-    book.receive(PooledBatch.of(0, number, block, ()))
+    lent.receive()
     receiver.close()
     sender.close()
 
 
 def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     """The descriptor of the loader's pipe would be the next file's, had the batch kept its number alone."""
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
-    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
-    del book, block
+    pool = BufferPool(1)
+    number, block = pool.block(0, LIKE)
+    images, *_ = pool.receive(PooledBatch.of(0, number, block, ()))
+    del pool, block
     files = [(tmp_path / str(number)).open("wb", buffering=0) for number in range(8)]
     del images
     for file in files:
@@ -83,14 +93,10 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 8
 
 
-def test_embeddings_in_bfloat16_travel_too():
+def test_embeddings_in_bfloat16_travel_too(lent):
     """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
     sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
-    _, _, (found, other) = book.receive(
-        PooledBatch.of(0, number, block, (torch.tensor([1]), (sent, torch.tensor([0.5]))))
-    )
+    _, _, (found, other) = lent.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
     assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
 
 
@@ -105,37 +111,32 @@ def test_full_shared_memory_gets_a_sentence(monkeypatch):
         BufferPool(1).block(0, LIKE)
 
 
-def test_a_fork_that_drops_its_copy_frees_nothing():
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
-    images, *_ = book.receive(PooledBatch.of(0, number, block, ()))
+def test_a_fork_that_drops_its_copy_frees_nothing(lent):
+    images, *_ = lent.receive()
     child = os.fork()
     if child == 0:
         del images
         os._exit(0)
     os.waitpid(child, 0)
-    assert book.block(0, LIKE)[0] == 1
+    assert lent.next_block() == 1
     del images
-    assert book.block(0, LIKE)[0] == 0
+    assert lent.next_block() == 0
 
 
-def test_pinned_batches_free_their_block(monkeypatch):
+def test_pinned_batches_free_their_block(lent, monkeypatch):
     """Without a GPU nothing can be pinned; a copy stands in for it."""
     copied = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
-    book = BufferPool(1)
-    number, block = book.block(0, LIKE)
-    block.fill_(7)
-    pinned = PooledBatch.of(
-        0, number, block, (torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3])))
-    ).pin_memory()
+    lent.block.fill_(7)
+    others = torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3]))
+    pinned = PooledBatch.of(0, 0, lent.block, others).pin_memory()
     assert len(copied) == 4
-    assert book.block(0, LIKE)[0] == 1  # not free before it is received
-    images, texts, nothing, pair = book.receive(pinned)
+    assert lent.next_block() == 1  # not free before it is received
+    images, texts, nothing, pair = lent.pool.receive(pinned)
     assert [part.item() for part in pair] == [2, 3]
-    assert images.data_ptr() != block.data_ptr() and images.unique().tolist() == [7]
+    assert images.data_ptr() != lent.block.data_ptr() and images.unique().tolist() == [7]
     assert texts.tolist() == [1] and nothing is None
-    assert book.block(0, LIKE)[0] == 0
+    assert lent.next_block() == 0
 
 
 def _fill(book: BufferPool, conversation) -> None:
@@ -169,16 +170,14 @@ def source(tmp_path_factory):
     return write_source(tmp_path_factory.mktemp("source") / "a", 0, 240, 60)
 
 
-def loader_of(source: str, workers: int) -> MixtureLoader:
-    return loading.loader_of(f"a={source}", workers=workers)
-
-
 def test_every_batch_of_two_epochs_kept_at_once(source):
     """Whoever keeps all batches gets each with its own pixels."""
     one = {
-        int(number): image for images, ids in loader_of(source, 0) for image, number in zip(images, ids, strict=True)
+        int(number): image
+        for images, ids in loader_of(f"a={source}")
+        for image, number in zip(images, ids, strict=True)
     }
-    loader = loader_of(source, 2)
+    loader = loader_of(f"a={source}", workers=2)
     for _ in range(2):
         loader.set_epoch(0)
         kept = list(loader)
@@ -192,14 +191,14 @@ def test_every_batch_of_two_epochs_kept_at_once(source):
 
 
 def test_few_blocks_serve_a_whole_epoch(source):
-    loader = loader_of(source, 2)
+    loader = loader_of(f"a={source}", workers=2)
     sums = [int(images.sum()) for images, _ in loader]
     assert len(sums) == 60 and len(loader._pool._mapped) <= 10  # of 2 workers that read 2 batches ahead
 
 
 def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
     """Negative control: without the lease, kept batches change under the reader's eyes."""
-    loader = loader_of(source, 2)
+    loader = loader_of(f"a={source}", workers=2)
     real = BufferPool.receive
 
     def receive(self, batch):

@@ -25,13 +25,10 @@ from open_clip_zerovl.data.images import (
     normalize,
     split_normalize,
 )
-from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.schedule import Batching
-from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
 from open_clip_zerovl.shards.pictures import FORMATS
-from support.tars import noise_jpeg, write_source
+from support.loading import loader_of
+from support.tars import encoded, noise_jpeg, write_source
 
 STOCK = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
 
@@ -86,19 +83,17 @@ def test_a_reduced_jpeg_shows_the_same_picture():
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_reduced_jpegs_of_all_modes_are_rgb(mode):
-    buffer = io.BytesIO()
-    Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))).save(buffer, "JPEG")
-    image = decode_image(buffer.getvalue(), Crop(100, 100, 0.6, (0.75, 4 / 3)))
-    plain = Image.open(io.BytesIO(buffer.getvalue())).convert("RGB")
+    data = encoded(Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))), "JPEG")
+    image = decode_image(data, Crop(100, 100, 0.6, (0.75, 4 / 3)))
+    plain = Image.open(io.BytesIO(data)).convert("RGB")
     assert image.mode == "RGB" and image.size == (250, 250)
     assert abs(np.asarray(image).mean() - np.asarray(plain).mean()) < 1.5
 
 
 def test_sixteen_bits_are_scaled_and_not_clipped():
     for dtype, format in ((np.uint16, "PNG"), (np.uint16, "TIFF"), (np.int32, "TIFF")):
-        buffer = io.BytesIO()
-        Image.fromarray(np.arange(0, 65536, 1024, dtype=dtype).reshape(8, 8)).save(buffer, format)
-        assert np.asarray(decode_image(buffer.getvalue()))[..., 0].ravel().tolist() == list(range(0, 256, 4))
+        data = encoded(Image.fromarray(np.arange(0, 65536, 1024, dtype=dtype).reshape(8, 8)), format)
+        assert np.asarray(decode_image(data))[..., 0].ravel().tolist() == list(range(0, 256, 4))
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -153,16 +148,11 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
     write_source(tmp_path / "s", 0, 2000, 250)
     window, picture = 200, 16 << 10
-    mixture = Mixture(
-        parse_sources(f"s={tmp_path}/s"),
-        Batching(10),
-        Preprocessing(PILToTensor(), lambda texts: torch.zeros(len(texts), 1)),
-        shuffle_window_samples=window,
-    )
+    loader = loader_of(f"s={tmp_path}/s", 10, shuffle_window_samples=window)
     peaks = []
     tracemalloc.start()
     try:
-        for number, _ in enumerate(MixtureLoader(mixture, workers=0)):
+        for number, _ in enumerate(loader):
             if number % 50 == 49:
                 peaks.append(tracemalloc.get_traced_memory()[1])
                 tracemalloc.reset_peak()
@@ -171,17 +161,14 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
     assert len(peaks) == 4 and max(peaks[1:]) < peaks[0] + picture * 20, peaks
 
 
-def eps(px: int = 8) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (px, px), (1, 2, 3)).save(buffer, "EPS")
-    return buffer.getvalue()
-
-
 def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
     """Pillow takes a `.jpg` that holds EPS for EPS, and starts Ghostscript for it."""
     started = []
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: started.append(args))
-    for data in (eps(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"):
+    for data in (
+        encoded(Image.new("RGB", (8, 8)), "EPS"),
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
+    ):
         with pytest.raises(BadImage, match="it is none of JPEG, PNG") as raised:
             decode_image(data)
         assert raised.value.fault.reason == "undecodable image"
@@ -190,9 +177,8 @@ def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM"])
 def test_formats_of_the_web_are_opened(form):
-    buffer = io.BytesIO()
     try:
-        Image.new("RGB", (24, 24), (200, 100, 50)).save(buffer, form)
+        data = encoded(Image.new("RGB", (24, 24), (200, 100, 50)), form)
     except (KeyError, OSError):
         pytest.skip(f"this Pillow does not write {form}")
-    assert np.abs(np.asarray(decode_image(buffer.getvalue())).astype(int) - (200, 100, 50)).max() < 12
+    assert np.abs(np.asarray(decode_image(data)).astype(int) - (200, 100, 50)).max() < 12

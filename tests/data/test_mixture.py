@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -10,14 +11,13 @@ import pytest
 import torch
 from torchvision import transforms
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import _divided
 from open_clip_zerovl.data.mixture import Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sample_stream import LocalOrder, reordered
 from open_clip_zerovl.data.schedule import Batching
 from support import ROOT
-from support.loading import loader_of
+from support.loading import epoch_of, loader_of, steps_of
 from support.tars import ids_of, write_source
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
@@ -33,66 +33,43 @@ def train_data(tmp_path_factory):
     )
 
 
-def epoch_of(train_data, batching, epoch=0, *, workers=0, strategy="debiased", seed=0, transform=None, **sampling):
-    """[rank][micro-batch] -> (images, ids) of one epoch."""
-    ranks = []
-    for rank in range(batching.world_size):
-        options = {"rank": rank, "seed": seed, "on_bad_sample": "fail", "workers": workers, "transform": transform}
-        loader = loader_of(train_data, batching, strategy=Sampling(strategy, **sampling), **options)
-        loader.set_epoch(epoch)
-        ranks.append(list(loader))
-    return ranks
+BLENDED = Sampling("debiased", debiased_share=0.5)
 
 
-@pytest.mark.parametrize("strategy", ["debiased", "random", "sequential"])
+@pytest.mark.parametrize("strategy", ["debiased", "random", "sequential", BLENDED])
 @pytest.mark.parametrize("workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)])
 def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_steps):
+    """Each sample once but for the remainder; steps of one source, all of them or the share that is asked for."""
     batching = Batching(3, dga_steps, world_size, max(1, workers))
     ranks = epoch_of(train_data, batching, workers=workers, strategy=strategy)
+    for images, ids in itertools.chain(*ranks):  # a picture has the caption of its own sample
+        assert (images[:, 0, 0, 0] == ids % 256).all() and (images[:, 1, 0, 0] == ids // 256).all()
+    steps = steps_of(ranks, dga_steps)
     n = batching.effective_batch
-    seen = torch.cat([ids for rank in ranks for _, ids in rank]).tolist()
+    seen = [number for ids in steps for number in ids]
+    sources = [{number // 1000 for number in ids} for ids in steps]
+    pure, mixed = sum(len(step) == 1 for step in sources), sum(len(step) > 1 for step in sources)
     assert len(seen) == len(set(seen))
-    if strategy != "random":
+    if strategy in ("debiased", "sequential"):
         for name, count in COUNTS.items():
             taken = [number for number in seen if FIRST[name] <= number < FIRST[name] + count]
             assert len(taken) == count // n * n
-    else:
-        assert len(seen) == sum(COUNTS.values()) // n * n
-    steps = len(ranks[0]) // dga_steps
-    sources_per_step = [
-        {int(i) // 1000 for rank in ranks for k in range(dga_steps) for i in rank[step * dga_steps + k][1]}
-        for step in range(steps)
-    ]
-    if strategy != "random":
-        assert all(len(sources) == 1 for sources in sources_per_step)
-        assert set.union(*sources_per_step) == {0, 1, 2}
-    elif n >= 6:
-        assert any(len(sources) > 1 for sources in sources_per_step)  # negative control
-
-
-@pytest.mark.parametrize("workers, world_size, dga_steps", [(2, 2, 2), (3, 1, 3)])
-def test_a_share_of_steps_is_mixed_and_each_sample_comes_once(train_data, workers, world_size, dga_steps):
-    batching = Batching(2, dga_steps, world_size, workers)
-    ranks = epoch_of(train_data, batching, workers=workers, debiased_share=0.5)
-    n = batching.effective_batch
-    seen = torch.cat([ids for rank in ranks for _, ids in rank]).tolist()
-    assert len(seen) == len(set(seen)) == sum(COUNTS.values()) // n * n
-    sources = [
-        {int(i) // 1000 for rank in ranks for k in range(dga_steps) for i in rank[step * dga_steps + k][1]}
-        for step in range(len(ranks[0]) // dga_steps)
-    ]
-    assert sum(len(step) == 1 for step in sources) >= sum(count // 2 // n for count in COUNTS.values())
-    assert sum(len(step) > 1 for step in sources) >= 2
+        assert mixed == 0 and set.union(*sources) == {0, 1, 2}
+        return
+    assert len(seen) == sum(COUNTS.values()) // n * n
+    assert mixed >= 2 or n < 6  # negative control
+    if strategy is BLENDED:
+        assert pure >= sum(count // 2 // n for count in COUNTS.values())
 
 
 @pytest.mark.parametrize("strategy", ["debiased", "random", "blended"])
 @pytest.mark.parametrize(("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))])
 def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train_data, strategy, begun, now):
     """After the step at which the split changes, each step shows the samples that it would have shown, in their order."""
-    sampling = {"strategy": "debiased", "debiased_share": 0.6} if strategy == "blended" else {"strategy": strategy}
     splits = [Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)]
-    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], **sampling)
-    loader = loader_of(train_data, splits[1], strategy=Sampling(**sampling), workers=now[2])
+    strategy = Sampling("debiased", debiased_share=0.6) if strategy == "blended" else strategy
+    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], strategy=strategy)
+    loader = loader_of(train_data, splits[1], strategy=strategy, workers=now[2])
     loader.set_epoch(1, 3, splits[0])
     rest = list(loader)
     assert [len(ids) for _, ids in rest] == [now[0]] * ((loader.num_batches - 3) * now[1])
@@ -100,15 +77,9 @@ def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train
         wanted = torch.cat([batch[column] for batch in whole[3 * begun[1] :]])
         assert torch.equal(torch.cat([batch[column] for batch in rest]), wanted)
     loader.set_epoch(2)  # dealt as this loader deals
-    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], **sampling)
+    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], strategy=strategy)
     assert torch.equal(torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following]))
     loader.abandon()
-
-
-def test_pixels_and_caption_belong_together(train_data):
-    ((*batches,),) = epoch_of(train_data, Batching(4))
-    for images, ids in batches:
-        assert (images[:, 0, 0, 0] == ids % 256).all() and (images[:, 1, 0, 0] == ids // 256).all()
 
 
 def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
@@ -116,9 +87,9 @@ def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
     batching = Batching(4, 1, 1, 2)
     crop = transforms.Compose([transforms.RandomCrop(5), transforms.ColorJitter(0.5), transforms.PILToTensor()])
 
-    def run(**options):
+    def run(epoch=0, **options):
         torch.manual_seed(random.randrange(1000))
-        (batches,) = epoch_of(train_data, batching, workers=2, transform=crop, **options)
+        (batches,) = epoch_of(train_data, batching, epoch, workers=2, transform=crop, **options)
         return torch.cat([images for images, _ in batches]), torch.cat([ids for _, ids in batches])
 
     images, ids = run()
@@ -142,18 +113,6 @@ def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):
     assert all(torch.equal(by_id[0][i], by_id[1][i]) for i in common)
 
 
-def test_persistent_workers_follow_the_epoch(train_data):
-    loader = loader_of(train_data, workers=2)
-    orders = []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        orders.append(torch.cat([ids for _, ids in loader]))
-    assert not torch.equal(*orders)
-    assert torch.equal(
-        orders[1], torch.cat([ids for _, ids in epoch_of(train_data, Batching(4, workers=2), 1, workers=2)[0]])
-    )
-
-
 def test_items_are_reordered_without_reading_further_ahead_than_the_window():
     def chunks(window):
         return LocalOrder(2000, window, lambda block: np.random.default_rng([0, block])).chunks()
@@ -165,24 +124,9 @@ def test_items_are_reordered_without_reading_further_ahead_than_the_window():
         assert item == order[place] and len(read) <= place + 2 * 50
 
 
-def test_fewer_shards_than_readers(tmp_path):
-    data = f"one={write_source(tmp_path / 'one', 0, 64, 64)}"
-    ranks = epoch_of(data, Batching(2, 1, 4, 4), workers=4)
-    assert sorted(torch.cat([ids for rank in ranks for _, ids in rank]).tolist()) == list(range(64))
-
-
-@pytest.mark.timeout(60)
-def test_a_shard_that_is_cut_behind_a_picture_is_named_and_not_its_last_sample(tmp_path):
-    data = f"cut={write_source(tmp_path / 'cut', 0, 40, 20)}"
-    shard = tmp_path / "cut" / "00001.tar"
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(UserError, match="00001.tar of source 'cut' (cannot be read|was counted with 20 samples)"):
-        epoch_of(data, Batching(4, workers=2), workers=2)
-
-
 def test_content_numbers_tell_same_captions_and_same_files():
     def sample(image, caption):
-        return RawSample(image, caption, 0, 0, "key", "shard")
+        return RawSample(image, ((0, caption),), 0, 0, "key", "shard")
 
     one, other = content_numbers(sample(b"jpeg", "A  dog\n")), content_numbers(sample(b"png", "a Dog"))
     assert one[0] == other[0] and one[1] != other[1]

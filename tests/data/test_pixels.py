@@ -17,6 +17,7 @@ from open_clip_zerovl.data import pixels
 from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image, split_normalize
 from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
 from open_clip_zerovl.data.transforms import image_transform_train, paper_eval_transform, with_auto_augment
+from support.tars import encoded
 
 pytestmark = pytest.mark.skipif(pixels.simplejpeg is None, reason="simplejpeg has no wheel here")
 
@@ -26,27 +27,16 @@ def photographs() -> list[Image.Image]:
     return [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]  # 640 x 427
 
 
-def encoded(picture: Image.Image, kind: str) -> bytes:
-    buffer = io.BytesIO()
+def file_of(picture: Image.Image, kind: str) -> bytes:
     if kind == "palette":
-        picture.quantize(200).save(buffer, "PNG")
-    elif kind == "webp":
-        picture.save(buffer, "WEBP", quality=80)
-    elif kind == "exif":
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        picture.save(buffer, "JPEG", quality=85, exif=exif)
-    else:
-        mode = {"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB")
-        sampling = {"4:4:4": 0}.get(kind, 2)
-        picture.convert(mode).save(
-            buffer,
-            "JPEG",
-            quality=85,
-            progressive=kind == "progressive",
-            **({} if mode == "CMYK" else {"subsampling": sampling}),
-        )
-    return buffer.getvalue()
+        return encoded(picture.quantize(200))
+    if kind == "webp":
+        return encoded(picture, "WEBP", quality=80)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    options = {"4:4:4": {"subsampling": 0}, "progressive": {"progressive": True}, "exif": {"exif": exif}}
+    mode = {"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB")
+    return encoded(picture.convert(mode), "JPEG", quality=85, **options.get(kind, {}))
 
 
 def training() -> Compose:
@@ -96,13 +86,13 @@ def check_pair(photographs, kind: str, number: int, size_number: int) -> None:
     """At most 2 grey levels in 99.9 % of the pixels of a picture, 0.5 in the mean."""
     (name, make), size = list(TRANSFORMS.items())[number], SIZES[size_number]
     picture = photographs[(number + size_number) % 2].resize(size)
-    off = difference(encoded(picture, kind), make(), seed=size_number)
+    off = difference(file_of(picture, kind), make(), seed=size_number)
     assert (off <= 2).mean() >= 0.999 and off.mean() < 0.5, (name, size, (off > 2).mean(), off.mean())
 
 
 def test_the_comparison_can_fail(photographs):
     """Negative control: another draw, and a resize without antialiasing."""
-    data = encoded(photographs[0].resize((1280, 854)), "jpeg")
+    data = file_of(photographs[0].resize((1280, 854)), "jpeg")
     transform, arrays = training(), on_arrays(training())
     with seeded(1):
         expected = transform(decode_image(data)).numpy().astype(int)
@@ -124,7 +114,7 @@ def test_the_decoder_is_exactly_pils(photographs, size, scale, monkeypatch):
     crop = crop_of(training())
     monkeypatch.setattr(type(crop), "reduction", lambda *_: scale)
     for kind in ("jpeg", "4:4:4", "progressive", "grey"):
-        data = encoded(photographs[1].resize(size), kind)
+        data = file_of(photographs[1].resize(size), kind)
         expected = np.asarray(decode_image(data, crop)).astype(int)
         found = decode_pixels(data, crop)
         assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
@@ -135,9 +125,7 @@ def test_auto_augment_is_pils_on_the_crop(photographs):
     transform = with_auto_augment(Compose([RandomResizedCrop(224, scale=(1, 1), ratio=(1, 1)), ToBytes()]))
     square = photographs[0].crop((0, 0, 224, 224))
     for seed in range(40):
-        buffer = io.BytesIO()
-        square.save(buffer, "PNG")
-        assert difference(buffer.getvalue(), transform, seed).max() == 0  # nothing to resize: bit for bit
+        assert difference(encoded(square), transform, seed).max() == 0  # nothing to resize: bit for bit
 
 
 @pytest.mark.parametrize(
@@ -178,14 +166,14 @@ def test_every_policy_is_pils(photographs, policy):
 
 
 def test_what_cannot_be_shown_is_pils_to_say(photographs):
-    whole = encoded(photographs[0], "jpeg")
+    whole = file_of(photographs[0], "jpeg")
     for data in (
         b"",
         b"rotten",
         whole[:20],
         whole[: len(whole) // 2],
         whole[:2] + b"x" * 50,
-        encoded(photographs[0].resize((1, 9)), "jpeg"),
+        file_of(photographs[0].resize((1, 9)), "jpeg"),
     ):
         with pytest.raises(BadImage) as expected:
             decode_image(data)

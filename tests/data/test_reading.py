@@ -143,7 +143,7 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
 
 def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered():
     bad, fault = {3, 4, 5, 8, 9}, Fault("bad", "is bad")
-    raw = [RawSample(b"", "", 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
+    raw = [RawSample(b"", ((0, ""),), 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
     slices = SimpleNamespace(
         samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_slices=()
     )

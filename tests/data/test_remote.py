@@ -77,15 +77,6 @@ def test_through_the_cache(server, tmp_path, strategy, workers, caplog):
     assert not caplog.records
 
 
-def test_a_cached_source_needs_no_server(server, tmp_path):
-    data = f"{on_server(server)}@{server.folder}/cc/sizes.json"
-    cache = ShardCache(str(tmp_path / "cache"), 1 << 30)
-    whole = epoch_of(loader_of(data, cache=cache))
-    server.kill()
-    assert epoch_of(loader_of(data, cache=cache)) == whole
-    assert epoch_of(loader_of(data, cache=ShardCache(cache.folder, 1 << 30))) == whole  # another run
-
-
 def test_a_server_that_is_gone_ends_in_one_sentence(server):
     loader = loader_of(on_server(server), stall_timeout_seconds=5)
     server.kill()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set
@@ -30,6 +30,18 @@ def test_a_row_is_a_sample_with_its_columns_as_json(tmp_path):
     assert list(third.files) == ["png", "json"] and json.loads(third.files["json"]) == {"filepath": "in/big dog.v2.PNG"}
 
 
+@pytest.mark.parametrize(
+    ("content", "origin"),
+    [
+        (b'{"width": 3, "url": "https://h/a.jpg"}', "https://h/a.jpg"), (b'{"file": "", "filename": "a b.jpg"}', "a b.jpg"),
+        (b'{"url": 3}', ""), (b"[]", ""), (b"{", ""), (b"\xff", ""), (b"[" * 100_000, ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_a_sample_is_named_by_what_its_json_says_of_its_picture(content, origin):
+    """`zerovl search` prints it beside the key, which is a hash or a number."""
+    assert origin_of(Sample("000", {} if content is None else {"json": content})) == origin
+
+
 def test_blocks_and_clusters_are_read_by_number(tmp_path):
     for number in range(150):
         (tmp_path / f"{number}.png").write_bytes(b"x")
@@ -41,10 +53,6 @@ def test_blocks_and_clusters_are_read_by_number(tmp_path):
     assert [text for block in texts for text in block] == [f"caption {number}" for number in range(150)]
     part = replace(source, table=source.table.part(np.array([3, 149])), sizes=(2,))
     assert [sample.files["txt"] for sample in samples_of(part, 0)] == [b"caption 3", b"caption 149"]
-    with (tmp_path / "pairs.tsv").open("a") as file:
-        file.write("0.png\tone more\n")
-    with pytest.raises(UserError, match="has changed since"):
-        list(samples_of(source, 0))
 
 
 def test_a_retrieval_set_is_a_source_of_evaluation_alone(tmp_path):

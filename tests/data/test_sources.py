@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.names import check_separators, is_named
+from open_clip_zerovl.data.names import check_paths, check_separators, is_named
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
 from support.tars import write_source, write_tar
@@ -67,6 +67,14 @@ def test_keys_with_dots_are_told(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_a_quick_look_at_paths_knows_home_and_patterns(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "photos").mkdir()
+    check_paths("a=~/photos::b=/gone/{0..3}.tar::c=https://h/x.tar")
+    with pytest.raises(UserError, match="source 'a': ~/gone does not exist"):
+        check_paths("a=~/gone")
+
+
 def test_is_named():
     assert is_named("a=/d/0.tar::/e/0.tar")
     assert not is_named("/d/{0..3}.tar::/e/0.tar")
@@ -80,21 +88,6 @@ def test_weights_in_order_and_by_name(tmp_path):
     assert [source.weight for source in parse_sources(data, "c=3")] == [1, 1, 3]
 
 
-def test_counting_groups_members_as_webdataset_does(tmp_path):
-    path = write_tar(
-        tmp_path / "0.tar",
-        [
-            ("a.jpg", b"1"),
-            ("a.txt", b"2"),
-            ("a.seg.png", b"3"),
-            ("dir/b.jpg", b"4"),
-            ("__meta__", b"5"),
-            ("noext", b"6"),
-        ],
-    )
-    assert count_tar_samples(path) == 2
-
-
 @pytest.mark.parametrize(
     "data, weights, words",
     [
@@ -103,12 +96,12 @@ def test_counting_groups_members_as_webdataset_does(tmp_path):
         ("a={tmp}/a/{{00000..00007}}.tar", None, "7 of 8 shards of source 'a' do not exist, first .*00001.tar"),
         ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
         ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
-        ("a={tmp}/empty", None, "holds no [*].tar shards"),
+        ("a={tmp}/empty", None, "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`"),
         ("a={tmp}/a", "1::2", "gives 2 weights for 1 sources"),
         ("a={tmp}/a", "0", "is not a positive number"),
         ("a={tmp}/a", "x", "is not a positive number"),
         ("a={tmp}/a", "vg=2", "unknown source 'vg'; the sources are a"),
-        ("a={tmp}/a::b={tmp}/a", "a=2::1", "names some sources and not others"),
+        ("a={tmp}/a::b={tmp}/a", "a=2::1", "gives names to only some of its weights"),
         ("a=s3://bucket/{{0..3}}.tar", None, "shard s3://bucket/0.tar cannot be opened .* 'pipe:aws s3 cp"),
         ("a=pipe:cat /nowhere/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
         ("a={tmp}/broken", None, "cannot be read as a tar file"),

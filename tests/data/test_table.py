@@ -69,8 +69,37 @@ def test_columns_and_separator_by_flags(tmp_path):
         ["one", "two"],
         ["two", "one"],
     )
-    with pytest.raises(UserError, match="no columns 'filepath' and 'title' or .* but 'words;file'; name them with"):
-        parse_sources(f"x={tmp_path}/x.csv")
+
+
+@pytest.mark.parametrize(
+    ("header", "style", "columns"),
+    [
+        ("file,title", CsvFormat("file"), (0, 1)),  # one flag, and the other column by its usual name
+        ("image,text", CsvFormat(None, "text"), (0, 1)),
+        ("title,filepath,a,b", CsvFormat("a", "b"), (2, 3)),
+        (
+            "words;file",
+            CsvFormat(),
+            "'filepath' and 'title' or 'image' and 'caption' once each; it has 'words;file'; name",
+        ),
+        (
+            "filepath,title",
+            CsvFormat("a", "b"),
+            "the columns 'a' and 'b' once each; it has 'filepath', 'title'; name the",
+        ),
+        ("filepath,words", CsvFormat("file"), "'file' and 'title' or 'file' and 'caption' once each"),
+        ("image,caption,caption", CsvFormat(), "once each; it has 'image', 'caption', 'caption'"),
+    ],
+)
+def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(tmp_path, header, style, columns):
+    """A flag that stood alone, or named no column, was passed over without a word."""
+    (tmp_path / "x.csv").write_text(f"{header}\n{header}\n")
+    if isinstance(columns, str):
+        with pytest.raises(UserError, match=columns):
+            open_table(str(tmp_path / "x.csv"), style)
+    else:
+        table = open_table(str(tmp_path / "x.csv"), style)
+        assert (table.image_column, table.caption_column) == columns
 
 
 def test_one_caption_of_an_image_an_epoch_and_all_in_turn(tmp_path):
@@ -112,17 +141,22 @@ def test_captions_in_the_lines_of_a_tar(tmp_path):
         parse_sources(f"s={tmp_path}/s", captions="some")
 
 
+@pytest.mark.timeout(60)
 def test_rotten_rows_are_replaced(tmp_path):
-    write_pictures(tmp_path, 9)
+    """A pipe or a device as picture does not hang."""
+    write_pictures(tmp_path, 11)
     (tmp_path / "pictures" / "3.png").unlink()
     (tmp_path / "pictures" / "4.png").write_bytes(b"rotten")
-    rows = [f"pictures/{i}.png\ttitle {i}".encode() for i in range(9)]
+    (tmp_path / "pictures" / "9.png").unlink()
+    os.mkfifo(tmp_path / "pictures" / "9.png")
+    rows = [f"pictures/{i}.png\ttitle {i}".encode() for i in range(11)]
     rows[5], rows[6], rows[7] = b"pictures/5.png", b"pictures/6.png\t\xff\xfe", b"pictures/\x007.png\tx"
+    rows[10] = b"/dev/zero\tdevice"
     (tmp_path / "pairs.tsv").write_bytes(b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n")
     (shown,) = captions_of_epochs(parse_sources(f"t={tmp_path}"), 1)
-    assert set(shown) == {f"title {i}" for i in (0, 1, 2, 8)} and len(shown) == 9
+    assert set(shown) == {f"title {i}" for i in (0, 1, 2, 8)} and len(shown) == 11
     assert captions_of_epochs.lost == {
-        "t": {"no image": 2, "undecodable image": 1, "no caption": 1, "caption not UTF-8": 1}
+        "t": {"no image": 4, "undecodable image": 1, "no caption": 1, "caption not UTF-8": 1}
     }
 
 
@@ -146,7 +180,7 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
     "files, words",
     [
         ({"a.csv": "filepath,title\n"}, "holds no rows below its header"),
-        ({"a.csv": ""}, "has no columns .* but nothing"),
+        ({"a.csv": ""}, "does not have the columns .*; it has nothing"),
         ({"a.csv": "filepath,title\n", "b.tsv": "x"}, "holds 2 tables .a.csv, b.tsv ....; name the one"),
         ({"a.txt": ""}, "holds no [*].tar shards"),
         ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),
@@ -210,21 +244,17 @@ def test_odd_quoting_is_told_by_line_and_swallows_nothing(tmp_path, caplog, kind
     )
 
 
-def test_a_pipe_or_a_device_as_picture_does_not_hang(tmp_path):
-    write_pictures(tmp_path, 4)
-    (tmp_path / "pictures/0.png").unlink()
-    os.mkfifo(tmp_path / "pictures/0.png")
-    rows = ["pictures/0.png,fifo", "/dev/zero,device", "pictures/2.png,two", "pictures/3.png,three"]
-    (tmp_path / "t.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
-    (shown,) = captions_of_epochs(parse_sources(f"t={tmp_path}/t.csv"), 1)
-    assert set(shown) == {"two", "three"} and captions_of_epochs.lost == {"t": {"no image": 2}}
+@pytest.fixture
+def three_rows(tmp_path) -> Path:
+    write_pictures(tmp_path, 3)
+    text = "filepath,title\n" + "".join(f"pictures/{i}.png,title {i}\n" for i in range(3))
+    (tmp_path / "t.csv").write_text(text)
+    return tmp_path / "t.csv"
 
 
-def test_too_many_open_files_are_no_fault_of_a_picture(tmp_path, monkeypatch):
+def test_too_many_open_files_are_no_fault_of_a_picture(three_rows, monkeypatch):
     """They would lose any samples, others in each run."""
-    write_pictures(tmp_path, 2)
-    (tmp_path / "t.csv").write_text("filepath,title\npictures/0.png,zero\npictures/1.png,one\n")
-    sources = parse_sources(f"t={tmp_path}/t.csv")
+    sources = parse_sources(f"t={three_rows}")
 
     def refused(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
@@ -234,13 +264,10 @@ def test_too_many_open_files_are_no_fault_of_a_picture(tmp_path, monkeypatch):
         captions_of_epochs(sources, 1)
 
 
-def test_an_edit_while_training_ends_in_a_sentence(tmp_path):
+def test_an_edit_while_training_ends_in_a_sentence(three_rows):
     """Rows were taken from where they had been."""
-    write_pictures(tmp_path, 3)
-    text = "filepath,title\n" + "".join(f"pictures/{i}.png,title {i}\n" for i in range(3))
-    (tmp_path / "t.csv").write_text(text)
-    sources = parse_sources(f"t={tmp_path}/t.csv")
-    (tmp_path / "t.csv").write_text(text.replace("title 0", "another title"))
+    sources = parse_sources(f"t={three_rows}")
+    three_rows.write_text(three_rows.read_text().replace("title 0", "another title"))
     with pytest.raises(UserError, match=r"t\.csv has changed since the run began; start the run again"):
         captions_of_epochs(sources, 1)
 

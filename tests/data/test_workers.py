@@ -74,21 +74,34 @@ class Numbers(ItemSet):
         return index, os.getpid()
 
 
-def test_workers_go_on_after_the_signal_of_a_scheduler_that_the_training_handles():
-    """SIGTERM reaches every process of a job; a training that then saves a checkpoint first ends its evaluation."""
+@pytest.fixture
+def handled():
+    """This process handles SIGTERM, as a training does that saves a checkpoint first; yields the signals that it heard."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        numbers = []
-        for batch in read_batches(Numbers(), list, batch_size=2, num_workers=1):
-            worker = batch[0][1]
-            assert worker != os.getpid()
-            if not numbers:
-                os.kill(worker, signal.SIGTERM)
-            numbers += [number for number, _ in batch]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert numbers == list(range(12)) and not heard
+    yield heard
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_workers_go_on_after_the_signal_of_a_scheduler_that_the_training_handles(handled):
+    """SIGTERM reaches every process of a job: the workers of an evaluation."""
+    numbers = []
+    for batch in read_batches(Numbers(), list, batch_size=2, num_workers=1):
+        worker = batch[0][1]
+        assert worker != os.getpid()
+        if not numbers:
+            os.kill(worker, signal.SIGTERM)
+        numbers += [number for number, _ in batch]
+    assert numbers == list(range(12)) and not handled
+
+
+def test_workers_of_the_training_go_on_too(handled, tmp_path):
+    """The data is needed until the checkpoint is written."""
+    loader = loading.loader_of(f"s={write_source(tmp_path / 's', 0, 40, 40)}", 2, workers=1)
+    for count, _ in enumerate(loader):
+        if count == 0:
+            os.kill(loader.mixture.activity[0].get()[0], signal.SIGTERM)
+    assert count == 19 and not handled
 
 
 @pytest.mark.parametrize("workers", [0, 1])

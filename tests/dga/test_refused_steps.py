@@ -212,17 +212,6 @@ def test_features_of_which_some_have_a_graph_or_the_scale_alone_is_trained_are_n
     assert error(gradients(alone), wanted) <= EXACT
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_features_that_are_no_real_numbers_are_refused(dtype):
-    class Odd(Towers):
-        def forward(self, image, text):
-            outputs = super().forward(image, text)
-            return outputs | {"text_features": outputs["text_features"].to(dtype)}
-
-    with pytest.raises(UserError, match=f"text_features must be floating point numbers, but are {dtype}"):
-        step_of(seeded(Odd)).backward(batches([2, 2]))
-
-
 # ------------------------------------------------------------------------------------ 5: hooks, totals, process groups
 
 

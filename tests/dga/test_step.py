@@ -496,6 +496,31 @@ def test_check_first_looks_at_the_first_replay_only():
         always.backward(micro_batches, prepare=prepare)
 
 
+@pytest.mark.parametrize("passed", [[2, 2], None], ids=["scalars alone were compared", "the first check failed"])
+def test_the_check_is_done_only_when_replayed_features_have_passed(passed):
+    """A step that keeps all graphs compares no features, and a failed comparison is no check: the next replay is looked at."""
+    model, calls = bert_clip(), [0]
+
+    def unsteady(images, texts):
+        calls[0] += 1
+        return images * calls[0], texts
+
+    step = DecoupledGradientAccumulation(model, ClipLoss(), retain=2)
+    if passed:
+        step.backward(batches(passed))
+    for _ in range(2):
+        with pytest.raises(ReplayError, match="Replayed image_features"):
+            step.backward(batches([2, 2, 2]), prepare=unsteady)
+
+
+def test_a_nan_in_the_replay_alone_is_a_difference():
+    check = ReplayCheck("always")
+    check.start()
+    check.compare("image_features", 0, torch.full((2, 3), math.nan), torch.ones(2, 3))
+    with pytest.raises(ReplayError, match="relative difference nan"):
+        check.verdict(0.02, torch.device("cpu"))
+
+
 def test_one_row_that_differs_is_a_difference():
     """A module may draw other masks for one sample of many: the worst row counts, and not the mean."""
     cached = torch.ones(64, 4)
@@ -636,7 +661,7 @@ def test_refusals_before_any_pass():
         (iter(batches([2])), "is a list_iterator"),
         ([batches([2])[0][0]], "Micro-batch 0 must be a pair"),
         ([(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))], "has 3 and 2"),
-        ([(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))], "has 0 and 0"),
+        ([(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))], "Micro-batch 0 is empty; leave it out"),
     ]:
         with pytest.raises(UserError, match=message):
             dga(model, ClipLoss()).backward(wrong)
@@ -661,6 +686,13 @@ def test_refused_outputs():
         ({"dist_image_features": 0}, r"distillation\): the model returned dist_image_features"),
         ({"tokens": 0}, "unknown to it: the model returned tokens"),
         ({"image_features": torch.ones(2, 3, 4)}, r"image_features of 2 samples .* \(2, 3, 4\)"),
+        ({"text_features": [1, 2]}, "text_features must be a floating point tensor, but is a list"),
+        (
+            {"text_features": torch.ones(2, 4).long()},
+            r"text_features must be a floating point tensor, but is torch\.int64",
+        ),
+        ({"text_features": torch.ones(2, 4) * 1j}, r"text_features must be .* but is torch\.complex64"),
+        ({"logit_scale": 20.0}, "logit_scale must be a floating point tensor, but is a float"),
         ((1, 2, 3), "returned tuple; create open_clip models with output_dict=True"),
     ]:
         with pytest.raises(UserError, match=message):

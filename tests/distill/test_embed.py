@@ -254,14 +254,17 @@ def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_re
     rows.flush()
     with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
         rows_of(stored, data).show(
-            RawSample(b"", "", 0, 7, "0007", ""), None, lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8), 0
+            RawSample(b"", ((0, ""),), 0, 7, "0007", ""),
+            None,
+            lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8),
+            0,
         )
 
 
 def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):
     stock = HashModel.encode_image
     monkeypatch.setattr(HashModel, "encode_image", lambda self, images: stock(self, images) * float("nan"))
-    with pytest.raises(UserError, match="the model hash makes no numbers"):
+    with pytest.raises(UserError, match="the model hash makes NaN or infinite embeddings"):
         embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
 
 

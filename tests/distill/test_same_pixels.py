@@ -214,7 +214,9 @@ def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_pat
     rows.flush()
     monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last, as if the file were long
     damaged = open_teacher_folder(tmp_path / "teacher")
-    with pytest.raises(UserError, match=r"teacher/1\.images\.npy holds rows that are no numbers.*make the embeddings"):
+    with pytest.raises(
+        UserError, match=r"teacher/1\.images\.npy holds rows with NaN or infinite numbers.*make the embeddings"
+    ):
         batches(data, damaged, workers=workers)
 
 

@@ -64,7 +64,7 @@ def test_rows_come_back_as_written_and_never_with_nan(tmp_path, dtype, value):
     assert torch.equal(torch.cat(list(rows.blocks())), rows[:])
     rows[3] = torch.tensor([1.0, 2, value, 4])
     for read in (lambda: rows[3], lambda: list(rows.blocks()), lambda: Store.open(tmp_path, remedy="make")):
-        with pytest.raises(UserError, match=r"rows\.npy holds rows that are no numbers"):
+        with pytest.raises(UserError, match=r"rows\.npy holds rows with NaN or infinite numbers"):
             read()
 
 

@@ -44,17 +44,7 @@ from support.tiny_clip import (
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
-ASKED = [
-    "--device=cpu",
-    "--set",
-    "lr=5e-4",
-    "--set",
-    "epochs=3",
-    "--set",
-    "text-augment=",
-    "--alphas=0.5",
-    "--batch-size=16",
-]
+ASKED = ["--device=cpu", "--set=lr=5e-4", "--set=epochs=3", "--set=text-augment=", "--alphas=0.5", "--batch-size=16"]
 
 
 def drawn(number: int) -> Sample:
@@ -87,39 +77,43 @@ def arguments(made: Path, out: Path, *more: str) -> list[str]:
     return ["finetune", "--from", str(start), "--data", str(made / "mine"), "--out", str(out), *ASKED, *more]
 
 
-def test_refusals_come_before_the_training(made, tmp_path, capsys):
+@pytest.fixture
+def refusal(made, tmp_path, capsys):
+    """Calls that end with a sentence, which is returned."""
+
+    def call(*more: str, out: str = "ft") -> str:
+        assert main(arguments(made, tmp_path / out, *more)) == 2
+        return capsys.readouterr().err
+
+    return call
+
+
+def test_refusals_come_before_the_training(made, tmp_path, refusal):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
-    assert main(arguments(made, tmp_path / "full")) == 2
-    assert "holds thesis.txt and no fine-tuning" in capsys.readouterr().err
-    busy = tmp_path / "busy"
-    with locked(busy):
-        assert main(arguments(made, busy)) == 2
-    assert f"another process is fine-tuning in {busy}" in capsys.readouterr().err
-    assert main(arguments(made, tmp_path / "large", "--set", "effective-batch=512")) == 2
-    assert "batch of 512 is larger than the 90 pictures to train on" in capsys.readouterr().err
-    assert main(arguments(made, tmp_path / "dirty", f"--retrieval-data=x={made / 'mine'}")) == 2
-    assert "100 of the 100 pictures of x are trained on" in capsys.readouterr().err
-    assert not any((tmp_path / name / "run").exists() for name in ("full", "busy", "large", "dirty"))
+    assert "holds thesis.txt and no fine-tuning" in refusal(out="full")
+    with locked(tmp_path / "busy"):
+        assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
+    large = refusal("--set", "effective-batch=512", out="large")
+    assert "batch of 512 is larger than the 90 pictures to train on" in large
+    dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
+    assert "100 of the 100 pictures of x are trained on" in dirty
+    assert not list(tmp_path.glob("*/run"))
 
 
-def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path, capsys):
+def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path, refusal):
     """The corrected call is judged by itself: no other --out is asked for, and what the mistaken one made is made anew."""
-    out = tmp_path / "ft"
-    mistaken = [*arguments(made, out), "--data", str(made / "mien")]
-    assert main(mistaken) == 2
-    assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in capsys.readouterr().err
-    assert main(arguments(made, out, "--set", "effective-batch=512")) == 2
-    assert "larger than the 90 pictures" in capsys.readouterr().err
-    held_out = (out / "data" / "held-out" / "test" / "0.tar").read_bytes()
-    assert main(arguments(made, out, "--seed", "1", "--set", "effective-batch=300")) == 2
-    assert "batch of 300 is larger than the 90 pictures" in capsys.readouterr().err
-    anew = (out / "data" / "held-out" / "test" / "0.tar").read_bytes()
-    assert anew != held_out
-    (out / "run").mkdir()  # from here on something was trained
-    assert main(arguments(made, out)) == 2
-    assert "holds a fine-tuning with --seed 1, and this call asks for --seed 0" in capsys.readouterr().err
-    assert (out / "data" / "held-out" / "test" / "0.tar").read_bytes() == anew
+    held_out = tmp_path / "ft" / "data" / "held-out" / "test" / "0.tar"
+    missing = refusal("--data", str(made / "mien"))
+    assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in missing
+    assert "larger than the 90 pictures" in refusal("--set", "effective-batch=512")
+    before = held_out.read_bytes()
+    assert "batch of 300 is larger than the 90" in refusal("--seed", "1", "--set", "effective-batch=300")
+    anew = held_out.read_bytes()
+    assert anew != before
+    (tmp_path / "ft" / "run").mkdir()  # from here on something was trained
+    assert "holds a fine-tuning with --seed 1, and this call asks for --seed 0" in refusal()
+    assert held_out.read_bytes() == anew
 
 
 @pytest.mark.parametrize("distinct", [1, 40])
@@ -187,9 +181,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     again = capsys.readouterr()
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
-    assert (
-        "holds a fine-tuning with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
-    )
+    assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
     assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
     kept = capsys.readouterr().out
     assert "old (kept)" in kept and "No kept set" not in kept

@@ -11,17 +11,8 @@ from training.params import parse
 
 
 def facts(samples: int, **more) -> Facts:
-    return Facts(
-        **{
-            "samples": samples,
-            "sources": {"mine": samples},
-            "masks": False,
-            "gpus": 0,
-            "bf16": False,
-            "cores": 2,
-            **more,
-        }
-    )
+    usual = {"sources": {"mine": samples}, "masks": False, "gpus": 0, "bf16": False, "cores": 2}
+    return Facts(samples, **{**usual, **more})
 
 
 def chosen(facts: Facts, fitting: int | None = None, **given) -> dict[str, str | None]:
@@ -69,18 +60,12 @@ def test_sources_tokenizer_and_machine_decide():
 
 
 def test_what_is_asked_replaces_the_choice_and_says_so():
-    given = {
-        **parse_settings(["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]),
-        **settings_of(["--wd", "0.2"]),
-    }
+    given = parse_settings(["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]) | settings_of(
+        ["--wd", "0.2"]
+    )
     settings = {each.flag: each for each in choose_settings(facts(8_000, masks=True), given)}
-    for flag, value in (
-        ("lr", "5e-6"),
-        ("freeze", "text"),
-        ("text-augment", None),
-        ("grad-checkpointing", ""),
-        ("wd", "0.2"),
-    ):
+    expected = {"lr": "5e-6", "freeze": "text", "text-augment": None, "grad-checkpointing": "", "wd": "0.2"}
+    for flag, value in expected.items():
         assert settings[flag].value == value and settings[flag].reason == AS_ASKED
     assert settings["lr-min"].value == "5e-07"
     assert all(each.reason and "\n" not in each.reason and len(str(each)) < 130 for each in settings.values())
@@ -101,7 +86,7 @@ def test_training_takes_the_flags(samples, gpus):
         (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 pictures .*effective-batch=8 or less"),
         (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
         (5, {}, "there are 5 pictures to train on, and 16 are the least"),
-        (100, {"epochs": "many"}, "--set epochs=many is no whole number"),
+        (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
         (100, {"epochs": None}, "--set epochs= takes away what a fine-tuning needs"),
         (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
     ],
@@ -115,13 +100,6 @@ def test_command_lines_as_settings():
     words = ["--aug-cfg", "scale=(0.6,1.0)", "ratio=(1.0,1.0)", "--pretrained-image", "--lr=1e-4"]
     settings = settings_of(words)
     assert settings == {"aug-cfg": "'scale=(0.6,1.0)' 'ratio=(1.0,1.0)'", "pretrained-image": "", "lr": "1e-4"}
-    assert as_arguments(settings) == [
-        "--aug-cfg",
-        "scale=(0.6,1.0)",
-        "ratio=(1.0,1.0)",
-        "--pretrained-image",
-        "--lr",
-        "1e-4",
-    ]
+    assert as_arguments(settings) == [*words[:-1], "--lr", "1e-4"]
     with pytest.raises(UserError, match="'1e-4' belongs to no flag"):
         settings_of(["1e-4"])

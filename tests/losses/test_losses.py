@@ -209,28 +209,49 @@ def test_reversed_partner():
     assert reversed_partner([]).tolist() == []
 
 
-def test_refusals():
-    images, texts = features(4)
-    scale, partner = torch.tensor(20.0), reversed_partner([4])
-    with pytest.raises(UserError, match=r"chunk_size .* 0"):
-        ContrastiveLoss(chunk_size=0)
-    with pytest.raises(UserError, match="rank is 2"):
-        ContrastiveLoss(rank=2, world_size=2)
-    with pytest.raises(UserError, match="not initialised"):
-        ContrastiveLoss(world_size=2)(images, texts, scale)
-    with pytest.raises(UserError, match=r"\(4, 8\) and \(3, 8\)"):
-        ContrastiveLoss()(images, texts[:3], scale)
-    with pytest.raises(UserError, match=r"logit_scale .* \(2,\)"):
-        ContrastiveLoss()(images, texts, torch.ones(2))
-    with pytest.raises(UserError, match="only partner"):
-        ContrastiveLoss()(images, texts, scale, partner=partner)
-    with pytest.raises(UserError, match=r"between 0 and 1, but is 1.5"):
-        ContrastiveLoss()(images, texts, scale, mixup_lambda=1.5, partner=partner)
-    with pytest.raises(UserError, match=r"\(4,\) int64"):
-        ContrastiveLoss()(images, texts, scale, mixup_lambda=0.5, partner=partner[:3])
-    for wrong in ([1, 2, 3, 0], [4, 2, 1, 0], [-1, 2, 1, 0]):
-        with pytest.raises(UserError, match="its own inverse"):
-            ContrastiveLoss()(images, texts, scale, mixup_lambda=0.5, partner=torch.tensor(wrong))
+FOUR, IDS4, SCALE = features(4), sample_ids(4, 0), torch.tensor(20.0)
+MIXED = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
+TEACHERS = teacher_features(4, 0)
+# (options of the loss, what its call has in place of the four pairs, the sentence)
+REFUSED = [
+    ({"chunk_size": 0}, {}, r"chunk_size .* 0"),
+    ({"rank": 2, "world_size": 2}, {}, "rank is 2"),
+    ({"world_size": 2}, {}, "not initialised"),
+    ({"cross_source_weight": -1.0}, {}, "from 0 on, but is -1"),
+    ({"positives": "text"}, {}, "one of pair, caption, image, both, but is 'text'"),
+    ({"distill_weight": 1.2}, {}, "between 0 and 1, but is 1.2"),
+    ({"distill_temperature": 0.0}, {}, "positive number, but is 0"),
+    ({"gather_grad": False, "cross_source_weight": 0.5}, {}, "plain loss"),
+    ({}, {"text_features": FOUR[1][:3]}, r"\(4, 8\) and \(3, 8\)"),
+    ({}, {"image_features": [1, 2]}, "image_features must be a tensor of real numbers, but is a list"),
+    ({}, {"text_features": FOUR[1] * 1j}, r"text_features must be a tensor of real numbers, but is torch\.complex128"),
+    ({}, {"logit_scale": 20.0}, r"logit_scale must be a tensor of real numbers, but is a float; give torch\.tensor"),
+    ({}, {"logit_bias": -10}, "logit_bias must be a tensor of real numbers, but is a int"),
+    ({}, {"logit_scale": torch.ones(2)}, r"logit_scale .* \(2,\)"),
+    ({}, {"partner": MIXED["partner"]}, "only partner"),
+    ({}, {**MIXED, "mixup_lambda": 1.5}, "between 0 and 1, but is 1.5"),
+    ({}, {**MIXED, "partner": MIXED["partner"][:3]}, r"\(4,\) int64"),
+    *(({}, {**MIXED, "partner": torch.tensor(wrong)}, "its own inverse") for wrong in ([1, 2, 3, 0], [4, 2, 1, 0], [-1, 2, 1, 0])),
+    ({"cross_source_weight": 0.0}, {}, r"cross_source_weight=0 needs ids\['source'\]"),
+    ({"positives": "both"}, {"ids": {"caption": IDS4["caption"]}}, r"positives='both' needs ids\['image'\]"),
+    ({}, {"ids": {"source": IDS4["source"].float()}}, r"ids\['source'\] must be \(4,\) int64"),
+    ({"distill_weight": 0.5}, {}, "0 teachers' features are given"),
+    ({}, {"teacher_features": TEACHERS}, "distill_weight is 0 and 2 teachers"),
+    ({"distill_weight": 0.5}, {"teacher_features": teacher_features(3, 0)}, "4 rows each"),
+    ({"positives": "caption"}, {"ids": IDS4, **MIXED}, "mixup is not defined with positives='caption'"),
+    ({"distill_weight": 0.5}, {"teacher_features": TEACHERS, **MIXED}, "no teacher has seen the mixed samples"),
+    (
+        {"cross_source_weight": 0.5}, {"ids": {"source": torch.tensor([0, 0, 1, 1])}, **MIXED},
+        "partner must be of the row's own source",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "inputs", "message"), REFUSED)
+def test_refusals(options, inputs, message):
+    images, texts = FOUR
+    with pytest.raises(UserError, match=message):
+        ContrastiveLoss(**options)(**{"image_features": images, "text_features": texts, "logit_scale": SCALE, **inputs})
 
 
 OPTIONS = {
@@ -388,42 +409,6 @@ def test_memory_at_65536_pairs_is_that_of_the_documentation(name, most_gib):
     assert whole < most_gib
     said = " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
     assert f"{made:.2f} GiB ({whole:.2f} with its inputs)" in said
-
-
-def test_refusals_of_options():
-    images, texts = features(4)
-    scale, ids = torch.tensor(20.0), sample_ids(4, 0)
-    mixed = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
-    with pytest.raises(UserError, match="from 0 on, but is -1"):
-        ContrastiveLoss(cross_source_weight=-1.0)
-    with pytest.raises(UserError, match="one of pair, caption, image, both, but is 'text'"):
-        ContrastiveLoss(positives="text")
-    with pytest.raises(UserError, match="between 0 and 1, but is 1.2"):
-        ContrastiveLoss(distill_weight=1.2)
-    with pytest.raises(UserError, match="positive number, but is 0"):
-        ContrastiveLoss(distill_temperature=0.0)
-    with pytest.raises(UserError, match="plain loss"):
-        ContrastiveLoss(gather_grad=False, cross_source_weight=0.5)
-    with pytest.raises(UserError, match=r"cross_source_weight=0 needs ids\['source'\]"):
-        ContrastiveLoss(cross_source_weight=0.0)(images, texts, scale)
-    with pytest.raises(UserError, match=r"positives='both' needs ids\['image'\]"):
-        ContrastiveLoss(positives="both")(images, texts, scale, ids={"caption": ids["caption"]})
-    with pytest.raises(UserError, match=r"ids\['source'\] must be \(4,\) int64"):
-        ContrastiveLoss()(images, texts, scale, ids={"source": ids["source"].float()})
-    with pytest.raises(UserError, match="0 teachers' features are given"):
-        ContrastiveLoss(distill_weight=0.5)(images, texts, scale)
-    with pytest.raises(UserError, match="distill_weight is 0 and 2 teachers"):
-        ContrastiveLoss()(images, texts, scale, teacher_features=teacher_features(4, 0))
-    with pytest.raises(UserError, match="4 rows each"):
-        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(3, 0))
-    with pytest.raises(UserError, match="mixup is not defined with positives='caption'"):
-        ContrastiveLoss(positives="caption")(images, texts, scale, ids=ids, **mixed)
-    with pytest.raises(UserError, match="no teacher has seen the mixed samples"):
-        ContrastiveLoss(distill_weight=0.5)(images, texts, scale, teacher_features=teacher_features(4, 0), **mixed)
-    with pytest.raises(UserError, match="partner must be of the row's own source"):
-        ContrastiveLoss(cross_source_weight=0.5)(
-            images, texts, scale, ids={"source": torch.tensor([0, 0, 1, 1])}, **mixed
-        )
 
 
 def with_bias(loss, images, texts, scale=5.0, bias=-2.0, **inputs):

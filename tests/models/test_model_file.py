@@ -73,7 +73,12 @@ def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
         ("bad-empty.json", {}, "has no 'embed_dim'"),
         ("bad-text.json", {"embed_dim": 8, "vision_cfg": {}}, "has no 'text_cfg'"),
         ("bad-key.json", {**CONFIG, "temperature": 1}, "has 'temperature', which open_clip does not know"),
-        ("bad-tower.json", {**CONFIG, "vision_cfg": {"depth": 2}}, "has 'vision_cfg.depth'"),
+        (
+            "bad-slip.json",
+            {**CONFIG, "vision_cfg": {"layrs": 2}},
+            "'vision_cfg.layrs', .*; did you mean 'vision_cfg.layers'",
+        ),
+        ("bad-tower.json", {**CONFIG, "vision_cfg": {"depth": 2}}, "has 'vision_cfg.depth', .*; correct it"),
         ("ViT-B-32.json", CONFIG, "there is another model called ViT-B-32"),
         ("bad-suffix.txt", CONFIG, "must be called NAME.json"),
     ],

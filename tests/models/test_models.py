@@ -219,7 +219,7 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
         no_tokenizer: "holds no tokenizer",
         broken("gpt", model_type="gpt9"): "a model of type 'gpt9'",
         broken("vocabulary", vocab_size=7): "the tower only 7",
-        broken("short", max_position_embeddings=16): "16 positions, the model's context_length is 25",
+        broken("short", max_position_embeddings=16): "16 positions, fewer than the 25 tokens of a text",
     }
     for source, words in cases.items():
         with pytest.raises(UserError, match=words):

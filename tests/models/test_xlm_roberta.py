@@ -42,7 +42,7 @@ def test_positions_are_counted_from_behind_the_padding_token(tower, tmp_path):
             full[0, 0] = 0
             assert model.encode_text(full).isfinite().all()
         else:
-            with pytest.raises(UserError, match="has 78 positions, the model's context_length is 79"):
+            with pytest.raises(UserError, match="has 78 positions, fewer than the 79 tokens of a text"):
                 check_model(name)
 
 

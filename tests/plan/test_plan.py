@@ -87,22 +87,6 @@ def test_flags_of_training_are_passed_over_in_either_form():
     assert [flag.partition(" ")[0] for flag in found] == ["--lr", "--zeroshot-freq", "--resume", "--report-to"]
 
 
-def test_training_knows_every_flag_of_the_plan_under_its_name():
-    from training.params import parse
-
-    given = {
-        "--batch-size": "8", "--dga-steps": "3", "--dga-retain": "auto", "--epochs": "7", "--workers": "2",
-        "--token-drop": "0.5", "--train-num-samples": "99", "--save-every-steps": "5", "--keep-checkpoints": "4",
-        "--text-augment": "0.1", "--mixup-alpha": "0.3", "--precision": "fp32", "--freeze": "text", "--loss-chunk": "2",
-    }  # fmt: skip
-    line = ["--model", "zerovl-emoji", "--train-data", "a=/x", "--coin-flip-mixup", "--debiased-sampling"]
-    line += [word for pair in given.items() for word in pair]
-    args, config = parse(line)
-    planned = PlanSettings(**{name: value for name, value in parse_plan(line).items() if name != "json"})
-    for name in [flag.removeprefix("--").replace("-", "_") for flag in given] + ["sampling", "coin_flip_mixup"]:
-        assert getattr(planned, name) == getattr(config if hasattr(config, name) else args, name), name
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -152,11 +136,19 @@ def test_batches(given, ranks, fits, expected):
     assert batching.effective_batch == expected[0] * expected[1] * ranks
 
 
-def test_batches_that_contradict_each_other_are_refused():
-    with pytest.raises(UserError, match=r"--effective-batch 100 is not --batch-size 8 x --dga-steps 2 x 2 ranks = 32"):
-        choose_batching(settings_of(effective_batch=100, batch_size=8, dga_steps=2), 2, 8)
-    with pytest.raises(UserError, match=r"--dga-retain 4 is out of range .* 0 to 3"):
-        choose_batching(settings_of(batch_size=8, dga_steps=4, dga_retain=4), 2, 8)
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"effective_batch": 100, "batch_size": 8, "dga_steps": 2},
+            "--effective-batch 100 is not --batch-size 8 x --dga-steps 2 x 2 ranks = 32",
+        ),
+        ({"batch_size": 8, "dga_steps": 4, "dga_retain": 4}, "--dga-retain 4 is out of range .* 0 to 3"),
+    ],
+)
+def test_batches_that_contradict_each_other_are_refused(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        choose_batching(settings_of(**given), 2, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,7 +160,6 @@ def test_hardware_table():
     assert parse_hardware("v100:8") == (GPUS["v100"], 8)
     assert parse_hardware("H200") == (GPUS["h200"], 1)
     assert parse_hardware("A100_80:4") == (GPUS["a100-80"], 4)
-    assert {"v100", "v100-16", "a100", "a100-80", "h100", "h200", "l40s", "rtx3090", "rtx4090", "t4"} <= set(GPUS)
     assert not GPUS["v100"].bf16 and GPUS["a100"].bf16
     with pytest.raises(UserError, match="v100, v100-16"):
         parse_hardware("tpu")
@@ -361,11 +352,17 @@ def missing_of(**values) -> dict[str, str]:
     return {one.what: one.advice for one in check_data(settings_of(**values)).missing}
 
 
+def scheduled(train_data: str, batch: int, **values):
+    settings = settings_of(train_data=train_data, **values)
+    data = check_data(settings)
+    schedule_steps(settings, data, batch)
+    return data
+
+
 def test_sources_table(tmp_path):
     write_source(tmp_path / "c", 5000, 7, 5, sizes=False)
-    settings = settings_of(train_data=two_sources(tmp_path) + f"::c={tmp_path}/c", sampling="debiased")
-    data = check_data(settings)
-    schedule_steps(settings, data, 7)
+    three = two_sources(tmp_path) + f"::c={tmp_path}/c"
+    data = scheduled(three, 7, sampling="debiased")
     assert [(s.name, s.pairs, s.steps, s.left_over) for s in data.sources] == [
         ("a", 40, 5, 5), ("b", 30, 4, 2), ("c", 7, 1, 0),
     ]  # fmt: skip
@@ -374,22 +371,20 @@ def test_sources_table(tmp_path):
     assert any("no sizes.json" in note and f"zerovl data index {tmp_path}/c" in note for note in data.notes)
     (few,) = (note for note in data.notes if "fewer than 20 steps" in note)
     assert few.startswith(
-        "3 of 3 sources fill fewer than 20 steps of 7 an epoch: c (1), b (4), a (5). Debiased sampling may"
+        "3 of 3 sources fill fewer than 20 steps of 7 an epoch: c (1), b (4), a (5). Debiased sampling"
     )
-    shared = settings_of(train_data=settings.train_data, sampling="debiased", debiased_share=0.5)
-    data = check_data(shared)
-    schedule_steps(shared, data, 7)
-    assert data.steps == 11 and not any("fewer than" in note for note in data.notes)
-    mixed = check_data(settings_of(train_data=settings.train_data, sampling="random"))
-    schedule_steps(settings_of(train_data=settings.train_data, sampling="random"), mixed, 7)
+    shared = scheduled(three, 7, sampling="debiased", debiased_share=0.5)
+    assert shared.steps == 11 and not any("fewer than" in note for note in shared.notes)
+    mixed = scheduled(three, 7, sampling="random")
     assert mixed.steps == 11 and all(source.steps is None for source in mixed.sources)
+    with pytest.raises(
+        UserError, match="--source-order a::b must name each source once, separated by '::', as a::b::c"
+    ):
+        scheduled(three, 7, sampling="sequential", source_order="a::b")
 
 
 def test_a_source_smaller_than_a_batch_is_named(tmp_path):
-    settings = settings_of(train_data=two_sources(tmp_path), sampling="debiased")
-    data = check_data(settings)
-    schedule_steps(settings, data, 32)
-    (missing,) = data.missing
+    (missing,) = scheduled(two_sources(tmp_path), 32, sampling="debiased").missing
     assert "source 'b' gives 30 samples" in missing.what and "lower --batch-size" in missing.advice
 
 
@@ -443,9 +438,7 @@ def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
     line += ["--batch-size", "4", "--workers", "0", "--precision", "fp32", "--logs", str(tmp_path)]
     assert main(["plan", *line]) == 1
     out = capsys.readouterr().out
-    words = " ".join(
-        out.replace("\\\n", "").split()
-    )  # a long path begins a line of its own, behind a backslash in a command
+    words = " ".join(out.replace("\\\n", "").split())  # a long path begins a line of its own
     assert f"- cc3m: there is no {tmp_path}/cc3m" in words and f"zerovl data cc3m --out {tmp_path}/cc3m" in words
     assert main(["plan", "--", *line[:3], two_sources(tmp_path), *line[4:]]) == 0
 
@@ -556,7 +549,7 @@ def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypa
     assert absent(str(tmp_path / "weights.pt"), "convnext_base", pretrained_image=True) == {}
     assert absent("", "convnext_base", pretrained_image=True)
     with pytest.raises(
-        UserError, match=r"--pretrained nothing is no file, and no tag of ViT-B-32; its tags are openai, "
+        UserError, match=r"--pretrained nothing is neither a file nor a tag of ViT-B-32; its tags are openai, "
     ):
         absent("nothing")
     with pytest.raises(UserError, match=r"--pretrained laion2b_s34b_b79k does not work with --text-model"):

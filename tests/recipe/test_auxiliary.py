@@ -8,6 +8,7 @@ from argparse import Namespace
 import open_clip
 import pytest
 import torch
+from open_clip_train.scheduler import cosine_lr as stock_cosine_lr
 from safetensors.torch import save_file
 from torch import nn
 from transformers import MT5Config
@@ -22,7 +23,7 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
-from training.model import create_model
+from training.model import cosine_lr, create_model
 
 EMBED_DIM = 24
 
@@ -98,17 +99,17 @@ def test_a_text_tower_that_fits_is_loaded_and_the_image_tower_left(tmp_path, pre
     assert "loaded" in lines[3] and f"{sum(group_of(n) == 'text tower' for n in after)} tensors" in lines[3]
 
 
-def test_everything_fits_from_every_format(tmp_path):
-    teacher, files = randomised(native()), []
-    files.append(saved(teacher, tmp_path / "epoch_1.pt"))
-    for file in (tmp_path / "weights.safetensors", tmp_path / "open_clip_model.safetensors"):
-        save_file(teacher.state_dict(), file)
-        files.append(file)
-    files.append(tmp_path)  # a folder as `zerovl export` writes it
-    for file in files:
-        student = native(seed=3)
-        assert len(init_from(student, file).loaded) == 5
-        assert all(torch.equal(v, teacher.state_dict()[k]) for k, v in student.state_dict().items())
+@pytest.mark.parametrize("file", ["epoch_1.pt", "weights.safetensors", "."])
+def test_everything_fits_from_every_format(tmp_path, file):
+    teacher, student = randomised(native()), native(seed=3)
+    saved(teacher, tmp_path / "epoch_1.pt")
+    for name in (
+        "weights.safetensors",
+        "open_clip_model.safetensors",
+    ):  # the last in a folder as `zerovl export` writes it
+        save_file(teacher.state_dict(), tmp_path / name)
+    assert len(init_from(student, tmp_path / file).loaded) == 5
+    assert all(torch.equal(v, teacher.state_dict()[k]) for k, v in student.state_dict().items())
 
 
 def test_the_plain_class_initialises_the_one_with_a_text_module(tmp_path):
@@ -120,17 +121,24 @@ def test_the_plain_class_initialises_the_one_with_a_text_module(tmp_path):
         assert torch.equal(student.encode_image(images), teacher.encode_image(images))
 
 
-def test_groups_are_never_loaded_in_part(tmp_path, bert):
-    deeper = init_from(student := native(), saved(randomised(native(text={"layers": 3})), tmp_path / "deep.pt"))
-    assert "text tower" not in deeper.loaded and "image tower" in deeper.loaded
-    assert "also has transformer.resblocks.2" in str(deeper)
-    assert torch.equal(student.state_dict()["token_embedding.weight"], native().state_dict()["token_embedding.weight"])
-    shallower = init_from(native(), saved(randomised(native(text={"layers": 1})), tmp_path / "shallow.pt"))
-    assert "lacks transformer.resblocks.1" in str(shallower)
-    narrower = init_from(native(), saved(randomised(native(embed_dim=8)), tmp_path / "narrow.pt"))
-    assert narrower.loaded == ("image tower", "text tower", "logit_scale")  # the projections are 8 wide
-    mixed = init_from(timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt"))
-    assert len(mixed.loaded) == 5
+@pytest.mark.parametrize(
+    ("teacher", "loaded", "words"),
+    [
+        ({"text": {"layers": 3}}, ("image tower", "image projection", "logit_scale"), "also has transformer.resblocks.2"),
+        ({"text": {"layers": 1}}, ("image tower", "image projection", "logit_scale"), "lacks transformer.resblocks.1"),
+        ({"embed_dim": 8}, ("image tower", "text tower", "logit_scale"), "left: "),
+    ],
+)  # fmt: skip
+def test_groups_are_never_loaded_in_part(tmp_path, teacher, loaded, words):
+    student, before = native(), native().state_dict()
+    report = init_from(student, saved(randomised(native(**teacher)), tmp_path / "teacher.pt"))
+    assert report.loaded == loaded and words in str(report)
+    left = [name for name in before if group_of(name) not in loaded]
+    assert left and all(torch.equal(student.state_dict()[name], before[name]) for name in left)
+
+
+def test_bert_is_initialised_whole(tmp_path, bert):
+    assert len(init_from(timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt")).loaded) == 5
 
 
 def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
@@ -247,7 +255,7 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
 def test_freezing_everything_or_something_unknown_is_refused():
     with pytest.raises(UserError, match="nothing left to train"):
         freeze(native(), ["image", "text"])
-    with pytest.raises(UserError, match="no tower 'vision'"):
+    with pytest.raises(UserError, match="'vision' is not a tower"):
         freeze(native(), ["vision"])
     model = native()
     freeze(model, ["image", "text"], projection=False)
@@ -264,22 +272,16 @@ def test_open_clip_cannot_unlock_bert(bert):
         timm_bert(bert).lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
 
 
-def test_layers_of_bert_are_unlocked(bert):
-    for unlocked, learning in ((0, set()), (1, {"encoder.layer.1"}), (2, {"encoder.layer.0", "encoder.layer.1"})):
-        model = timm_bert(bert)
-        lock_text_layers(model, unlocked, freeze_layer_norm=True)
-        trainable = {n for n, p in model.text.transformer.named_parameters() if p.requires_grad}
-        assert {".".join(name.split(".")[:3]) for name in trainable} == learning
-        assert model.text.proj.weight.requires_grad
-    lock_text_layers(model := timm_bert(bert), 3)
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_locked_layer_norms_may_go_on_learning(bert):
+@pytest.mark.parametrize("unlocked", [0, 1, 2, 3])
+@pytest.mark.parametrize("frozen_norms", [True, False])
+def test_layers_of_bert_are_unlocked(bert, unlocked, frozen_norms):
     model = timm_bert(bert)
-    lock_text_layers(model, 1, freeze_layer_norm=False)
+    lock_text_layers(model, unlocked, freeze_layer_norm=frozen_norms)
+    learning = [f"layer.{number}." for number in (0, 1)][2 - min(unlocked, 2) :] + ["embeddings"] * (unlocked == 3)
     for name, parameter in model.text.transformer.named_parameters():
-        assert parameter.requires_grad == ("LayerNorm" in name or "layer.1." in name), name
+        learns = any(part in name for part in learning) or (not frozen_norms and "LayerNorm" in name)
+        assert parameter.requires_grad == learns, name
+    assert model.text.proj.weight.requires_grad
 
 
 def test_what_cannot_be_unlocked_is_refused(bert):
@@ -330,42 +332,51 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
 def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
     model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip says nothing
-    with pytest.raises(UserError, match="ModifiedResNet drops no tokens"):
-        check_token_drop(model, 0.25)
-    with pytest.raises(UserError, match="drops no tokens"):
-        check_token_drop(timm_bert(bert), 0.25)
+    for made, rate, words in (
+        (model, 0.25, "ModifiedResNet drops no tokens"),
+        (timm_bert(bert), 0.25, "drops no tokens"),
+        (native(vision={"patch_dropout": 0.5}), 0.25, r"drops 0\.5 of its tokens instead of 0\.25"),
+        (model, 0.0, "between 0 and 1"),
+        (model, 1.0, "between 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_token_drop(made, rate)
     convnet = {"timm_model_name": "resnet10t", "timm_model_pretrained": False, "timm_proj": "linear", "image_size": 64}
     name = register(tmp_path, "token-drop-convnet", convnet, CLIP_TEXT)
     create_model_and_transforms(name)
     with pytest.raises(UserError, match=r"has no tokens to drop .*0\.25"):  # timm raises a TypeError
         create_model_and_transforms(name, force_patch_dropout=0.25)
-    with pytest.raises(UserError, match=r"drops 0\.5 of its tokens instead of 0\.25"):
-        check_token_drop(native(vision={"patch_dropout": 0.5}), 0.25)
-    for rate in (0.0, 1.0):
-        with pytest.raises(UserError, match="between 0 and 1"):
-            check_token_drop(model, rate)
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def open_clip_groups(model):
-    """What open_clip_train.main hands to AdamW, in its words."""
-    exclude = lambda n, p: p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n  # noqa: E731
-    named = list(model.named_parameters())
-    return (
-        [p for n, p in named if exclude(n, p) and p.requires_grad],
-        [p for n, p in named if not exclude(n, p) and p.requires_grad],
-    )
+def spared_by_open_clip(n, p):
+    """The condition of open_clip_train.main, in its words."""
+    return p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n
 
 
 def test_the_default_groups_are_open_clips(bert):
     for model in (native(), native(custom=True), timm_bert(bert)):
         freeze(model, ["text"], projection=False)
-        spared, decayed = parameter_groups(model, 0.2)
-        assert (spared["weight_decay"], decayed["weight_decay"]) == (0.0, 0.2)
-        for group, expected in zip((spared, decayed), open_clip_groups(model), strict=True):
-            assert [id(p) for p in group["params"]] == [id(p) for p in expected]
+        groups = parameter_groups(model, 0.2)
+        assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
+        for group, spared in zip(groups, (True, False), strict=True):
+            wanted = [
+                id(p) for n, p in model.named_parameters() if p.requires_grad and spared_by_open_clip(n, p) == spared
+            ]
+            assert [id(p) for p in group["params"]] == wanted
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_to_its_floor():
+    """As open_clip's own where the floor is 0."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
+    floored = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.2)
+    assert [floored(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert floored(8) == pytest.approx(0.6) and floored(12) == floored(20) == pytest.approx(0.2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    ours, stock = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.0), stock_cosine_lr(optimizer, 1.0, 4, 12)
+    assert [ours(step) for step in range(12)] == pytest.approx([stock(step) for step in range(12)])
 
 
 @pytest.mark.parametrize(("clip", "moved"), [(None, 5.0), (1.0, 1.0)])
@@ -397,23 +408,26 @@ def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wra
             assert model.logit_scale.item() == pytest.approx(expected)
 
 
-def test_embeddings_are_spared_on_request(bert):
-    for model, embeddings in (
-        (
-            timm_bert(bert),
-            ("cls_token", "pos_embed", "word_embeddings", "position_embeddings", "token_type_embeddings"),
-        ),
-        (native(), ("class_embedding", "positional_embedding", "visual.positional_embedding", "token_embedding")),
-    ):
-        usual, spared = parameter_groups(model, 0.1), parameter_groups(model, 0.1, exempt_embeddings=True)
-        names = {id(p): n for n, p in model.named_parameters()}
-        moved = {id(p) for p in spared[0]["params"]} - {id(p) for p in usual[0]["params"]}
-        found = {names[i] for i in moved}
-        assert all(any(embedding in name for embedding in embeddings) for name in found), found
-        assert all(any(embedding in name for name in names.values()) for embedding in embeddings)
-        decayed = {names[id(p)] for p in spared[1]["params"]}
-        assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed), decayed
-        assert sum(len(g["params"]) for g in spared) == len(names)
+@pytest.mark.parametrize(
+    ("kind", "embeddings"),
+    [
+        ("timm", "cls_token pos_embed word_embeddings position_embeddings token_type_embeddings"),
+        ("native", "class_embedding positional_embedding visual.positional_embedding token_embedding"),
+    ],
+)
+def test_embeddings_are_spared_on_request(bert, kind, embeddings):
+    model = timm_bert(bert) if kind == "timm" else native()
+    usual, spared = parameter_groups(model, 0.1), parameter_groups(model, 0.1, exempt_embeddings=True)
+    names = {id(p): n for n, p in model.named_parameters()}
+    moved = {names[id(p)] for p in spared[0]["params"]} - {names[id(p)] for p in usual[0]["params"]}
+    decayed = {names[id(p)] for p in spared[1]["params"]}
+    assert all(any(embedding in name for embedding in embeddings.split()) for name in moved), moved
+    assert all(any(embedding in name for name in names.values()) for embedding in embeddings.split())
+    assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed), decayed
+    assert sum(len(g["params"]) for g in spared) == len(names)
+
+
+def test_groups_that_cannot_be_made_are_refused():
     with pytest.raises(UserError, match="negative"):
         parameter_groups(native(), -1.0)
     with pytest.raises(UserError, match="nothing to optimise"):
@@ -434,7 +448,7 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
         constant_temperature(nn.Linear(2, 2))
 
 
-def mt5_or_bert(folder, kind):
+def mt5_or_bert(folder, kind, precision="fp32"):
     """A model with a text tower of that kind, made as training makes it with a flag of ours."""
     if kind == "mt5":
         MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(folder / "mt5")
@@ -442,7 +456,15 @@ def mt5_or_bert(folder, kind):
     else:
         text = bert_text(write_bert(folder / "bert"))
     name = register(folder / "configs", f"unlock-{kind}", NATIVE_VISION, text)
-    return create_model(RecipeConfig(dga_steps=2), Namespace(seed=0), name, None, pretrained_text=False)[0]
+    args = Namespace(seed=0, precision=precision)
+    return create_model(RecipeConfig(dga_steps=2), args, name, None, pretrained_text=False, precision=precision)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_precision_that_casts_half_of_a_tower_is_refused(tmp_path, precision):
+    """The first forward pass would end in a traceback about dtypes."""
+    with pytest.raises(UserError, match=f"--precision {precision} does not work with .* BertModel: .*take amp_bf16"):
+        mt5_or_bert(tmp_path, "bert", precision)
 
 
 @pytest.mark.line("4", reason="open_clip 3.3 knows no layers of BERT")
@@ -457,14 +479,10 @@ def test_open_clip_4_unlocks_layers_by_itself(tmp_path, kind, layers, last):
 
 
 @pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of every tower by itself")
-def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path):
+@pytest.mark.parametrize(("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")])
+def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path, kind, layers, last):
     """mT5's layers are in open_clip's table, BERT's are not: with a flag of ours each is unlocked by who can do it."""
-    model = mt5_or_bert(tmp_path, "mt5")
+    model = mt5_or_bert(tmp_path, kind)
     model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
-    learning = {n.split(".")[2] for n, p in model.text.named_parameters() if ".block." in n and p.requires_grad}
-    assert learning == {"2"}
-
-    model = mt5_or_bert(tmp_path, "bert")
-    model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
-    learning = {n.split(".")[3] for n, p in model.text.named_parameters() if ".layer." in n and p.requires_grad}
-    assert learning == {"1"}
+    learning = {n for n, p in model.text.named_parameters() if layers in n and p.requires_grad}
+    assert learning and all(f".{last}." in name for name in learning)

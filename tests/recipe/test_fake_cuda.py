@@ -24,9 +24,7 @@ from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, 
 
 K, B = 3, 4
 # What may wait, by a part of its line: (the most times a step, why).
-ALLOWED = {
-    "torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed"),
-}
+ALLOWED = {"torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed")}
 FIRST_STEP = {
     # One read; a fake tensor gives its list number by number, two for each of two features of each micro-batch, and for each
     # micro-batch's logit_scale beside the last one's.

@@ -1,26 +1,36 @@
-"""Coin-flip mixup equals A.3's formulas, under decoupled accumulation and over ranks too, and repeats after a resume."""
+"""Coin-flip mixup equals A.3's formulas, also under decoupled accumulation, and repeats after a resume.
+
+Over two ranks, through the whole program: tests/training/test_methods_together.py.
+"""
 
 import copy
 import math
-import sys
 
 import numpy as np
 import open_clip
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
-from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
-from support.programs import run_ranks
+from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph, vit
 
 EXACT = TOLERANCE[torch.float64]
 TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
-VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+
+
+def clip(kind=open_clip.CustomTextCLIP, **text):
+    """open_clip's own towers."""
+    torch.manual_seed(0)
+    return kind(embed_dim=16, vision_cfg=vit(), text_cfg=TEXT | text)
+
+
+def attached(model, **options):
+    mixup = CoinFlipMixup(**options)
+    mixup.attach(model)
+    return mixup
 
 
 def draws(mixup, count):
@@ -59,8 +69,7 @@ def test_a_case_done_by_hand():
 @pytest.mark.parametrize("mixes_images", [True, False])
 def test_values_and_gradients_are_those_of_the_paper(mixes_images):
     model = bert_clip().eval()
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
+    mixup = attached(model)
     (images, texts), mix = batches([5])[0], Mix(mixes_images, 0.7)
 
     with mixup.applied(mix):
@@ -82,22 +91,20 @@ def test_values_and_gradients_are_those_of_the_paper(mixes_images):
     assert error(found, gradients(model)) < EXACT
 
 
-def test_text_is_mixed_before_its_normalisation_and_only_within_a_step():
-    model = bert_clip().eval()
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
+@pytest.mark.parametrize("tower", [bert_clip, clip])
+def test_text_is_mixed_before_its_normalisation_and_only_within_a_step(tower):
+    model, unit = tower().eval(), torch.nn.functional.normalize
+    mixup = attached(model)
     mixup.attach(model)  # a second time changes nothing
     texts = batches([4])[0][1]
     with torch.no_grad():
         plain = model.encode_text(texts)
         with mixup.applied(Mix(False, 0.6)):
             mixed = model.encode_text(texts, normalize=True)
-        raw = 0.6 * plain + 0.4 * plain.flip(0)
-        torch.testing.assert_close(mixed, torch.nn.functional.normalize(raw, dim=-1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(mixed, unit(0.6 * plain + 0.4 * plain.flip(0), dim=-1))
         # Negative control: normalised first it is another thing.
-        unit = torch.nn.functional.normalize(plain, dim=-1)
-        assert (mixed - torch.nn.functional.normalize(0.6 * unit + 0.4 * unit.flip(0), dim=-1)).abs().max() > 1e-4
-        assert torch.equal(model.encode_text(texts), plain)
+        first = unit(plain, dim=-1)
+        assert (mixed - unit(0.6 * first + 0.4 * first.flip(0), dim=-1)).abs().max() > 1e-5
         with mixup.applied(Mix(True, 0.6)):
             assert torch.equal(model.encode_text(texts), plain)
         with pytest.raises(RuntimeError, match="inside"), mixup.applied(Mix(False, 0.6)):
@@ -110,8 +117,7 @@ def test_text_is_mixed_before_its_normalisation_and_only_within_a_step():
 def test_the_hook_leaves_names_and_copies_alone():
     model = bert_clip()
     names = list(model.state_dict())
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
+    mixup = attached(model)
     assert list(model.state_dict()) == names
     twin = copy.deepcopy(model).eval()
     texts = batches([4])[0][1]
@@ -175,35 +181,21 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_mixed_is_refused():
-    with pytest.raises(UserError, match="alpha must be positive"):
-        CoinFlipMixup(0)
-    with pytest.raises(UserError, match="seed must not be negative"):
-        CoinFlipMixup(seed=-1)
-    with pytest.raises(UserError, match="--force-custom-text"):
-        CoinFlipMixup().attach(open_clip.CLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT))
-    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT | {"output_tokens": True})
-    with pytest.raises(UserError, match="tokens"):
-        CoinFlipMixup().attach(model)
-    mixup = CoinFlipMixup()
-    with pytest.raises(UserError, match="attach"), mixup.step():
-        pass
-    mixup.attach(bert_clip())
-    with pytest.raises(UserError, match="another model"):
-        mixup.attach(bert_clip())
-
-
-def test_open_clips_own_text_tower_is_mixed_too():
-    torch.manual_seed(0)
-    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT).eval()
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
-    texts = batches([4])[0][1]
-    with torch.no_grad():
-        plain = model.encode_text(texts)
-        with mixup.applied(Mix(False, 0.25)):
-            mixed = model.encode_text(texts)
-    torch.testing.assert_close(mixed, 0.25 * plain + 0.75 * plain.flip(0))
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CoinFlipMixup(0), "alpha must be positive"),
+        (lambda: CoinFlipMixup(seed=-1), "seed must not be negative"),
+        (lambda: attached(clip(open_clip.CLIP)), "--force-custom-text"),
+        (lambda: attached(clip(output_tokens=True)), "tokens"),
+        (lambda: attached(clip(), texts="embeddings"), "needs a Hugging Face text tower"),
+        (lambda: attached(bert_clip()).attach(bert_clip()), "another model"),
+        (lambda: CoinFlipMixup().step().__enter__(), "attach"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
 
 
 # --- under decoupled gradient accumulation ---------------------------------------------------------------------------
@@ -241,22 +233,17 @@ def test_the_papers_alternatives_are_exact_too(of, texts):
 
             if of == "both":
                 images = mixed(images)
-            image = model.encode_image(images)
-            tower, mask = model.text, (tokens != 0).long()
+            image, bert, mask = model.encode_image(images), model.text.transformer, (tokens != 0).long()
             if texts == "embeddings":
-                embeddings = mixed(tower.transformer.get_input_embeddings()(tokens))
-                hidden = tower.transformer(inputs_embeds=embeddings, attention_mask=mask | mask.flip(0))
-                text = tower.proj(hidden.last_hidden_state[:, 0])
+                embeddings = mixed(bert.get_input_embeddings()(tokens))
+                hidden = bert(inputs_embeds=embeddings, attention_mask=mask | mask.flip(0))
             else:
-                text = mixed(
-                    tower.proj(tower.transformer(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 0])
-                )
-            unit = torch.nn.functional.normalize
-            return {
-                "image_features": unit(image, dim=-1),
-                "text_features": unit(text, dim=-1),
-                "logit_scale": model.logit_scale.exp(),
-            }
+                hidden = bert(input_ids=tokens, attention_mask=mask)
+            text = model.text.proj(hidden.last_hidden_state[:, 0])
+            text = text if texts == "embeddings" else mixed(text)
+            features = {"image_features": image, "text_features": text}
+            unit = {name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()}
+            return {**unit, "logit_scale": model.logit_scale.exp()}
 
     torch.manual_seed(7)
     loss_inputs = mix.loss_inputs(sizes)
@@ -276,18 +263,10 @@ def test_the_papers_alternatives_are_exact_too(of, texts):
     assert error(gradients(model), reference) > 0.01
     torch.manual_seed(7)
     with mixup.applied(mix):
-        dga.backward(
-            micro_batches, prepare=Mix(mixes_images=of == "coin", weight=weight).prepare, **loss_inputs
-        )  # fmt: skip
+        dga.backward(micro_batches, prepare=Mix(of == "coin", weight).prepare, **loss_inputs)
     assert error(gradients(model), reference) > 0.01
     mixup.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_word_embeddings_of_another_tower_are_refused():
-    model = open_clip.CustomTextCLIP(embed_dim=16, vision_cfg=VISION, text_cfg=TEXT)
-    with pytest.raises(UserError, match="needs a Hugging Face text tower"):
-        CoinFlipMixup(texts="embeddings").attach(model)
 
 
 @pytest.mark.parametrize("mixes_images", [True, False])
@@ -298,8 +277,7 @@ def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retai
     model, mix = bert_clip(), Mix(mixes_images, 0.35)
     if frozen:
         model.text.requires_grad_(False)
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
+    mixup = attached(model)
     micro_batches = batches(sizes)
     torch.manual_seed(7)
     with mixup.applied(mix):
@@ -326,8 +304,7 @@ def test_compiled_graphs_take_any_lambda():
     from torch._dynamo.testing import CompileCounterWithBackend  # here: the ranks' processes need not load it
 
     model = bert_clip(torch.float32).eval()
-    mixup = CoinFlipMixup(0.5, seed=1)
-    mixup.attach(model)
+    mixup = attached(model, alpha=0.5, seed=1)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter)
     images, texts = batches([4], torch.float32)[0]
@@ -340,61 +317,3 @@ def test_compiled_graphs_take_any_lambda():
                 torch.testing.assert_close(compiled(*inputs)[name], value, rtol=0, atol=1e-6)
     assert coins == {True, False}
     assert counter.frame_count == 2
-
-
-# --- over ranks ------------------------------------------------------------------------------------------------------
-
-RANK_SIZES = ([3, 2], [2, 4])
-
-
-def _rank(folder: str) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(100 + rank)  # ranks differ in all but the mixup's seed
-    model = bert_clip()
-    mixup = CoinFlipMixup(0.5, seed=5)  # images first, then texts
-    mixup.attach(model)
-    wrapped = DistributedDataParallel(model)
-    dga = DecoupledGradientAccumulation(wrapped, ContrastiveLoss(rank=rank, world_size=2))
-    seen = []
-    for step in range(2):
-        torch.manual_seed(rank)
-        with mixup.step() as mix:
-            sizes = RANK_SIZES[rank]
-            dga.backward(batches(sizes, seed=10 * step + rank), prepare=mix.prepare, **mix.loss_inputs(sizes))
-        seen.append((mix, gradients(model)))
-    torch.save([(mix.mixes_images, mix.weight, grads) for mix, grads in seen], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_give_the_one_graph_gradient(tmp_path):
-    run_ranks(2, __file__, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert {coin for coin, _, _ in first} == {True, False}
-    for step, ((coin, weight, grads), (other_coin, other_weight, other_grads)) in enumerate(
-        zip(first, second, strict=True)
-    ):
-        assert (coin, weight) == (other_coin, other_weight)
-        assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
-        model, mix = bert_clip(), Mix(coin, weight)
-        mixup = CoinFlipMixup()
-        mixup.attach(model)
-        micro_batches = [pair for rank in (0, 1) for pair in batches(RANK_SIZES[rank], seed=10 * step + rank)]
-        states = []
-        for rank in (0, 1):
-            torch.manual_seed(rank)
-            states += [torch.get_rng_state(), *[None] * (len(RANK_SIZES[rank]) - 1)]
-        with mixup.applied(mix):
-            _, reference = one_graph(
-                model,
-                ContrastiveLoss(),
-                micro_batches,
-                prepare=mix.prepare,
-                rng_states=states,
-                **mix.loss_inputs([*RANK_SIZES[0], *RANK_SIZES[1]]),
-            )
-        assert error(grads, reference) < EXACT
-
-
-if __name__ == "__main__":
-    _rank(sys.argv[1])

@@ -10,13 +10,16 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
+from support.dga_reference import batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.params import parse
 from training.train import Trainer, create_loss
@@ -122,6 +125,21 @@ def test_captions_and_embeddings_of_a_step_stand_as_its_texts_do():
     assert (of_pictures.flatten().tolist(), of_texts.flatten().tolist()) == ([20, 21, 22], texts)
 
 
+def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
+    """A resumed run begins with another step than the first."""
+    planned, settings = planned_of(model, "fp32")
+    drawn, draw = [], planned.mixup.draw
+    monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
+    stepper = Stepper(planned, settings)
+    recipe = RecipeStep(planned.model, ContrastiveLoss(), stepper.optimizer, precision="fp32", mixup=planned.mixup,
+                        normalize=planned.normalize)  # fmt: skip
+    recipe.take(groups_of(planned)[0], 5)
+    wanted = CoinFlipMixup(1.0, seed=SEED)
+    first = wanted.draw()
+    wanted.seek(5)
+    assert drawn == [wanted.draw()] != [first]
+
+
 def test_images_are_mixed_before_they_are_cast(model):
     """lambda's sum is taken in fp32: mixing what is bf16 already rounds twice, and differs."""
     stepper = Stepper(*planned_of(model, "pure_bf16"))
@@ -166,6 +184,18 @@ def test_one_process_says_that_it_gathers_nothing(ranks, caplog):
     args.rank, args.world_size = 0, ranks
     assert not create_loss(config, args).gather_grad
     assert ("changes nothing in one process" in caplog.text) == (ranks == 1)
+
+
+def test_compiled_blocks_give_the_gradient_of_one_graph():
+    """open_clip 4's --torchcompile-strategy blocks compiles each block of the towers in its place."""
+    model = bert_clip()
+    torch.manual_seed(3)
+    _, wanted = one_graph(model, ContrastiveLoss(), batches([3, 3]))
+    for block in model.visual.transformer.resblocks:
+        block.compile(backend="eager")
+    torch.manual_seed(3)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always").backward(batches([3, 3]))
+    assert error(gradients(model), wanted) <= 1e-10
 
 
 @pytest.mark.parametrize("frozen", [(), ("text",)])

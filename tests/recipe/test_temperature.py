@@ -17,7 +17,6 @@ from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.recipe.optimizer import MARK, as_temperatures, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import batches, bert_clip
-from training.params import parse
 from training.resume import load_checkpoint
 
 LOW, HIGH = TEMPERATURE_RANGE
@@ -185,20 +184,3 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     torch.save({"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file)
     with pytest.raises(UserError, match="trained without --ablate temperature-parameter, this run is with it"):
         load_checkpoint(plain, args, str(file))
-
-
-@pytest.mark.parametrize(
-    ("other", "sentence"),
-    [
-        ("--temperature-constant", "--temperature-constant does not work with --ablate temperature-parameter"),
-        ("--siglip", "--siglip does not work with --ablate detached-gather"),
-        ("--precision pure_bf16", "--precision pure_bf16 does not work with --ablate temperature-parameter"),
-        ("--distill-model x --distill-pretrained y", "--distill-model does not work with"),
-        ("--model coca_ViT-B-32", "--model coca_ViT-B-32 does not work with"),
-    ],
-)
-def test_what_it_does_not_work_with(other, sentence):
-    words = ["--train-data", "a=/x", "--ablate", "temperature-parameter", *other.split()]
-    with pytest.raises(UserError) as refused:
-        parse(words)
-    assert str(refused.value).startswith(sentence)

@@ -19,7 +19,6 @@ from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.dense_loss import DenseLoss
 from support.dga_reference import CONTEXT, VOCABULARY, batches, bert_clip, error, gradients, one_graph, vit
-from training.params import parse
 
 SIZES = [4, 5, 3]
 EXACT = 1e-12
@@ -206,16 +205,3 @@ def test_an_order_that_is_none_is_refused(order):
     with pytest.raises(UserError, match=r"text_order must hold each of 0..11 once"):
         DecoupledGradientAccumulation(model, ContrastiveLoss()).backward(padded(), text_order=order)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_flags_that_do_not_go_with_it():
-    named = ["--train-data", "a=/x", "--sort-text"]
-    assert parse(named)[1].sort_text
-    with pytest.raises(UserError, match="--cache-frozen of the text tower does not work with --sort-text"):
-        parse([*named, "--freeze", "text", "--cache-frozen", "/y"])
-
-
-@pytest.mark.line("3.3", reason="open_clip 4 has no --torchscript")
-def test_a_scripted_model_does_not_go_with_it():
-    with pytest.raises(UserError, match="--torchscript does not work with --sort-text"):
-        parse(["--train-data", "a=/x", "--sort-text", "--torchscript"])

@@ -105,7 +105,40 @@ def test_no_record(tmp_path, capsys, content, words):
         (tmp_path / "record.jsonl").write_text(content)
     assert zerovl(["report", str(tmp_path)]) == 2 and words in capsys.readouterr().err
     assert not (tmp_path / "run.html").exists()
-    assert zerovl(["report", str(tmp_path / "nowhere")]) == 2 and "there is no folder" in capsys.readouterr().err
+    assert (
+        zerovl(["report", str(tmp_path / "nowhere")]) == 2
+        and "does not exist; give the folder of a run" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "retrieval", "metrics": "x"},
+        {"kind": "retrieval", "metrics": {"coco": 1}},
+        {"kind": "retrieval"},
+        {"kind": "step", "by_source": [1]},
+        {"kind": "start", "sources": 5},
+        {"kind": "start", "settings": "x"},
+        {"kind": "lost", "delivered": {"a": "x"}},
+        {"kind": "lost", "lost": {"a": 3}},
+        {"kind": "end", "how": []},
+    ],
+)
+def test_a_line_with_values_of_other_types_is_left_out_with_a_sentence(tmp_path, odd, caplog):
+    write_record(tmp_path)
+    page = write_run_page(tmp_path).read_text()
+    assert not caplog.messages
+    with open(tmp_path / "record.jsonl", "a") as file:
+        file.write(json.dumps({"at": 2, **odd}) + "\n")
+    assert write_run_page(tmp_path).read_text() == page
+    assert "1 lines are cut off or not as training writes them" in caplog.text
+
+
+def test_an_evaluation_without_some_of_its_numbers_has_a_page(tmp_path):
+    write_record(tmp_path)
+    Record(tmp_path, 3.0).add("retrieval", 3, metrics={"coco": {"rsum": 310.0, "rsum_chance_upper": 400.0}, "own": {}})
+    assert "<td>310.0</td>" in write_run_page(tmp_path).read_text()
 
 
 def test_a_run_without_steps_has_a_page(tmp_path):
@@ -113,12 +146,22 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     assert "No step is recorded" in write_run_page(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("picture", ["https://example.org/a.png", 'data:image/png;base64,A" onerror="x', 3])
-def test_a_picture_from_elsewhere_is_refused(tmp_path, picture):
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"target": "https://example.org/a.png"},
+        {"target": 'data:image/png;base64,A" onerror="x'},
+        {"target": 3},
+        {"top": {"m": []}},  # without its rank
+        {"top": {"m": [{"pixels": PICTURE}]}, "rank": {"m": 1}},
+        {"top": 5},
+    ],
+)
+def test_a_picture_from_elsewhere_and_an_odd_example_are_refused(tmp_path, odd):
     write_record(tmp_path)
-    example = {"query": "c", "source": "s", "target": picture, "top": {}, "rank": {}}
+    example = {"query": "c", "source": "s", "target": PICTURE, "top": {}, "rank": {}, **odd}
     (tmp_path / EXAMPLES).write_text(json.dumps({"epoch": 1, "examples": [example]}))
-    with pytest.raises(UserError, match="is not what training wrote"):
+    with pytest.raises(UserError, match="has another content than training writes"):
         write_run_page(tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_halves_are_as_equal_as_ties_allow():
     assert threshold_of(Counter({(1, 3): 1, (2, 7): 8, (3, 9): 2})) == (3, 9)
 
 
-def test_what_cannot_be_split_is_told(tmp_path, capsys):
+def test_a_source_that_cannot_be_split_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "none"), str(tmp_path)]) == 2
     assert "holds no shards" in capsys.readouterr().err
     same = source(tmp_path / "same", ["a cat"] * 4)

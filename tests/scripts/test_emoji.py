@@ -7,6 +7,7 @@ finds, calls and checks it as it does the real one.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import io
 import json
@@ -23,6 +24,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.shards import members
+from scripts.drawn import __main__ as command
 from scripts.drawn import drawings, make, packages, vocabulary
 from scripts.drawn.emoji import EMOJI, concept_of, read_sources, split_concepts
 from scripts.drawn.make import load_drawn_split, prepare_drawn
@@ -61,9 +63,9 @@ def iconify(concepts: list[str], side: int, fill: str) -> dict[str, str]:
 
 def fake_packages(folder: Path) -> dict[str, Path]:
     everything = [*CONCEPTS, KEYCAP, FLAG]
+    inner = '<svg><rect width="40" height="20" fill="navy"/></svg>'
     sprite = "".join(
-        f'<svg viewBox="0 0 40 20" id="{c}" xmlns="http://www.w3.org/2000/svg"><svg><rect width="40" height="20" '
-        'fill="navy"/></svg></svg>'
+        f'<svg viewBox="0 0 40 20" id="{c}" xmlns="http://www.w3.org/2000/svg">{inner}</svg>'
         for c in (FLAG, CONCEPTS[0])
     )
     rows = [
@@ -76,10 +78,12 @@ def fake_packages(folder: Path) -> dict[str, Path]:
     )
     table += f"{CONCEPTS[0]}-1F3FB,people-body,hand,light hand,1\n"
 
-    def spoken(concepts: list[str]) -> dict[str, dict[str, list[str]]]:
-        as_characters = {"".join(chr(int(x, 16)) for x in c.split("-")): c for c in concepts}
-        return {chars: {"default": ["naïve", f"keyword {c}"], "tts": ["x"]} for chars, c in as_characters.items()}
+    def spoken(name: str, concepts: list[str]) -> dict[str, str]:
+        characters = {"".join(chr(int(x, 16)) for x in c.split("-")): c for c in concepts}
+        found = {chars: {"default": ["naïve", f"keyword {c}"], "tts": ["x"]} for chars, c in characters.items()}
+        return {f"{name}/en/annotations.json": json.dumps({name: {"annotations": found}})}
 
+    head = '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg">'
     contents = {
         "noto": iconify([*CONCEPTS, KEYCAP], 128, "gold"),
         "noto-flags": {
@@ -90,20 +94,12 @@ def fake_packages(folder: Path) -> dict[str, Path]:
         "openmoji": {
             "data/openmoji.csv": table,
             "LICENSE.txt": "Attribution-ShareAlike",
-            **{
-                f"color/svg/{c}.svg": '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg">'
-                f"{disc(i, 72, 'red')}</svg>"
-                for i, c in enumerate(everything)
-            },
+            **{f"color/svg/{c}.svg": f"{head}{disc(i, 72, 'red')}</svg>" for i, c in enumerate(everything)},
         },
         "fluent": iconify([*CONCEPTS, KEYCAP], 32, "teal"),
         "names": {"emoji.json": json.dumps(rows)},
-        "keywords": {"annotations/en/annotations.json": json.dumps({"annotations": {"annotations": spoken(CONCEPTS)}})},
-        "keywords-derived": {
-            "annotationsDerived/en/annotations.json": json.dumps(
-                {"annotationsDerived": {"annotations": spoken([KEYCAP, FLAG])}}
-            )
-        },
+        "keywords": spoken("annotations", CONCEPTS),
+        "keywords-derived": spoken("annotationsDerived", [KEYCAP, FLAG]),
     }
     for key, files in contents.items():
         tarball(folder / PACKAGES[key].file_name, PACKAGES[key], files)
@@ -115,13 +111,17 @@ def registry(tmp_path, monkeypatch) -> Registry:
     return Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
 
 
+@pytest.fixture
+def emoji(registry, tmp_path) -> Path:
+    """The data, prepared once."""
+    prepare_drawn(EMOJI, tmp_path / "emoji", **SMALL)
+    return tmp_path / "emoji"
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of the data but the cache."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and ".cache" not in path.relative_to(folder).parts
-    }
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name.as_posix(): path.read_bytes() for name, path in files.items() if ".cache" not in name.parts}
 
 
 def concepts_in(paths) -> list[str]:
@@ -133,12 +133,12 @@ def concepts_in(paths) -> list[str]:
 
 def test_sources_are_read_from_the_true_formats(tmp_path):
     sets = read_sources(fake_packages(tmp_path))
-    assert {source: len(sets[source]) for source in SOURCES} == {
-        "noto": 22,
-        "twemoji": 22,
-        "openmoji": 22,
-        "fluent": 21,  # no flag
-    }
+    assert [len(sets[source]) for source in ("noto", "twemoji", "openmoji", "fluent")] == [
+        22,
+        22,
+        22,
+        21,
+    ]  # fluent: no flag
     assert all("1F3FB" not in concept for source in SOURCES for concept in sets[source])
     first = CONCEPTS[2]
     assert sets["noto"][first].caption == "short 2, also 2 (Smileys & Emotion)"
@@ -153,10 +153,8 @@ def test_sources_are_read_from_the_true_formats(tmp_path):
 
 def test_an_alias_is_drawn_as_the_mirror_image_of_its_parent(tmp_path):
     sets = read_sources(fake_packages(tmp_path))
-    parent, alias = (
-        np.asarray(Image.open(io.BytesIO(drawings.rasterise(sets["fluent"][c].svg, 32))).convert("RGB"))
-        for c in CONCEPTS[:2]
-    )
+    pictures = [drawings.rasterise(sets["fluent"][concept].svg, 32) for concept in CONCEPTS[:2]]
+    parent, alias = (np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")) for picture in pictures)
     assert np.abs(parent.astype(int) - parent[:, ::-1]).max() > 100  # a negative control: it is not symmetric itself
     assert np.abs(alias.astype(int) - parent[:, ::-1]).max() < 32  # edges are sampled at other points
 
@@ -164,12 +162,9 @@ def test_an_alias_is_drawn_as_the_mirror_image_of_its_parent(tmp_path):
 def test_a_flag_is_drawn_whole_and_centred_on_white(tmp_path):
     svg = '<svg width="40" height="20" xmlns="http://www.w3.org/2000/svg"><path d="M0 0h40v20H0z" fill="#00f"/></svg>'
     picture = Image.open(io.BytesIO(drawings.rasterise(svg, 40)))
-    assert picture.mode == "RGB"
-    assert picture.size == (40, 40)
+    assert picture.mode == "RGB" and picture.size == (40, 40)
     pixels = np.asarray(picture)
-    assert (pixels[:10] == 255).all()
-    assert (pixels[30:] == 255).all()
-    assert (pixels[10:30] == (0, 0, 255)).all()
+    assert (pixels[:10] == 255).all() and (pixels[30:] == 255).all() and (pixels[10:30] == (0, 0, 255)).all()
 
 
 def test_blank_drawings_are_recognised_and_bad_ones_refused():
@@ -216,36 +211,52 @@ def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path
     assert "| noto | 22 | 18 | 4 | 2 | 2 | 0 |" in text
 
 
-def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(registry, tmp_path):
-    out = tmp_path / "emoji"
-    prepare_drawn(EMOJI, out, **SMALL)
-    samples = load_drawn_split(EMOJI, out, "test")
+def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(emoji, tmp_path):
+    samples = load_drawn_split(EMOJI, emoji, "test")
     concepts = [s.concept for s in samples["noto"]]
     assert len(concepts) == 8
     assert all([s.concept for s in samples[source]] == concepts for source in SOURCES)
     for concept in concepts:
         assert sum(s.held_out for source in SOURCES for s in samples[source] if s.concept == concept) == 1
     for source in SOURCES:
-        assert {s.concept for s in samples[source] if s.held_out} == set(
-            concepts_in((out / "test" / source).glob("test/*.tar"))
-        )
+        held_out = {s.concept for s in samples[source] if s.held_out}
+        assert held_out == set(concepts_in((emoji / "test" / source).glob("test/*.tar")))
         assert samples[source][0].image.size == (16, 16)
         assert samples[source][0].source == source
-    validation = load_drawn_split(EMOJI, out, "val")
+    validation = load_drawn_split(EMOJI, emoji, "val")
     assert not {s.concept for s in validation["noto"]} & set(concepts)
     with pytest.raises(UserError, match="'dev' is unknown"):
-        load_drawn_split(EMOJI, out, "dev")
+        load_drawn_split(EMOJI, emoji, "dev")
     with pytest.raises(UserError, match="no retrieval set"):
         load_drawn_split(EMOJI, tmp_path, "test")
 
 
-def test_the_same_settings_give_the_same_bytes(registry, tmp_path):
-    first, second, other = (tmp_path / name for name in ("first", "second", "other"))
-    prepare_drawn(EMOJI, first, **SMALL)
-    prepare_drawn(EMOJI, second, **SMALL)
-    assert contents(first) == contents(second)
-    prepare_drawn(EMOJI, other, **SMALL, seed=1)
-    assert contents(first)["test/noto/test/0.tar"] != contents(other)["test/noto/test/0.tar"]
+def test_the_same_settings_give_the_same_bytes(emoji, tmp_path):
+    for name, more in (("second", {}), ("other", {"seed": 1})):
+        prepare_drawn(EMOJI, tmp_path / name, **SMALL, **more)
+    assert contents(emoji) == contents(tmp_path / "second")
+    assert contents(emoji)["test/noto/test/0.tar"] != contents(tmp_path / "other")["test/noto/test/0.tar"]
+
+
+def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypatch, capsys):
+    """As the quick start asks for them."""
+    monkeypatch.setattr(command, "prepare_drawn", lambda data, out, **_: prepare_drawn(data, out, **SMALL))
+    assert command.main(["emoji", "--out", str(tmp_path / "emoji"), "--pairs", str(tmp_path / "pairs")]) == 0
+    with open(tmp_path / "pairs" / "pairs.csv", encoding="utf-8", newline="") as table:
+        rows = list(csv.DictReader(table))
+    trained = [
+        s
+        for source in SOURCES
+        for p in sorted((tmp_path / "emoji" / source).glob("*.tar"))
+        for s in members.read_samples(p)
+    ]
+    assert f"{len(trained)} pairs are in" in capsys.readouterr().out
+    assert [row["title"] for row in rows] == [sample.files["txt"].decode() for sample in trained]
+    assert [row["site"] for row in rows] == [json.loads(sample.files["json"])["source"] for sample in trained]
+    pictures = [(tmp_path / "pairs" / row["filepath"]).read_bytes() for row in rows]
+    assert pictures == [sample.files["png"] for sample in trained] and len({row["filepath"] for row in rows}) == len(
+        rows
+    )
 
 
 # ------------------------------------------------------------------------------------------------ called again
@@ -263,21 +274,18 @@ def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch,
     assert len(registry.calls) == calls
 
 
-def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, tmp_path):
-    out, fresh = tmp_path / "emoji", tmp_path / "fresh"
-    prepare_drawn(EMOJI, out, **SMALL)
-    calls = len(registry.calls)
-    before = contents(out)
-    (out / "noto" / "train-00000.tar").unlink()
-    prepare_drawn(EMOJI, out, **SMALL)
-    assert contents(out) == before
+def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, emoji, tmp_path):
+    calls, before = len(registry.calls), contents(emoji)
+    (emoji / "noto" / "train-00000.tar").unlink()
+    prepare_drawn(EMOJI, emoji, **SMALL)
+    assert contents(emoji) == before
     # Fewer, larger shards: none of the old ones may stay behind.
     larger = {**SMALL, "shard_size": 100}
-    prepare_drawn(EMOJI, out, **larger)
-    assert sorted(path.name for path in (out / "noto").glob("*.tar")) == ["train-00000.tar"]
+    prepare_drawn(EMOJI, emoji, **larger)
+    assert sorted(path.name for path in (emoji / "noto").glob("*.tar")) == ["train-00000.tar"]
     assert len(registry.calls) == calls
-    prepare_drawn(EMOJI, fresh, **larger)
-    assert contents(out) == contents(fresh)
+    prepare_drawn(EMOJI, tmp_path / "fresh", **larger)
+    assert contents(emoji) == contents(tmp_path / "fresh")
 
 
 def test_an_interrupted_call_is_taken_up(registry, tmp_path, monkeypatch):
@@ -398,27 +406,21 @@ def test_too_few_concepts_for_the_split_are_named():
 # ------------------------------------------------------------------------------------------------ text tower
 
 
-def test_the_bert_folder_works_in_open_clip_offline(registry, tmp_path, monkeypatch):
+def test_the_bert_folder_works_in_open_clip_offline(emoji, monkeypatch):
     from open_clip.tokenizer import HFTokenizer
     from transformers import AutoConfig, AutoModel
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    out = tmp_path / "emoji"
-    prepare_drawn(EMOJI, out, **SMALL)
+    out = emoji
     tokenizer = HFTokenizer(str(out / "bert"), context_length=25)
     pieces = tokenizer.tokenizer
     assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)
     assert (pieces.pad_token_id, pieces.cls_token, pieces.sep_token) == (0, "[CLS]", "[SEP]")
-    train = [
-        s.files["txt"].decode()
-        for source in SOURCES
-        for p in (out / source).glob("*.tar")
-        for s in members.read_samples(p)
-    ]
+    samples = (s for source in SOURCES for p in (out / source).glob("*.tar") for s in members.read_samples(p))
+    train = [sample.files["txt"].decode() for sample in samples]
     ids = tokenizer(train)
-    assert ids.shape == (len(train), 25)
+    assert ids.shape == (len(train), 25) and (ids[:, 0] == pieces.cls_token_id).all()
     assert not (ids == pieces.unk_token_id).any()
-    assert (ids[:, 0] == pieces.cls_token_id).all()
     assert pieces.decode(pieces("Naïve, thing 2")["input_ids"], skip_special_tokens=True) == "naive, thing 2"
     assert pieces.unk_token_id in pieces("日")["input_ids"]  # a negative control: unseen letters are unknown
     config = AutoConfig.from_pretrained(out / "bert")
@@ -433,25 +435,23 @@ WORDS = ["abacus", "about", "above", "zebra", "zero", "zone", "ring", "rink"]
 
 def test_the_vocabulary_does_not_depend_on_the_process(tmp_path):
     captions = [" ".join(random.Random(i).choices(WORDS, k=4)) for i in range(99)]
-    code = (
-        "import json, sys; from scripts.drawn.vocabulary import write_bert; "
-        "write_bert(sys.argv[1], json.loads(sys.argv[2]), vocab_size=60)"
-    )
+    code = "import json, sys; from scripts.drawn.vocabulary import write_bert; "
+    code += "write_bert(sys.argv[1], json.loads(sys.argv[2]), vocab_size=60)"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "3"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "b"), json.dumps(captions)],
-        check=True,
-        env=environment,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code, str(tmp_path / "b"), json.dumps(captions)]
+    subprocess.run(command, check=True, env=environment, timeout=120)
     assert vocabulary.write_bert(tmp_path / "a", captions, vocab_size=60) <= 60
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there are none"):
-        vocabulary.write_bert(tmp_path, [])
-    with pytest.raises(UserError, match="too small"):
-        vocabulary.write_bert(tmp_path, ["abc"], vocab_size=8)
-    with pytest.raises(UserError, match="width 96 cannot have 5 heads"):
-        vocabulary.write_bert(tmp_path, ["abc"], heads=5)
+@pytest.mark.parametrize(
+    ("captions", "settings", "said"),
+    [
+        ([], {}, "there are none"),
+        (["abc"], {"vocab_size": 8}, "too small"),
+        (["abc"], {"heads": 5}, "width 96 cannot have 5 heads"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(tmp_path, captions, settings, said):
+    with pytest.raises(UserError, match=said):
+        vocabulary.write_bert(tmp_path, captions, **settings)

@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -37,13 +36,9 @@ from scripts.paper.recipes import (
     probe_line,
     training_flags,
 )
-from scripts.paper.table import (
-    RECIPES,
-    described,
-    find_recipe,
-)
+from scripts.paper.table import RECIPES, described, find_recipe
 from support import ROOT, warm
-from support.programs import ForkedTrainings
+from support.programs import ForkedTrainings, kill, wait_until
 from support.reinforced import members_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
@@ -85,11 +80,6 @@ def recipes(*arguments: str | Path) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(words, status, out.getvalue(), errors.getvalue())
 
 
-def started(*arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [*RECIPES_PROGRAM, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-
-
 def zerovl(*arguments: str | Path) -> None:
     command = [warm.python(), "-m", "open_clip_zerovl.cli", *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
@@ -102,6 +92,20 @@ def settings(*values: str) -> list[str]:
 
 def given(line: list[str], flag: str) -> str:
     return line[line.index(flag) + 1]
+
+
+def shown(*arguments: str | Path) -> tuple[list[str], str]:
+    """The command that a dry run without SLURM prints, and the messages beside it."""
+    done = recipes(*arguments, "--dry-run", "--no-slurm")
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.splitlines()[1]), done.stderr
+
+
+def fill(data: Path, *folders: str) -> None:
+    """Sources with an empty shard each."""
+    for folder in folders:
+        (data / folder).mkdir(parents=True)
+        (data / folder / "00000.tar").touch()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,32 +157,29 @@ def test_a_batch_that_does_not_divide_is_said_and_one_without_dga_refused(capsys
 
 
 def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
-    done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
-    line = shlex.split(done.stdout.splitlines()[1])
-    assert done.returncode == 0 and line[1] == str(PROGRAM) and line[2:5] == ["--processes", "8", "--"]
+    line, said = shown("train-14m", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
+    assert line[1] == str(PROGRAM) and line[2:5] == ["--processes", "8", "--"]
     assert (given(line, "--batch-size"), given(line, "--dga-steps")) == ("128", "16")
     assert given(line, "--train-data").split("::")[0] == f"sbu={tmp_path}/sbu"
     assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == ["0.485", "0.456", "0.406"]
     absent = ", ".join(f"{tmp_path}/{source}" for source in ("sbu", "vg", "cc3m", "cc12m"))
-    assert f"missing: {absent} are not there; docs/datasets.md" in done.stderr
+    assert f"missing: {absent} are not there; docs/datasets.md" in said
     refused = recipes("train-14m", "--no-slurm", "--data", tmp_path)
     assert refused.returncode == 1 and f"{absent} are not there" in refused.stderr and not refused.stdout
 
 
 def test_empty_source_folders_are_told(tmp_path):
-    for source in ("sbu", "vg", "cc3m", "cc12m"):
-        (tmp_path / source).mkdir()
-        (tmp_path / source / "00000.tar").touch()
+    fill(tmp_path, "sbu", "vg", "cc3m", "cc12m")
     assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
     (tmp_path / "vg" / "00000.tar").unlink()
     assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/datasets.md")
 
 
-def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch, capsys):
+def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_recipes, "gpu_memories", list)
     monkeypatch.setattr(paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU"))
     with pytest.raises(
-        SystemExit, match=r"cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8"
+        SystemExit, match="cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8"
     ):
         paper_recipes.main(["14m", "--plan", "--data", str(tmp_path)])
 
@@ -205,8 +206,7 @@ def test_a_dry_run_on_several_nodes_needs_no_sbatch(tmp_path):
 
 def test_settings_set_replace_and_leave_out_flags(tmp_path):
     changed = settings("lr=3e-4", "pretrained-image=", "lock-text", "name=other")
-    done = recipes("clip", "--dry-run", "--no-slurm", "--gpus", "0", "--data", tmp_path, *changed)
-    line = shlex.split(done.stdout.splitlines()[1])
+    line, _ = shown("clip", "--gpus", "0", "--data", tmp_path, *changed)
     assert given(line, "--lr") == "3e-4" and "--pretrained-image" not in line and "--lock-text" in line
     assert line.count("--name") == 1 and given(line, "--name") == "other"
     assert (given(line, "--device"), given(line, "--precision")) == ("cpu", "fp32")
@@ -255,9 +255,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "Submitted batch job 7"; echo "$@" > {tmp_path}/submitted\n')
     (tmp_path / "sbatch").chmod(0o755)
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for source in ("coco/train", "coco/test"):
-        (tmp_path / source).mkdir(parents=True)
-        (tmp_path / source / "0.tar").touch()
+    fill(tmp_path, "coco/train", "coco/test")
     command = [*RECIPES_PROGRAM, "train-finetune-coco", "--data", tmp_path, "--gpus", "8", "--gpu-memory", "32"]
     command += ["--nodes", "2", "--sbatch=--partition=gpu", *settings("init-from=a.pt")]
     blind = subprocess.run([*command[:6], *command[10:]], env=environment, capture_output=True, text=True)
@@ -274,22 +272,24 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     assert given(own, "--retrieval-data") == f"coco={tmp_path}/coco"
 
 
-def test_what_a_recipe_cannot_start_without_is_asked_for(tmp_path):
-    done = recipes("finetune-f30k", "--data", tmp_path)
-    assert done.returncode == 1 and "give --set init-from=" in done.stderr
-    done = recipes("nothing")
-    assert done.returncode == 2 and "no recipe 'nothing'" in done.stderr
-    done = recipes("finetune-coco", "--plan", "--assume", "v100:8", "--dry-run", "--data", tmp_path)
-    assert done.returncode == 0 and "the run needs it: give --set init-from=" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["finetune-f30k"], 1, "give --set init-from="),
+        (["nothing"], 2, "no recipe 'nothing'"),
+        (["finetune-coco", "--plan", "--assume", "v100:8", "--dry-run"], 0, "the run needs it: give --set init-from="),
+    ],
+)
+def test_what_a_recipe_cannot_start_without_is_asked_for(tmp_path, words, status, said):
+    done = recipes(*words, "--data", tmp_path)
+    assert done.returncode == status and said in done.stderr
 
 
 def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
-    done = recipes("14m", "--plan", "--assume", "v100:8", "--dry-run", "--data", tmp_path)
-    line = shlex.split(done.stdout.splitlines()[1])
+    line, _ = shown("14m", "--plan", "--assume", "v100:8", "--data", tmp_path)
     assert line[line.index("plan") :][:5] == ["plan", "--effective-batch", "16384", "--assume", "v100:8"]
     assert "--batch-size" not in line and "--dga-steps" not in line and "--device" not in line
-    here = recipes("14m", "--plan", "--dry-run", "--gpus", "0", "--data", tmp_path, *settings("batch-size=4"))
-    line = shlex.split(here.stdout.splitlines()[1])
+    line, _ = shown("14m", "--plan", "--gpus", "0", "--data", tmp_path, *settings("batch-size=4"))
     assert given(line, "--device") == "cpu" and given(line, "--batch-size") == "4" and "--assume" not in line
 
 
@@ -297,9 +297,7 @@ def test_stored_teachers_are_asked_for(tmp_path):
     """Their embeddings lie in DATA/teacher, where nothing else is said."""
     recipe = RECIPES["distill-14m"]
     assert training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"] == f"{tmp_path}/teacher"
-    for source in recipe.sources:
-        (tmp_path / source).mkdir()
-        (tmp_path / source / "00000.tar").touch()
+    fill(tmp_path, *recipe.sources)
     missing = missing_for(recipe, tmp_path, {})
     assert missing.startswith(
         f"{tmp_path}/teacher holds no teachers' embeddings; `zerovl teacher ViT-L-14-quickgelu/openai "
@@ -311,24 +309,22 @@ def test_stored_teachers_are_asked_for(tmp_path):
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
 
 
-def test_the_make_targets_call_the_launcher():
-    def command(*words: str) -> str:
-        done = subprocess.run(
-            ["make", "--no-print-directory", "-n", *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip().splitlines()[-1]
-
-    assert command("train-14m", "DATA=/d", "DRY_RUN=1").endswith(
-        "scripts.paper.recipes train-14m --data '/d' --dry-run"
-    )
-    assert command("train-finetune-coco", "ARGS=--nodes 2").endswith(
-        "scripts.paper.recipes train-finetune-coco --nodes 2"
-    )
-    spaced = shlex.split(command("train-14m", "DATA=/my data; touch it's"))
-    assert spaced[-2:] == ["--data", "/my data; touch it's"]
-    assert command("finetune-coco-288").endswith("scripts.paper.recipes finetune-coco-288")
-    assert command("plan-14m", "ASSUME=v100:8").endswith("scripts.paper.recipes train-14m --plan --assume 'v100:8'")
+@pytest.mark.parametrize(
+    ("words", "called"),
+    [
+        (["train-14m", "DATA=/d", "DRY_RUN=1"], ["train-14m", "--data", "/d", "--dry-run"]),
+        (["train-finetune-coco", "ARGS=--nodes 2"], ["train-finetune-coco", "--nodes", "2"]),
+        (["train-14m", "DATA=/my data; touch it's"], ["train-14m", "--data", "/my data; touch it's"]),
+        (["finetune-coco-288"], ["finetune-coco-288"]),
+        (["plan-14m", "ASSUME=v100:8"], ["train-14m", "--plan", "--assume", "v100:8"]),
+    ],
+)
+def test_the_make_targets_call_the_launcher(words, called):
+    command = ["make", "--no-print-directory", "-n", *words]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = shlex.split(done.stdout.strip().splitlines()[-1])
+    assert line[line.index("scripts.paper.recipes") + 1 :] == called
 
 
 @pytest.mark.slow(reason="a ViT-B with BERT-base, exported and run: 13 seconds; small models have such tests")
@@ -367,9 +363,8 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
     write_bert(folder / "bert", words=[*WORDS, *digits])
-    for number, source in enumerate(
-        ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
-    ):
+    sources = ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
+    for number, source in enumerate(sources):
         write_source(folder / "data" / source, 1000 * number, 40, 20)
     for name in ("coco", "f30k"):
         write_retrieval_set(folder / name, [2] * 8)
@@ -379,11 +374,10 @@ def workplace(tmp_path_factory) -> Path:
     write_tar(folder / "data" / "datacompdr-12m" / "00000.tar", reinforced)
     for split, count in (("train", 6), ("val", 2)):
         for label in range(2):
-            members = [(f"{n:03d}.png", png((120 * label, 7 * n, 9), 32)) for n in range(count)]
             place = folder / "data" / "imagenet" / split / f"class{label}"
             place.mkdir(parents=True)
-            for name, content in members:
-                (place / name).write_bytes(content)
+            for n in range(count):
+                (place / f"{n:03d}.png").write_bytes(png((120 * label, 7 * n, 9), 32))
     return folder
 
 
@@ -419,10 +413,8 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
                 zerovl("teacher", base, "--train-data", sources, "--out", data / "teacher", *seen)
             values += [f"{need}={base}" for need in recipe.needs]
             values += ["teacher=shards:4,3"] * (name == "datacompdr-12m")
-            shown = recipes(name, "--dry-run", "--no-slurm", "--gpus", "0", "--data", data, *small(workplace, *values))
-            assert shown.returncode == 0 and "missing" not in shown.stderr, shown.stderr
-            line = shlex.split(shown.stdout.splitlines()[1])
-            assert line[1] == str(PROGRAM)
+            line, said = shown(name, "--gpus", "0", "--data", data, *small(workplace, *values))
+            assert line[1] == str(PROGRAM) and "missing" not in said
             answer, printed = trainings(line[2:], workplace / f"{name}.txt")
             assert answer["statuses"] == [0], f"{name}: {answer}\n{printed[-3000:]}"
             words = (workplace / "logs" / name / "out.log").read_text()
@@ -442,7 +434,8 @@ def test_the_linear_probe_runs_through_the_launcher(workplace, tmp_path):
     checkpoint = write_run(workplace / "clip" / "run", random_model(name), {"model": name})
     folder = export_local_dir(checkpoint, tmp_path / "exported")
     quick = settings(f"model={folder}", f"out={out}", "batch-size=4", "epochs=2", "workers=0")
-    done = started("linear-probe", "--gpus", "0", "--data", workplace / "data", *quick)
+    command = [*RECIPES_PROGRAM, "linear-probe", "--gpus", "0", "--data", workplace / "data", *quick]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads((out / "linear_probe.json").read_text())
     assert json.dumps(result).count("top1") and (out / "state.pt").exists()
@@ -460,21 +453,13 @@ def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
             parser.parse_args(probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:])
 
 
-def descendants(pid: int) -> list[int]:
-    below = children_of(pid)
-    return [*below, *(child for parent in below for child in descendants(parent))]
-
-
 def start(command: list[str | Path], log: Path) -> subprocess.Popen:
     with open(log, "a") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
 
 
-def wait_for_step(folder: Path, step: int, run: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 150
-    while not any(int(path.stem[-8:]) >= step for path in (folder / "checkpoints").glob("step_*.pt")):
-        assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.02)
+def step_saved(folder: Path) -> int:
+    return max((int(path.stem[-8:]) for path in (folder / "checkpoints").glob("step_*.pt")), default=0)
 
 
 @pytest.mark.slow  # four starts of two or four ranks: one to two minutes each on two cores
@@ -491,24 +476,19 @@ def test_stopped_and_killed_the_same_command_ends_as_if_never_interrupted(workpl
     folder, log = workplace / "logs" / f"broken{ranks}", workplace / f"broken{ranks}.txt"
     run = start(broken, log)
     try:
-        wait_for_step(folder, 10, run, log)
+        wait_until(lambda: step_saved(folder) >= 10, run, log)
         run.terminate()  # as a scheduler does
         assert run.wait(timeout=60) == 85
         assert "The same command goes on from there" in log.read_text() and (folder / "requeue").exists()
-        stopped = max(int(path.stem[-8:]) for path in (folder / "checkpoints").glob("step_*.pt"))
+        stopped = step_saved(folder)
         run = start(broken, log)
-        wait_for_step(folder, stopped + 5, run, log)
-        for pid in [*descendants(run.pid), run.pid]:  # a lost machine: nobody is asked
-            os.kill(pid, signal.SIGKILL)
-        assert run.wait(timeout=60) == -signal.SIGKILL
-        run = start(broken, log)
-        assert run.wait(timeout=200) == 0, log.read_text()[-3000:]
-        run = start(whole, log)
-        assert run.wait(timeout=200) == 0, log.read_text()[-3000:]
+        wait_until(lambda: step_saved(folder) >= stopped + 5, run, log)
+        kill(run)  # a lost machine: nobody is asked
+        for command in (broken, whole):
+            run = start(command, log)
+            assert run.wait(timeout=200) == 0, log.read_text()[-3000:]
     finally:
-        if run.poll() is None:
-            for pid in [*descendants(run.pid), run.pid]:
-                os.kill(pid, signal.SIGKILL)
+        kill(run)
     ours, theirs = weights(workplace, f"broken{ranks}"), weights(workplace, f"whole{ranks}")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -533,21 +513,16 @@ run_as_program()
 def test_ranks_without_a_checkpoint_to_write_wait_for_the_one_that_writes(workplace, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_TO_WRITE)
     values = small(workplace, "name=slow", "effective-batch=8", "batch-size=4", "retrieval-data=", "save-every-steps=")
-    shown = recipes("clip", "--dry-run", "--no-slurm", "--gpus", "0", "--data", workplace / "data", *values)
-    arguments = shlex.split(shown.stdout.splitlines()[1])[2:]
+    line, _ = shown("clip", "--gpus", "0", "--data", workplace / "data", *values)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
     log, folder = tmp_path / "log", workplace / "logs" / "slow"
-    run = start([*torchrun, tmp_path / "slow.py", *arguments], log)
+    run = start([*torchrun, tmp_path / "slow.py", *line[2:]], log)
     try:
-        deadline = time.monotonic() + 120
-        while "Train Epoch" not in ((folder / "out.log").read_text() if (folder / "out.log").exists() else ""):
-            assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.05)
+        printed = folder / "out.log"
+        wait_until(lambda: printed.exists() and "Train Epoch" in printed.read_text(), run, log)
         for rank in children_of(run.pid):
             os.kill(rank, signal.SIGUSR1)
         run.wait(timeout=120)
     finally:
-        if run.poll() is None:
-            for pid in [*descendants(run.pid), run.pid]:
-                os.kill(pid, signal.SIGKILL)
+        kill(run)
     assert len(list((folder / "checkpoints").glob("step_*.pt"))) == 1 and (folder / "requeue").exists()

@@ -1,7 +1,6 @@
 """The measured bias of the gradient without replayed masks (scripts/ablation/replay.py)."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_there_is_no_bias_without_dropout_and_some_with_it(batch):
 
 
 def test_two_means_with_replay_differ_by_chance_only(batch, monkeypatch):
-    """The negative control: what is taken off as chance is what chance gives."""
+    """The negative control: without any bias the difference is within the chance that is taken off."""
     stock = replay.DecoupledGradientAccumulation
     monkeypatch.setattr(
         replay, "DecoupledGradientAccumulation", lambda *args, replay_rng, **kwargs: stock(*args, **kwargs)
@@ -59,16 +58,10 @@ def test_two_means_with_replay_differ_by_chance_only(batch, monkeypatch):
     assert bias < chance
 
 
-def test_a_model_without_dropout_has_nothing_to_measure(tmp_path, monkeypatch):
+def test_a_model_without_dropout_has_nothing_to_measure(tmp_path):
     assert set_dropout(nn.Linear(2, 2), 0.5) == 0
     with pytest.raises(replay.UserError, match=r"no epoch_N.pt: train with --save-frequency 1"):
         replay.measure([], tmp_path, [0.1], 2)
-
-
-def test_the_page_has_a_table_where_it_was_measured(tmp_path):
-    assert replay.read_table(tmp_path / "replay.json") == ""
-    (tmp_path / "replay.json").write_text(json.dumps([asdict(replay.Bias(4, 0.1, 0.25, 0.01, 0.98))]))
-    assert "| 4 | 0.1 | 0.250 | 0.010 | 0.9800 |" in replay.read_table(tmp_path / "replay.json")
 
 
 def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import tarfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -119,36 +119,27 @@ def test_where_the_folder_is_not_writable_it_goes_into_the_cache(shard, monkeypa
 
 
 def test_many_may_build_the_same_one(shard):
-    results = []
-
-    def build():
+    def build(_: int) -> int:
         tar_index._open.cache_clear()
-        results.append(len(open_index(str(shard))))
+        return len(open_index(str(shard)))
 
-    threads = [threading.Thread(target=build) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [30] * 8
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(build, range(8))) == [30] * 8
     assert os.listdir(shard.parent / ".zerovl-index") == ["00000.tar.npz"]  # nothing temporary is left
 
 
 def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):
     whole = shard.read_bytes()
     source = Source("s", (str(shard),), (30,))
+    piped = Source("s", (f"pipe:cat {shard}",), (30,))
     for size in (len(whole) // 3, len(whole) // 2 + 7, len(whole) // 2 + 512):
         shard.write_bytes(whole[:size])
         os.utime(shard, ns=(size, size))
         outcomes = []
-        for samples in (
-            Reading(source, 0).samples(0, 0, 0),
-            Reading(source, 0).samples(0, 5, 5),
-            Reading(Source("s", (f"pipe:cat {shard}",), (30,)), 0).samples(0, 5, 5),
-        ):
+        for read, start in ((source, 0), (source, 5), (piped, 5)):
             keys = []
             with pytest.raises(ShardError) as raised:
-                for sample in samples:
+                for sample in Reading(read, 0).samples(0, start, start):
                     keys.append((sample.key, sample.fault))
             outcomes.append((keys[-3:], raised.value.readable))
         assert outcomes[0] == outcomes[1] == outcomes[2] and outcomes[0][1] > 5

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
-from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, Wait, open_url
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, Wait, check_openable, open_url
 from open_clip_zerovl.shards.transfers import Unreachable
 from support.shard_server import shard_server
 
@@ -42,7 +45,7 @@ def read_all(url: str, policy: RetryPolicy, size: int = 70_001) -> bytes:
         (["429"], "server answered 429"),
         (["reset:3500000", "reset:30000"], "cut off"),
         (["cut:3500000", "cut:5", "503"], "server answered 503"),
-        (["silent"], "server said nothing"),
+        (["silent"], "server sent nothing"),
         (["crawl"], "came slower than 1024 bytes/s"),
         (["long"], "cut off"),
     ],
@@ -154,7 +157,7 @@ def test_a_store_of_fsspec(monkeypatch):
             read_all("memory://bucket/1.tar", patient())
     finally:
         store.rm("/bucket", recursive=True)
-    assert waits[0].reasons == {"cut off": 2, "server said nothing": 1}
+    assert waits[0].reasons == {"cut off": 2, "server sent nothing": 1}
 
 
 class DropsOff:
@@ -174,6 +177,59 @@ class DropsOff:
 
     def close(self) -> None:
         pass
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's answer to a download: a redirect to another host, which has the file. Keeps (path, token) of each request."""
+
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization")))
+        at_the_hub = "/resolve/" in self.path
+        self.send_response(302 if at_the_hub else 200)
+        if at_the_hub:
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/stored")
+        self.send_header("Content-Length", "0" if at_the_hub else str(len(CONTENT)))
+        self.end_headers()
+        self.wfile.write(b"" if at_the_hub else CONTENT)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("hf://datasets/user/photos/train/0.tar", "/datasets/user/photos/resolve/main/train/0.tar"),
+        ("hf://datasets/user/photos@refs%2Fpr%2F1/0.tar", "/datasets/user/photos/resolve/refs%2Fpr%2F1/0.tar"),
+        ("hf://user/model/0 1.tar", "/user/model/resolve/main/0%201.tar"),
+    ],
+)
+def test_shards_on_the_hugging_face_hub(monkeypatch, url, path):
+    """Asked for with the user's token, which goes to the hub alone and not to the host that it redirects to."""
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    place = f"http://127.0.0.1:{hub.server_address[1]}"
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        f"{place}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    try:
+        check_openable(url)
+        Hub.asked.clear()
+        assert read_all(url, patient()) == CONTENT
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert Hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
+
+
+def test_a_url_that_names_no_file_on_the_hub_is_refused():
+    for url in ("hf://datasets/user/photos", "hf://0.tar"):
+        with pytest.raises(UserError, match="write hf://datasets/USER/NAME/FILE.tar"):
+            check_openable(url)
 
 
 def test_a_command_is_run_again_and_what_is_known_dropped(tmp_path):

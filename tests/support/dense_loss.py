@@ -17,13 +17,7 @@ class DenseLoss(nn.Module):
     """`ContrastiveLoss`, and with `sigmoid` `SigmoidLoss`, by definition; called as they are, in one process."""
 
     def __init__(
-        self,
-        *,
-        cross_source_weight: float = 1.0,
-        positives: str = "pair",
-        distill_weight: float = 0.0,
-        distill_temperature: float = 0.01,
-        sigmoid: bool = False,
+        self, *, cross_source_weight=1.0, positives="pair", distill_weight=0.0, distill_temperature=0.01, sigmoid=False
     ) -> None:
         super().__init__()
         self.cross_source_weight, self.positives, self.sigmoid = cross_source_weight, positives, sigmoid
@@ -37,31 +31,28 @@ class DenseLoss(nn.Module):
         logit_bias=None,
         output_dict=False,
         *,
+        texts_per_image=1,
+        **targets,
+    ):
+        """One loss for each text of the images, summed."""
+        ids, teachers, losses = targets.pop("ids", None), targets.pop("teacher_features", ()), []
+        for number, texts in enumerate(text_features.chunk(texts_per_image)):
+            own_ids = ids and {**ids, "caption": ids["caption"].chunk(texts_per_image)[number]}
+            own = [(images, of_texts.chunk(texts_per_image)[number]) for images, of_texts in teachers]
+            losses.append(self._of_pairs(image_features, texts, logit_scale, logit_bias, own_ids, own, **targets))
+        return {"contrastive_loss": sum(losses)} if output_dict else sum(losses)
+
+    def _of_pairs(
+        self,
+        image_features,
+        text_features,
+        logit_scale,
+        logit_bias,
+        ids,
+        teacher_features,
         mixup_lambda=None,
         partner=None,
-        ids=None,
-        teacher_features=(),
-        texts_per_image=1,
     ):
-        if texts_per_image > 1:  # one loss for each text of the images, summed
-            captions = ids["caption"].chunk(texts_per_image) if ids else [None] * texts_per_image
-            texts = [features.chunk(texts_per_image) for _, features in teacher_features]
-            losses = [
-                self(
-                    image_features,
-                    of_set,
-                    logit_scale,
-                    logit_bias,
-                    mixup_lambda=mixup_lambda,
-                    partner=partner,
-                    ids=ids and {**ids, "caption": captions[number]},
-                    teacher_features=[
-                        (teachers[0], of[number]) for teachers, of in zip(teacher_features, texts, strict=True)
-                    ],
-                )
-                for number, of_set in enumerate(text_features.chunk(texts_per_image))
-            ]
-            return {"contrastive_loss": sum(losses)} if output_dict else sum(losses)
         n = len(image_features)
         positive = torch.eye(n, dtype=torch.bool)
         for name in {"pair": [], "both": ["caption", "image"]}.get(self.positives, [self.positives]):
@@ -93,7 +84,7 @@ class DenseLoss(nn.Module):
             loss = loss + self.distill_weight * cross_entropies(logits, weights, over_texts, over_images)
         if logit_bias is not None:
             loss = loss + 0.0 * logit_bias.sum()
-        return {"contrastive_loss": loss} if output_dict else loss
+        return loss
 
 
 def cross_entropies(logits: Tensor, weights: Tensor, over_texts: Tensor, over_images: Tensor) -> Tensor:

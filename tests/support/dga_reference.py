@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from support.dense_loss import set_by_set
+from support.tiny_clip import bert_text
 
 # From ARCHITECTURE, invariant 1.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
@@ -31,28 +32,14 @@ VOCABULARY = 64
 @cache
 def bert_folder() -> str:
     folder = Path(tempfile.mkdtemp(prefix="tiny-bert-"))
-    BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=CONTEXT,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-    ).save_pretrained(folder)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertConfig(**sizes, intermediate_size=64, max_position_embeddings=CONTEXT).save_pretrained(folder)  # dropout 0.1
     return str(folder)
 
 
 def vit(patch_dropout: float = 0.25) -> dict[str, Any]:
-    return {
-        "layers": 2,
-        "width": 32,
-        "head_width": 16,
-        "patch_size": 8,
-        "image_size": 32,
-        "patch_dropout": patch_dropout,
-    }
+    sizes = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}
+    return {**sizes, "patch_dropout": patch_dropout}
 
 
 def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: int = 0, **vision: Any) -> nn.Module:
@@ -61,12 +48,7 @@ def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: i
     model = open_clip.CustomTextCLIP(
         embed_dim=16,
         vision_cfg=vit() | vision,
-        text_cfg={
-            "hf_model_name": bert_folder(),
-            "hf_model_pretrained": False,
-            "hf_proj_type": "linear",
-            "hf_pooler_type": "cls_last_hidden_state_pooler",
-        },
+        text_cfg=bert_text(bert_folder()),
         init_logit_scale=math.log(20.0),
         init_logit_bias=-10.0 if bias else None,
         output_dict=True,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -48,3 +50,37 @@ def loader_of(
         **{name: options.pop(name) for name in _OF_MIXTURE if name in options},
     )
     return MixtureLoader(mixture, workers=workers, **{"max_bad_share": 1.0, **options})
+
+
+def epoch_of(
+    sources: str | tuple[Source, ...],
+    batching: Batching,
+    epoch: int = 0,
+    *,
+    start_step: int = 0,
+    lost: Counter[str] | None = None,
+    **options: Any,
+) -> list[list[tuple[torch.Tensor, ...]]]:
+    """[rank][micro-batch] -> the batch, of one epoch of all ranks.
+
+    Args:
+        lost: collects "source: reason" of the samples that the ranks have replaced; None refuses bad samples.
+        options: of `loader_of`.
+    """
+    ranks = []
+    for rank in range(batching.world_size):
+        policy = "fail" if lost is None else "replace"
+        loader = loader_of(sources, batching, rank=rank, on_bad_sample=policy, **options)
+        loader.set_epoch(epoch, start_step)
+        ranks.append(list(loader))
+        if lost is not None:
+            lost.update({f"{name}: {why}": n for name, reasons in loader.lost.items() for why, n in reasons.items()})
+    return ranks
+
+
+def steps_of(ranks: list[list[tuple[torch.Tensor, ...]]], dga_steps: int = 1) -> list[list[int]]:
+    """The IDs of each optimizer step, over all ranks and micro-batches."""
+    return [
+        [number for rank in ranks for _, ids in rank[begin : begin + dga_steps] for number in ids.tolist()]
+        for begin in range(0, len(ranks[0]), dga_steps)
+    ]

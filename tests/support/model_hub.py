@@ -5,44 +5,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+from support.loopback import Handler, Server, serving
 
-class ModelHub(ThreadingHTTPServer):
+
+class ModelHub(Server):
     """What the hub holds: {repository: {file: content}} and the number of commits. `fault` names what goes wrong next."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
         self.commits: list[str] = []
         self.objects: dict[str, bytes] = {}
         self.fault = ""
-        self.address = f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: ModelHub
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def _send(self, content: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.answer(status, body, {"Content-Type": "application/json", **(headers or {})})
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -157,14 +142,6 @@ def _entry(file: str, content: bytes) -> dict:
     return entry
 
 
-@contextmanager
-def model_hub() -> Iterator[ModelHub]:
+def model_hub():
     """A hub that answers until the block ends."""
-    hub = ModelHub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
+    return serving(ModelHub())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.drawn.packages import NpmPackage
+from support.tars import add_file
 
 
 def tarball(path: Path, package: NpmPackage, files: dict[str, str]) -> None:
@@ -19,9 +19,7 @@ def tarball(path: Path, package: NpmPackage, files: dict[str, str]) -> None:
     files = {"package.json": json.dumps({"name": package.name, "version": package.version}), **files}
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():
-            member = tarfile.TarInfo(f"package/{name}")
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
+            add_file(tar, f"package/{name}", text.encode())
 
 
 class Registry:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 from PIL import Image
 
 from open_clip_zerovl.shards.members import Sample, read_samples
@@ -53,10 +57,6 @@ def write_pictures(folder: Path, pairs: list[Pair]) -> None:
         (folder / pair.name).write_bytes(pair.content)
 
 
-def _rows(pairs: list[Pair]) -> list[tuple[str, str, str]]:
-    return [(pair.name, caption, pair.source) for pair in pairs for caption in pair.captions]
-
-
 def as_folder(folder: Path, pairs: list[Pair]) -> Path:
     """Texts beside the pictures, one caption a line."""
     write_pictures(folder, pairs)
@@ -74,39 +74,32 @@ def as_json_folder(folder: Path, pairs: list[Pair]) -> Path:
     return folder
 
 
-def as_csv(folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv") -> Path:
-    """A row a caption, paths relative to the table."""
+def _write_table(
+    folder: Path, pairs: list[Pair], header: tuple, rows: list[tuple], name: str = "pairs.csv", separator: str = ","
+) -> Path:
     write_pictures(folder, pairs)
     with open(folder / name, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter=separator)
-        writer.writerow(("filepath", "title", "kind"))
-        writer.writerows(_rows(pairs))
+        csv.writer(file, delimiter=separator).writerows([header, *rows])
     return folder / name
 
 
-def as_tsv(folder: Path, pairs: list[Pair]) -> Path:
-    return as_csv(folder, pairs, separator="\t", name="pairs.tsv")
+def as_csv(folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv") -> Path:
+    """A row a caption, paths relative to the table."""
+    rows = [(pair.name, caption, pair.source) for pair in pairs for caption in pair.captions]
+    return _write_table(folder, pairs, ("filepath", "title", "kind"), rows, name, separator)
 
 
 def as_columns_csv(folder: Path, pairs: list[Pair]) -> Path:
     """A row a picture, captions in numbered columns, with semicolons."""
-    write_pictures(folder, pairs)
-    with open(folder / "pairs.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, delimiter=";")
-        writer.writerow(("Image", "Caption 1", "Caption 2", "Caption 3", "kind"))
-        for pair in pairs:
-            writer.writerow((pair.name, *[*pair.captions, "", ""][:3], pair.source))
-    return folder / "pairs.csv"
+    header = ("Image", "Caption 1", "Caption 2", "Caption 3", "kind")
+    rows = [(pair.name, *[*pair.captions, "", ""][:3], pair.source) for pair in pairs]
+    return _write_table(folder, pairs, header, rows, separator=";")
 
 
 def as_listed_csv(folder: Path, pairs: list[Pair]) -> Path:
     """A row a picture, captions as pandas writes a list into a cell."""
-    write_pictures(folder, pairs)
-    with open(folder / "pairs.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("path", "captions", "kind"))
-        writer.writerows((pair.name, repr(pair.captions), pair.source) for pair in pairs)
-    return folder / "pairs.csv"
+    rows = [(pair.name, repr(pair.captions), pair.source) for pair in pairs]
+    return _write_table(folder, pairs, ("path", "captions", "kind"), rows)
 
 
 def as_jsonl(folder: Path, pairs: list[Pair]) -> Path:
@@ -154,8 +147,6 @@ def as_tars(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def as_gzipped_tar(folder: Path, pairs: list[Pair]) -> Path:
-    import gzip
-
     as_tars(folder, pairs)
     for file in folder.glob("*.tar"):
         file.with_suffix(".tar.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
@@ -164,68 +155,43 @@ def as_gzipped_tar(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def _table(pairs: list[Pair], pictures: list, name: str):
-    import pyarrow
-
-    return pyarrow.table(
-        {
-            name: pictures,
-            "caption": [p.captions for p in pairs],
-            "kind": [p.source for p in pairs],
-            "width": [24] * len(pairs),
-        }
-    )
+    captions, kinds = [pair.captions for pair in pairs], [pair.source for pair in pairs]
+    return pyarrow.table({name: pictures, "caption": captions, "kind": kinds, "width": [24] * len(pairs)})
 
 
 def as_parquet(folder: Path, pairs: list[Pair]) -> Path:
     """img2dataset's parquet form: a column of bytes, in two files."""
-    import pyarrow.parquet
-
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(2):
-        part = pairs[number * 5 : number * 5 + 5] if number == 0 else pairs[5:]
+    for number, part in enumerate((pairs[:5], pairs[5:])):
         pyarrow.parquet.write_table(_table(part, [p.content for p in part], "jpg"), folder / f"{number:05d}.parquet")
     return folder
 
 
 def as_parquet_rows(folder: Path, pairs: list[Pair]) -> Path:
     """Hugging Face's image column, a row a caption: the bytes of a picture come again with each of its captions."""
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [(pair, caption) for pair in pairs for caption in pair.captions]
-    table = pyarrow.table(
-        {
-            "image": [{"bytes": pair.content, "path": Path(pair.name).name} for pair, _ in rows],
-            "text": [caption for _, caption in rows],
-            "kind": [pair.source for pair, _ in rows],
-        }
-    )
+    rows = [
+        {"image": {"bytes": pair.content, "path": Path(pair.name).name}, "text": caption, "kind": pair.source}
+        for pair in pairs
+        for caption in pair.captions
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
     return folder / "train-00000-of-00001.parquet"
 
 
 def as_parquet_paths(folder: Path, pairs: list[Pair]) -> Path:
-    import pyarrow.parquet
-
     write_pictures(folder, pairs)
     pyarrow.parquet.write_table(_table(pairs, [p.name for p in pairs], "image_path"), folder / "pairs.parquet")
     return folder / "pairs.parquet"
 
 
 def as_saved_dataset(folder: Path, pairs: list[Pair]) -> Path:
-    """What `datasets.Dataset.save_to_disk` writes: Arrow streams, and `state.json` that lists them."""
-    import pyarrow
-
+    """`datasets.Dataset.save_to_disk`: Arrow streams, and `state.json` that lists them."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = []
-    for number, part in enumerate((pairs[:7], pairs[7:])):
+    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (pairs[:7], pairs[7:]), strict=True):
         table = _table(part, [{"bytes": p.content, "path": None} for p in part], "image")
-        names.append(f"data-{number:05d}-of-00002.arrow")
-        with (
-            pyarrow.OSFile(str(folder / names[-1]), "wb") as sink,
-            pyarrow.ipc.new_stream(sink, table.schema) as writer,
-        ):
+        with pyarrow.OSFile(str(folder / name), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text("{}")
@@ -236,7 +202,7 @@ FORMS: dict[str, Callable[[Path, list[Pair]], Path]] = {
     "folder": as_folder,
     "folder of json": as_json_folder,
     "csv": as_csv,
-    "tsv": as_tsv,
+    "tsv": partial(as_csv, separator="\t", name="pairs.tsv"),
     "csv, several columns": as_columns_csv,
     "csv, lists": as_listed_csv,
     "jsonl in a folder": as_jsonl,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from open_clip_zerovl.core.processes import children_of
 from support import warm
 
 SCRIPT = Path(__file__).parent / "training_script.py"
@@ -41,14 +43,17 @@ def launch(
     record: Path | None = None,
     cwd: Path,
     gradient: Path | None = None,
+    status: int = 0,
 ):
-    """Run the training script in `ranks` processes (torchrun) and return the finished process."""
+    """Run the training script in `ranks` processes (torchrun), which must end with `status`; returns the finished process."""
     command = [warm.python(), *torchrun(ranks), str(SCRIPT), program, str(config)]
     for flag, file in (("--record", record), ("--gradient", gradient)):
         command += [flag, str(file)] if file else []
     command += ["--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr[-3000:]
+    return done
 
 
 class ForkedTrainings:
@@ -84,19 +89,27 @@ def flat_tensors(value, prefix="") -> dict[str, torch.Tensor]:
     return {key: tensor for name, item in items for key, tensor in flat_tensors(item, f"{prefix}/{name}").items()}
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below one, from /proc."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # it has ended since it was listed
-            continue
-    below, front = [], [pid]
-    while front:
-        front = [child for child, parent in parents.items() if parent in front]
-        below += front
-    return below
+def kill(program: subprocess.Popen) -> None:
+    """SIGKILL to a program and all below it: ranks are in sessions of their own, and would train on without their launcher."""
+
+    def below(pid: int) -> list[int]:
+        return [pid, *(one for child in children_of(pid) for one in below(child))]
+
+    if program.poll() is None:
+        for pid in reversed(below(program.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        program.wait(timeout=60)
+
+
+def wait_until(condition: Callable[[], object], program: subprocess.Popen, log: Path | None = None) -> None:
+    """Wait for a condition, as long as a program runs and at most 200 seconds."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert program.poll() is None and time.monotonic() < deadline, (
+            log.read_text()[-3000:] if log else "it has ended"
+        )
+        time.sleep(0.01)
 
 
 def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
@@ -111,17 +124,12 @@ def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 200
     try:
-        while not list((folder / "logs" / name / "checkpoints").glob(pattern)):
-            assert child.poll() is None and time.monotonic() < deadline, "the run ended before it could be interrupted"
-            time.sleep(0.01)
-        if number == signal.SIGKILL:  # ranks are in sessions of their own: without their launcher they would train on
-            for pid in [*descendants(child.pid), child.pid]:
-                os.kill(pid, number)
+        wait_until(lambda: list((folder / "logs" / name / "checkpoints").glob(pattern)), child)
+        if number == signal.SIGKILL:
+            kill(child)
         else:  # the launcher hands it on to its ranks
             os.killpg(child.pid, number)
         return child.wait(timeout=120)
     finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+        kill(child)

@@ -12,11 +12,16 @@ import torch
 from PIL import Image
 
 
+def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
+    """A picture as the bytes of a file, in one of Pillow's formats."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
 def png(color: tuple[int, int, int], px: int = 8) -> bytes:
     """A PNG of one colour."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (px, px), color).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(Image.new("RGB", (px, px), color))
 
 
 def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> bytes:
@@ -25,9 +30,13 @@ def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> b
     shapes = rng.integers(0, 256, (height_px // 16 + 2, width_px // 16 + 2, 3), dtype=np.uint8)
     pixels = np.asarray(Image.fromarray(shapes).resize((width_px, height_px), Image.Resampling.BICUBIC), dtype=np.int16)
     pixels = (pixels + rng.normal(0, 4, pixels.shape)).clip(0, 255).astype(np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels), "JPEG", quality=quality)
+
+
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
@@ -35,9 +44,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+            add_file(tar, name, content)
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,15 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
+from support.tars import write_tar
+
 WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
 WORDS += ["a", "the", "with", "and"]
 IMAGE_SIZE_PX = 32
+
+
+def _sizes(width: int) -> dict[str, int]:
+    return {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * width}
 
 
 def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
@@ -39,14 +44,7 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
     vocab = list(dict.fromkeys(vocab))
     (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * width,
-        max_position_embeddings=32,
-    ).save_pretrained(folder)
+    BertConfig(vocab_size=len(vocab), **_sizes(width), max_position_embeddings=32).save_pretrained(folder)
     return folder
 
 
@@ -58,15 +56,8 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
     vocab = [(word, 0.0) for word in special] + [(piece, -1.0 - 0.01 * i) for i, piece in enumerate(pieces)]
     vocab.append(("<mask>", 0.0))
     XLMRobertaTokenizer(vocab=vocab).save_pretrained(folder)
-    XLMRobertaConfig(
-        vocab_size=len(vocab),
-        hidden_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * width,
-        max_position_embeddings=80,  # 78 places after the offset of 2
-        type_vocab_size=1,
-    ).save_pretrained(folder)
+    places = {"max_position_embeddings": 80, "type_vocab_size": 1}  # 78 places after the offset of 2
+    XLMRobertaConfig(vocab_size=len(vocab), **_sizes(width), **places).save_pretrained(folder)
     return folder
 
 
@@ -84,35 +75,21 @@ def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32,
     names = {f"{token[1:-1].lower()}_token": token for token in special}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=8192, **names)
     tokenizer.save_pretrained(folder)
+    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("pad_token", "cls_token", "sep_token")}
     ModernBertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=48,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=48, num_attention_heads=2,
         num_hidden_layers=4,  # all tokens, window, window, all tokens
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        local_attention=8,  # 4 tokens to either side
-        initializer_range=0.2,
-        attention_dropout=dropout,
-        embedding_dropout=dropout,
-        mlp_dropout=dropout,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.cls_token_id,
-        eos_token_id=tokenizer.sep_token_id,
-        cls_token_id=tokenizer.cls_token_id,
-        sep_token_id=tokenizer.sep_token_id,
-    ).save_pretrained(folder)
+        max_position_embeddings=128, local_attention=8,  # 4 tokens to either side
+        initializer_range=0.2, attention_dropout=dropout, embedding_dropout=dropout, mlp_dropout=dropout,
+        bos_token_id=ids["cls_token"], eos_token_id=ids["sep_token"],
+        **{f"{name}_id": value for name, value in ids.items()},
+    ).save_pretrained(folder)  # fmt: skip
     return folder
 
 
 NATIVE_VISION = {"image_size": IMAGE_SIZE_PX, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-TIMM_VISION = {
-    "image_size": 160,
-    "timm_model_name": "test_vit.r160_in1k",
-    "timm_model_pretrained": False,
-    "timm_pool": "token",
-    "timm_proj": "linear",
-}
+TIMM_VISION = {"image_size": 160, "timm_model_name": "test_vit.r160_in1k", "timm_model_pretrained": False}
+TIMM_VISION |= {"timm_pool": "token", "timm_proj": "linear"}
 CLIP_TEXT = {"context_length": 16, "width": 32, "heads": 2, "layers": 2}
 
 
@@ -151,21 +128,11 @@ def write_run(folder: Path, weights: torch.nn.Module, params: dict[str, object],
     (folder / "checkpoints").mkdir(parents=True)
     lines = "".join(f"{key}: {value}\n" for key, value in sorted(params.items()))
     (folder / "params.txt").write_text(lines, encoding="utf-8")
-    optimizer = torch.optim.AdamW(weights.parameters())
-    checkpoint = {
-        "epoch": 1,
-        "name": folder.name,
-        "state_dict": {prefix + key: value for key, value in weights.state_dict().items()},
-        "optimizer": optimizer.state_dict(),
-    }
+    optimizer = torch.optim.AdamW(weights.parameters()).state_dict()
+    state = {prefix + key: value for key, value in weights.state_dict().items()}
+    checkpoint = {"epoch": 1, "name": folder.name, "state_dict": state, "optimizer": optimizer}
     torch.save(checkpoint, folder / "checkpoints" / "epoch_1.pt")
     return folder / "checkpoints" / "epoch_1.pt"
-
-
-def add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
 
 
 def picture(rng: np.random.Generator, format: str = "PNG") -> bytes:
@@ -190,10 +157,10 @@ def write_retrieval_set(
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     texts = [captions(rng, count) for count in counts]
     for shard, members in enumerate(np.array_split(np.arange(len(counts)), shards)):
-        with tarfile.open(folder / "test" / f"{shard}.tar", "w") as tar:
-            for i in members.tolist():
-                extension = extensions[i % len(extensions)]
-                image = picture(rng, "JPEG" if extension.startswith("jp") else extension.upper())
-                add_file(tar, f"{i:05d}.{extension}", image)
-                add_file(tar, f"{i:05d}.txt", "\n".join(texts[i]).encode())
+        files = []
+        for i in members.tolist():
+            extension = extensions[i % len(extensions)]
+            image = picture(rng, "JPEG" if extension.startswith("jp") else extension.upper())
+            files += [(f"{i:05d}.{extension}", image), (f"{i:05d}.txt", "\n".join(texts[i]).encode())]
+        write_tar(folder / "test" / f"{shard}.tar", files)
     return texts

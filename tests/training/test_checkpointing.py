@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import shutil
+import signal
 import stat
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +18,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from training import scratch
 from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
 from training.console import Console
 from training.params import parse
@@ -58,30 +64,28 @@ def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     checkpoints(folder, keep).write(model, torch.optim.AdamW(model.parameters()), None, position)
 
 
-def test_a_larger_effective_batch_counts_smaller_steps_and_its_checkpoints_stay(tmp_path):
-    """Step 20 of batches of 8 is step 10 of batches of 16. The checkpoint of step 12 is newer than that of step 20."""
-    write(tmp_path, "epoch_1.pt")
-    write(tmp_path, "step_0001_00000018.pt")
-    write(tmp_path, "step_0001_00000020.pt")
-    save(tmp_path, 1, 12, keep=2)
-    assert names(tmp_path) == ["epoch_1.pt", "step_0001_00000012.pt"]
-    assert newest_whole(str(tmp_path)) == str(tmp_path / "step_0001_00000012.pt")
+@pytest.mark.parametrize(
+    ("before", "saved", "keep", "after"),
+    [
+        # Step 20 of batches of 8 is step 10 of batches of 16: the checkpoint of step 12 is newer than that of step 20.
+        (["epoch_1", "1:18", "1:20"], 12, 2, ["epoch_1", "1:12"]),
+        (["1:2", "1:8 cut"], 4, 1, ["1:4"]),  # a cut file does not count, whether it is newer or older
+        (["1:2", "1:8 cut"], 4, 2, ["1:2", "1:4"]),
+        (["1:2", "1:4", "1:6 cut"], 8, 2, ["1:4", "1:6", "1:8"]),
+    ],
+)
+def test_which_checkpoints_stay(tmp_path, before, saved, keep, after):
+    def name(short: str) -> str:
+        return f"step_0001_{int(short[2:]):08d}.pt" if short[:2] == "1:" else f"{short}.pt"
 
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_newer_cut_file_does_not_count(tmp_path, keep):
-    write(tmp_path, "step_0001_00000002.pt")
-    write(tmp_path, "step_0001_00000008.pt", cut=True)
-    assert newest_whole(str(tmp_path)) == str(tmp_path / "step_0001_00000002.pt")
-    save(tmp_path, 1, 4, keep=keep)
-    assert names(tmp_path) == ["step_0001_00000002.pt", "step_0001_00000004.pt"][2 - keep :]
-
-
-def test_an_older_cut_file_does_not_count(tmp_path):
-    for step in (2, 4, 6):
-        write(tmp_path, f"step_0001_{step:08d}.pt", cut=step == 6)
-    save(tmp_path, 1, 8, keep=2)
-    assert names(tmp_path) == ["step_0001_00000004.pt", "step_0001_00000006.pt", "step_0001_00000008.pt"]
+    for short in before:
+        write(tmp_path, name(short.removesuffix(" cut")), cut=short.endswith(" cut"))
+    args = argparse.Namespace(save_logs=True, checkpoint_path=str(tmp_path), name="x", logs="l", save_most_recent=False)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    StepCheckpoints(args, every=2, keep=keep).write(model, optimizer, None, Position(1, saved, Batching(8)))
+    assert names(tmp_path) == sorted(map(name, after))
+    assert newest_whole(str(tmp_path)) == str(tmp_path / name(f"1:{saved}"))
 
 
 def test_a_flipped_bit_in_the_weights_is_seen(tmp_path, caplog):
@@ -91,6 +95,7 @@ def test_a_flipped_bit_in_the_weights_is_seen(tmp_path, caplog):
     weights = torch.load(newer, weights_only=True)["state_dict"]["a"]
     assert not torch.equal(weights, torch.arange(1000.0))
     assert damage_of(older) is None and "the checksum of" in str(damage_of(newer))
+    assert damage_of(write(tmp_path, "cut.part", cut=True)) == "is cut off"
     with caplog.at_level(logging.WARNING):
         assert newest_whole(str(tmp_path)) == str(older)
     assert "step_0001_00000004.pt" in caplog.text and "does not match" in caplog.text
@@ -99,9 +104,10 @@ def test_a_flipped_bit_in_the_weights_is_seen(tmp_path, caplog):
 @pytest.mark.parametrize("rot", [b"", b"PK", b"PK\x03\x04" + bytes(500), b"text"])
 def test_any_rot_is_damage(tmp_path, rot):
     (tmp_path / "epoch_2.pt").write_bytes(rot)
-    older = write(tmp_path, "epoch_1.pt")
+    for name in ("epoch_1.pt", "tmp.pt", "epoch_latest.pt"):  # open_clip takes the last name
+        write(tmp_path, name)
     assert damage_of(tmp_path / "epoch_2.pt") is not None
-    assert newest_whole(str(tmp_path)) == str(older)
+    assert newest_whole(str(tmp_path)) == str(tmp_path / "epoch_1.pt") and newest_whole(str(tmp_path / "no")) is None
 
 
 def test_flipped_bytes_anywhere_raise_nothing(tmp_path):
@@ -123,14 +129,10 @@ def test_half_written_files_are_removed_and_no_others(tmp_path):
 
 def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, monkeypatch):
     """open_clip sorts names, and "step" comes after "epoch"."""
-    program = tmp_path / "aws"
-    listing = "".join(
-        f"2026-01-01 00:00:00      100 {name}\n"
-        for name in ("epoch_2.pt", "epoch_10.pt", "step_0009_00000100.pt", "tmp.pt", "results.jsonl")
-    )
-    program.write_text(
-        f"#!/bin/sh\n[ \"$*\" = 's3 ls s3://bucket/run/checkpoints/' ] || exit 1\ncat <<'END'\n{listing}END\n"
-    )
+    program, there = tmp_path / "aws", "epoch_2.pt epoch_10.pt step_0009_00000100.pt tmp.pt results.jsonl"
+    listing = "".join(f"2026-01-01 00:00:00      100 {name}\n" for name in there.split())
+    asked = "s3 ls s3://bucket/run/checkpoints/"
+    program.write_text(f"#!/bin/sh\n[ \"$*\" = '{asked}' ] || exit 1\ncat <<'END'\n{listing}END\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert newest_whole("s3://bucket/run/checkpoints", remote=True) == "s3://bucket/run/checkpoints/epoch_10.pt"
@@ -150,11 +152,7 @@ TAKEN = Position(
         ("--sampling", "random", "with --sampling debiased, and this run has random"),
         ("--train-data-upsampling-factors", "2", "--train-data-upsampling-factors 1, and this run has 2"),
         ("--captions", "all", "with --captions left out, and this run has all"),
-        (
-            "--debiased-share",
-            0.8,
-            "with --debiased-share left out, and this run has 0.8",
-        ),  # older checkpoints have no such key
+        ("--debiased-share", 0.8, "with --debiased-share left out, and this run has 0.8"),  # of an older checkpoint
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
@@ -168,27 +166,33 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
 
 def test_what_decides_the_order_of_samples_is_in_the_position():
     """Each of these flags, given otherwise in the middle of an epoch, is one that `start_step` can refuse by name."""
-    args = argparse.Namespace(
-        seed=0, batch_size=8, world_size=1, workers=2, train_num_samples=None, dataset_resampled=False
-    )
-    source = Source("a", ("0.tar",), (100,), captions=None)
+    usual = {
+        "seed": 0,
+        "batch_size": 8,
+        "world_size": 1,
+        "workers": 2,
+        "train_num_samples": None,
+        "dataset_resampled": False,
+    }
 
-    def order(arguments=args, sources=(source,), **config):
+    def order(arguments=(), weight=1.0, **config):
         trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption())
-        return trainer._position(arguments, 0, sources, None).order
+        args = argparse.Namespace(**{**usual, **dict(arguments)})
+        return trainer._position(args, 0, (Source("a", ("0.tar",), (100,), weight),), None).order
 
     before = order()
-    for flag, after in (
-        ("--seed", order(argparse.Namespace(**{**vars(args), "seed": 1}))),
-        ("--train-num-samples", order(argparse.Namespace(**{**vars(args), "train_num_samples": 50}))),
-        ("--dataset-resampled", order(argparse.Namespace(**{**vars(args), "dataset_resampled": True}))),
-        ("--train-data-upsampling-factors", order(sources=(replace(source, weight=2.0),))),
-        ("--sampling", order(sampling="random")),
-        ("--ablate iid-draw", order(ablate=("iid-draw",))),
-        ("--debiased-share", order(debiased_share=0.8)),
-        ("--source-order", order(source_order="a")),
-        ("--captions", order(captions="all")),
+    for flag, changed in (
+        ("--seed", {"arguments": {"seed": 1}}),
+        ("--train-num-samples", {"arguments": {"train_num_samples": 50}}),
+        ("--dataset-resampled", {"arguments": {"dataset_resampled": True}}),
+        ("--train-data-upsampling-factors", {"weight": 2.0}),
+        ("--sampling", {"sampling": "random"}),
+        ("--ablate iid-draw", {"ablate": ("iid-draw",)}),
+        ("--debiased-share", {"debiased_share": 0.8}),
+        ("--source-order", {"source_order": "a"}),
+        ("--captions", {"captions": "all"}),
     ):
+        after = order(**changed)
         assert [name for name in before if before[name] != after[name]] == [flag]
 
 
@@ -207,9 +211,7 @@ def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begu
         assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
         now = replace(TAKEN, step=0, batching=Batching(24))
         assert TAKEN.start_step(now) == 10
-    assert (
-        "24 = 8 x 3 x 1" in caplog.text and "24 = 24 x 1 x 1" in caplog.text and "read as it was begun" in caplog.text
-    )
+    assert all(words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "read as it was begun"))
     begun = TAKEN.read_on(now)
     assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
     # stopped again in this epoch and resumed with a third split
@@ -224,8 +226,8 @@ def held(tmp_path):
     folder, (ready, done) = tmp_path / "run", os.pipe()
     holder = os.fork()
     if holder == 0:
-        lock = lock_folder(folder)
-        os.write(done, b"x" if lock.is_locked else b"-")
+        lock_folder(folder)
+        os.write(done, b"x")
         os.read(os.pipe()[0], 1)  # waits for ever
 
     def kill() -> None:
@@ -244,9 +246,7 @@ def test_one_process_at_a_time(held, caplog):
         lock_folder(folder, wait_seconds=0.3)
     assert "Waiting for the process" in caplog.text
     kill()
-    lock = lock_folder(folder, wait_seconds=5)  # the system has given it back
-    assert lock.is_locked
-    lock.release()
+    os.close(lock_folder(folder, wait_seconds=5))  # the system has given it back
 
 
 def test_two_runs_with_one_made_up_name(held, monkeypatch):
@@ -267,3 +267,40 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_
         require_room(tmp_path, model)
     model.requires_grad_(False)  # no moments
     require_room(tmp_path, model)
+
+
+def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
+    """From the copy in the run's folder, else from the checkpoint, though the file that was given is edited or gone."""
+    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+    for name, where in (("moved-a", "run"), ("moved-b", "checkpoint")):
+        folder = tmp_path / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "params.txt").write_text(f"model: {name}\nmodel_config: /nowhere/{name}.json\n")
+        entries = {MODEL_ENTRY: config} if where == "checkpoint" else {}
+        torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, **entries}, folder / "checkpoints" / "epoch_1.pt")
+        if where == "run":
+            (folder / f"{name}.json").write_text(json.dumps(config))
+        assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["embed_dim"] == 24
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(tmp_path, monkeypatch, killed):
+    monkeypatch.setattr(scratch, "LONGEST", 500)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        scratch.use_scratch_folder()
+        Path(tempfile.mkdtemp(), "socket").touch()
+        os.write(done, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    left = list(tmp_path.glob(f"{scratch.PREFIX}*/*/socket"))
+    if killed:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    scratch.remove_leftovers(tmp_path)
+    assert len(left) == 1 and left[0].exists() != killed
+    if not killed:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from support.tars import write_source
+from support.tars import png, write_source
 from training import data as training_data
 from training.model import check_device, settle_device
 from training.params import parse
@@ -43,7 +42,7 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=file:b=file"], 2, "write a=file::b=..."),
         (["--train-data", "a=file", "--resume", "epoch_9.pt"], 2, "--resume epoch_9.pt does not exist"),
-        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is no checkpoint: it is empty"),
+        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is not a checkpoint: it is empty"),
     ],
 )
 def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
@@ -56,35 +55,41 @@ def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
     assert words in " ".join((done.stdout + done.stderr).split())
 
 
-def device_args(device: str, precision: str) -> Namespace:
-    return Namespace(device=device, precision=precision)
-
-
 def test_a_device_that_torch_does_not_know_is_refused():
-    check_device(device_args("cuda:1", "amp"))
+    check_device(Namespace(device="cuda:1"))
     with pytest.raises(UserError, match="torch knows no --device foo; give cpu"):
-        check_device(device_args("foo", "amp"))
+        check_device(Namespace(device="foo"))
 
 
-def test_a_missing_gpu_and_amp_on_a_cpu_are_told(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    args = device_args("cuda", "amp")
-    settle_device(args, recipe=True)
-    assert args.precision == "fp32"
-    assert "no cuda device here: this run trains on the CPU" in caplog.text and "fp32 is taken" in caplog.text
-    caplog.clear()
-    args = device_args("cpu", "amp")
-    settle_device(args, recipe=False)  # a run of open_clip's own keeps what it was given
-    assert args.precision == "amp" and "give --precision fp32" in caplog.text
-    caplog.clear()
-    for precision in ("fp32", "amp_bf16"):
-        args = device_args("cpu", precision)
-        settle_device(args, recipe=True)
-        assert args.precision == precision and not caplog.records
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = device_args("cuda:0", "amp")
-    settle_device(args, recipe=True)
-    assert args.precision == "amp" and not caplog.records
+@pytest.mark.parametrize(
+    ("device", "precision", "recipe", "gpu", "taken", "told"),
+    [
+        ("cuda", "amp", True, False, "fp32", ["no cuda device here: this run trains on the CPU", "fp32 is taken"]),
+        ("cpu", "amp", False, False, "amp", ["give --precision fp32"]),  # open_clip's own run keeps what it was given
+        ("cpu", "fp32", True, False, "fp32", []),
+        ("cpu", "amp_bf16", True, False, "amp_bf16", []),
+        ("cuda:0", "amp", True, True, "amp", []),
+    ],
+)
+def test_a_missing_gpu_and_amp_on_a_cpu_are_told(device, precision, recipe, gpu, taken, told, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    args = Namespace(device=device, precision=precision)
+    settle_device(args, recipe=recipe)
+    assert args.precision == taken and len(caplog.messages) == len(told)
+    assert all(words in message for words, message in zip(told, caplog.messages, strict=True))
+
+
+@pytest.fixture
+def told(caplog):
+    """Opens the data of some flags; the log's messages then."""
+
+    def open_data(*words: str) -> list[str]:
+        caplog.clear()
+        args, config = parse(["--debiased-sampling", "--batch-size", "4", *words])
+        training_data.open_inputs(config, args)
+        return [record.getMessage() for record in caplog.records]
+
+    return open_data
 
 
 @pytest.fixture
@@ -92,45 +97,30 @@ def sources(tmp_path):
     return f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
 
 
-def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, caplog):
-    def told(train_data: str) -> bool:
-        caplog.clear()
-        args, config = parse(["--train-data", train_data, "--debiased-sampling", "--batch-size", "4"])
-        training_data.open_inputs(config, args)
-        return "Debiased sampling has one source only, a; name several" in caplog.text
-
-    assert told(sources)
-    assert not told(f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")
+def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, told):
+    words = "Debiased sampling has one source only, a; name several"
+    assert any(words in message for message in told("--train-data", sources))
+    assert not told("--train-data", f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")
 
 
-def test_a_retrieval_set_in_the_files_of_a_source_is_told(sources, tmp_path, caplog):
+def test_a_retrieval_set_in_the_files_of_a_source_is_told(sources, tmp_path, told):
     other = write_source(tmp_path / "b", 100, 40, 10)
-    folder, table = tmp_path / "pictures", tmp_path / "pictures" / "pairs.csv"
-    folder.mkdir()
-    rows = ["filepath,title"]
+    table = tmp_path / "pairs.csv"
     for i in range(4):
-        Image.new("RGB", (8, 8), (9 * i, 0, 0)).save(folder / f"{i}.png")
-        rows.append(f"{i}.png,picture {i}")
-    table.write_text("\n".join(rows) + "\n")
+        (tmp_path / f"{i}.png").write_bytes(png((9 * i, 0, 0)))
+    table.write_text("filepath,title\n" + "".join(f"{i}.png,picture {i}\n" for i in range(4)))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
 
-    def told(train_data: str, retrieval: str) -> list[str]:
-        caplog.clear()
-        args, config = parse(
-            ["--train-data", train_data, "--debiased-sampling", "--batch-size", "4", "--retrieval-data", retrieval]
-        )
-        training_data.open_inputs(config, args)
-        return [
-            record.getMessage().partition(" lie in files")[0] for record in caplog.records if "memor" in record.message
-        ]
+    def shared(train_data: str, retrieval: object) -> list[str]:
+        messages = told("--train-data", train_data, "--retrieval-data", f"held={retrieval}")
+        return [message.partition(" pictures of the retrieval set held lie in files")[0] for message in messages
+                if "memor" in message]  # fmt: skip
 
     both = f"{sources}::b={other}"
-    assert told(both, f"held={tmp_path / 'a'}") == ["40 of the 40 pictures of the retrieval set held"]
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert told(both, f"held={next((tmp_path / 'link').glob('*.tar'))}") == [
-        "10 of the 10 pictures of the retrieval set held"
-    ]
-    assert told(f"{sources}::t={table}", f"held={table}") == ["4 of the 4 pictures of the retrieval set held"]
-    assert not told(sources, f"held={table}") and not told(f"b={other}::t={table}", f"held={tmp_path / 'a'}")
+    assert shared(both, tmp_path / "a") == ["40 of the 40"]
+    assert shared(both, next((tmp_path / "link").glob("*.tar"))) == ["10 of the 10"]
+    assert shared(f"{sources}::t={table}", table) == ["4 of the 4"]
+    assert not shared(sources, table) and not shared(f"b={other}::t={table}", tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -151,16 +141,3 @@ def test_a_warmup_longer_than_the_run_is_told(sources, monkeypatch, caplog, give
     args.local_rank = 0
     training_data.get_data(config, training_data.Inputs(), lambda _: {}, args, (None, None))
     assert ("is longer than the run's 30 steps: the learning rate ends at" in caplog.text) == told
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--skip-scheduler --lr-min 1e-6", "--skip-scheduler does not work with --lr-min"),
-        ("--skip-scheduler --warmup-share 0.1", "--skip-scheduler does not work with --warmup-share"),
-        ("--warmup 50 --warmup-share 0.1", "--warmup 50 does not work with --warmup-share"),
-    ],
-)
-def test_a_flag_that_would_lose_in_silence_is_refused(line, words):
-    with pytest.raises(UserError, match=words):
-        parse(["--train-data", "a=/x", *line.split()])

@@ -216,8 +216,14 @@ OF_LINE_4: dict[str, list[tuple[str, str]]] = {
     "--train-loss-ema-samples": [("10", WORKS), ("-1", "--train-loss-ema-samples must be >= 0")],
     "--text-pad-multiple": [("2", WORKS), ("0", "--text-pad-multiple must be > 0")],
 }  # fmt: skip
+# Of open_clip's main branch since the snapshot that was tested.
+NEWEST = {
+    "--force-naflex-patch-interp": [("", f"--force-naflex-patch-interp {STEP}")],
+    "--torchcompile-pass-break": [("", WORKS)],
+}
 if line_here() is LINE_4:
     TABLE = {option: cases for option, cases in TABLE.items() if option not in GONE} | OF_LINE_4
+    TABLE |= {option: cases for option, cases in NEWEST.items() if option in open_clip_parser()._option_string_actions}
 
 
 def test_every_flag_of_open_clips_parser_is_in_the_table():

@@ -20,33 +20,32 @@ from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
 RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+def recorded(folder, words: list[str], arguments: str) -> list[tuple]:
     """What two real ranks recorded of their first steps: inputs, random state, weights, gradients."""
-    folder = tmp_path_factory.mktemp("together")
-    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    config = {
-        "embed_dim": 24,
-        "vision_cfg": NATIVE_VISION,
-        "text_cfg": bert_text(write_bert(folder / "bert", words=words)),
-    }
-    (folder / "tiny.json").write_text(json.dumps(config))
-    data = "::".join(
-        f"{name}={write_source(folder / name, first, 100, 30, px=40, caption='a big cat with the red house of')}"
-        for name, first in (("a", 0), ("b", 1000))
-    )
-    arguments = [
-        *COMMON[: COMMON.index("--warmup")], "--train-data", data, "--debiased-sampling", "--coin-flip-mixup",
-        "--mixup-alpha", "1.0", "--text-augment", "0.2", "--token-drop", "0.25", "--auto-augment", "imagenet",
-        "--aug-cfg", "scale=(0.6,1.0)", "--dga-steps", str(DGA_STEPS), "--batch-size", str(MICRO_BATCH),
-        "--workers", "1", "--epochs", "1", "--name", "together",
-        "--no-embedding-decay", "--warmup-share", "0.1", "--lr-min", "1e-5", "--train-num-samples", "48", "--seed", "3",
-    ]  # fmt: skip
-    done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    text = bert_text(write_bert(folder / "bert", words=words))
+    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": text}))
+    common = COMMON[: COMMON.index("--warmup")]
+    line = [*common, *arguments.split(), "--workers=1", "--epochs=1", "--name=run"]
+    launch("ours", folder / "tiny.json", line, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
     open_clip.add_model_config(str(folder / "tiny.json"))
     ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(RANKS)]
     return list(zip(*ranks, strict=True))
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    a, b = (
+        write_source(folder / name, first, 100, 30, px=40, caption="a big cat with the red house of")
+        for name, first in (("a", 0), ("b", 1000))
+    )
+    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
+    return recorded(
+        folder, words,
+        f"""--train-data a={a}::b={b} --debiased-sampling --coin-flip-mixup --mixup-alpha 1.0 --text-augment 0.2
+        --token-drop 0.25 --auto-augment imagenet --aug-cfg scale=(0.6,1.0) --dga-steps {DGA_STEPS} --batch-size {MICRO_BATCH}
+        --no-embedding-decay --warmup-share 0.1 --lr-min 1e-5 --train-num-samples 48 --seed 3""",
+    )  # fmt: skip
 
 
 def one_graph(entries, mix: Mix, *, replay_masks: bool = True) -> tuple[dict[str, torch.Tensor], float]:
@@ -87,34 +86,22 @@ LOSS_FLAGS = {"cross_source_weight": 0.1, "positives": "both"}
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory):
-    """Two ranks' first steps on two sources whose captions and pictures repeat, and what the run wrote."""
+    """Two sources whose captions and pictures repeat."""
     folder = tmp_path_factory.mktemp("repeated")
-    words = [*WORDS, *"0123456789"]
-    text = bert_text(write_bert(folder / "bert", words=words))
-    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": text}))
     for name, first in (("a", 0), ("b", 5)):
         members = []
         for number in range(24):
-            members += [
-                (f"{number:03d}.png", png((9 * (number % 7) + first, 50, 0), 40)),
-                (f"{number:03d}.txt", f"a  Big cat {(number + first) % 8}".encode()),
-            ]
+            members.append((f"{number:03d}.png", png((9 * (number % 7) + first, 50, 0), 40)))
+            members.append((f"{number:03d}.txt", f"a  Big cat {(number + first) % 8}".encode()))
         write_tar(folder / name / "00000.tar", members)
-    data = f"a={folder}/a/00000.tar::b={folder}/b/00000.tar"
-    arguments = [
-        *COMMON, "--train-data", data, "--sampling", "random", "--cross-source-weight", "0.1", "--positives", "both",
-        "--loss-chunk", "5", "--dga-steps", "2", "--batch-size", "4", "--workers", "1", "--epochs", "1", "--name", "repeated",
-    ]  # fmt: skip
-    done = launch("ours", folder / "tiny.json", arguments, ranks=RANKS, gradient=folder / "gradient", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    open_clip.add_model_config(str(folder / "tiny.json"))
-    ranks = [torch.load(f"{folder}/gradient.{rank}", weights_only=True) for rank in range(RANKS)]
-    return list(zip(*ranks, strict=True))
+    return recorded(
+        folder, [*WORDS, *"0123456789"],
+        f"""--train-data a={folder}/a/00000.tar::b={folder}/b/00000.tar --sampling random --cross-source-weight 0.1
+        --positives both --loss-chunk 5 --dga-steps 2 --batch-size 4 --warmup 2""",
+    )  # fmt: skip
 
 
-@pytest.mark.slow(
-    reason="a second start of two ranks; tests/recipe/test_step holds how ids stand, tests/losses the gradient"
-)
+@pytest.mark.slow(reason="a second start of two ranks; tests/recipe/test_step holds the ids, tests/losses the gradient")
 def test_ids_travel_with_the_batch_and_make_the_dense_loss_gradient(repeated):
     """Cross-source weight and shared positives through the whole program; without them (control) the gradient is another."""
     for entries in repeated:

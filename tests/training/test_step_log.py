@@ -29,43 +29,47 @@ def test_the_sentence():
     assert loader_sentence(0.0, 0.0, 0, 8) is None
 
 
+def log_of(epoch: int = 0, steps: int = 3, *, samples: int = 20, run_log=None, judged=False, **args) -> StepLog:
+    """The log of an epoch with effective batches of 20."""
+    given = argparse.Namespace(**{**vars(ARGS), **args})
+    return StepLog(given, epoch, steps, steps * samples, 2, judged=judged, run_log=run_log)
+
+
+def take(log: StepLog, *, first: int = 0, loss=lambda index: 1.0, clock=None, wait=lambda index: 0.0) -> None:
+    """All steps of an epoch, each a second after the loader's wait."""
+    clock = clock or [0.0]
+    for index in range(log.steps):
+        clock[0] += wait(index)
+        log.data_ready()
+        clock[0] += 1.0
+        log.step_done(index, first + index, {"loss": loss(index), "logit_scale": 1.0}, 1e-3)
+
+
+@pytest.fixture
+def clock(monkeypatch, caplog):
+    now = [100.0]
+    monkeypatch.setattr(step_log.time, "time", lambda: now[0])
+    caplog.set_level(logging.INFO)
+    return now
+
+
 @pytest.mark.parametrize("wait, said", [(3.0, 1), (0.01, 0)])
-def test_an_epoch_says_it_once_without_its_first_step(monkeypatch, caplog, wait, said):
-    clock = [100.0]
-    monkeypatch.setattr(step_log.time, "time", lambda: clock[0])
-    args = ARGS
-    log = StepLog(args, epoch=4, steps=5, epoch_samples=100, dga_steps=2)
-    with caplog.at_level(logging.INFO):
-        for index in range(5):
-            clock[0] += 1000.0 if index == 0 else wait  # the first step waits for the workers' start
-            log.data_ready()
-            clock[0] += 1.0
-            log.step_done(index, index, {"loss": 1.0, "logit_scale": 1.0}, 1e-3)
+def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said):
+    # the first step waits for the workers' start
+    take(log_of(4, 5), clock=clock, wait=lambda index: 1000.0 if index == 0 else wait)
     lines = [message for message in caplog.messages if "waited for data" in message]
-    assert len(lines) == said
-    if said:
-        assert lines[0].startswith(
-            "Epoch 4: 75% of the time waited for data: 2 workers deliver 5 samples/s, a rank takes 20; 8 "
-        )
+    begin = "Epoch 4: 75% of the time waited for data: 2 workers deliver 5 samples/s, a rank takes 20; 8 "
+    assert len(lines) == said and all(line.startswith(begin) for line in lines)
 
 
-def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch):
+def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch, clock):
     """Fifteen epochs said `give --workers` fifteen times, and five said the long sentence about chance."""
-    args = argparse.Namespace(**{**vars(ARGS), "workers": 0})
-    clock = [100.0]
-    monkeypatch.setattr(step_log.time, "time", lambda: clock[0])
-    journal = RunLog(args, argparse.Namespace(), argparse.Namespace(short=True))
-    monkeypatch.setattr(journal, "step", lambda *_: None)
-    monkeypatch.setattr(journal, "logged", lambda *_: None)
-    monkeypatch.setattr(journal, "eta", lambda *_: "")
-    with caplog.at_level(logging.INFO):
-        for epoch in range(3):
-            log = StepLog(args, epoch=epoch, steps=3, epoch_samples=60, dga_steps=2, judged=True, run_log=journal)
-            for index in range(3):
-                clock[0] += 1.0
-                log.data_ready()
-                clock[0] += 1.0
-                log.step_done(index, 200 + index, {"loss": 2.99, "logit_scale": 1.0}, 1e-3)
+    run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
+    for name in ("step", "logged", "eta"):
+        monkeypatch.setattr(run_log, name, lambda *_: "")
+    for epoch in range(3):
+        log = log_of(epoch, workers=0, judged=True, run_log=run_log)
+        take(log, first=200, loss=lambda _: 2.99, clock=clock, wait=lambda _: 1.0)
     told = [message for message in caplog.messages if not message.startswith("Train")]
     assert sum("give --workers" in message for message in told) == 1
     assert sum("the model does not tell which" in message for message in told) == 1
@@ -89,11 +93,7 @@ def test_the_loss_of_chance():
     ids=["stuck", "at the beginning of a run", "another loss", "learning"],
 )
 def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
-    args = ARGS
-    log = StepLog(args, epoch=4, steps=3, epoch_samples=60, dga_steps=2, judged=judged)  # N = 20, ln N = 2.996
-    for index in range(3):
-        log.data_ready()
-        log.step_done(index, first + index, {"loss": loss, "logit_scale": 1.0}, 1e-3)
+    take(log_of(4, judged=judged), first=first, loss=lambda _: loss)  # N = 20, ln N = 2.996
     assert sum("is that of chance" in message for message in caplog.messages) == said
 
 
@@ -143,19 +143,16 @@ def test_tensorboard_has_a_curve_for_each_source():
 
 @pytest.mark.parametrize(("every", "steps", "logged"), [(100, 7, 7), (100, 400, 21), (10, 400, 41), (1000, 10_000, 21)])
 def test_an_epoch_is_logged_at_least_twenty_times(every, steps, logged, caplog):
-    log = StepLog(argparse.Namespace(**{**vars(ARGS), "log_every_n_steps": every}), 0, steps, steps * 20, 2)
     with caplog.at_level(logging.INFO):
-        for index in range(steps):
-            log.step_done(index, index, {"loss": 1.0, "logit_scale": 1.0}, 1e-3)
+        take(log_of(0, steps, log_every_n_steps=every))
     assert sum(message.startswith("Train Epoch") for message in caplog.messages) == logged
 
 
 def test_a_loss_that_is_not_finite_is_counted_between_logged_steps(caplog):
     run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
-    log = StepLog(argparse.Namespace(**{**vars(ARGS), "log_every_n_steps": 4}), 0, 80, 1600, 2, run_log=run_log)
-    for index in range(9):
-        loss = torch.tensor(float("nan") if index in (2, 3) else float("inf") if index == 7 else 1.0)
-        log.step_done(index, index, {"loss": loss, "logit_scale": 1.0}, 1e-3)
+    losses = {2: "nan", 3: "nan", 7: "inf"}
+    log = log_of(0, 80, log_every_n_steps=4, run_log=run_log)
+    take(log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))
     said = [message for message in caplog.messages if "is not a finite number" in message]
     assert [message.partition(":")[0] for message in said] == ["Step 5 of epoch 0", "Step 9 of epoch 0"]
     assert "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import pickle
 import re
 from argparse import Namespace
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -22,23 +22,13 @@ from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.main import main
-from training.params import parse
 from training.stock_data import UNPICKLED, check_augmentation, check_stock_data
 
 OPEN_CLIP = {
-    "dataset_type": "auto",
-    "train_data": None,
-    "val_data": None,
-    "imagenet_val": None,
-    "imagenet_v2": None,
-    "train_num_samples": None,
-    "train_data_upsampling_factors": None,
-    "dataset_resampled": False,
-    "workers": 0,
-    "csv_img_key": "filepath",
-    "csv_caption_key": "title",
-    "csv_separator": "\t",
-}
+    "dataset_type": "auto", "train_data": None, "val_data": None, "imagenet_val": None, "imagenet_v2": None,
+    "train_num_samples": None, "train_data_upsampling_factors": None, "dataset_resampled": False, "workers": 0,
+    "csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -73,10 +63,7 @@ REFUSED = {
     ),
     "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
     "separator": ({"train_data": "here.csv"}, r"no column 'filepath' but 'filepath,title' where columns end at '\t'"),
-    "column": (
-        {"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "caption"},
-        "give --csv-caption-key",
-    ),
+    "column": ({"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"}, "give --csv-caption-key"),
     "image": ({"train_data": "p/beside.tsv"}, "begins with the image 0.png, which does not exist from"),
     "no rows": ({"train_data": "empty.tsv"}, "--train-data empty.tsv has no rows"),
 }
@@ -91,14 +78,14 @@ def test_what_would_fail_late_is_refused(data, kind):
 
 def test_what_open_clip_can_read_passes(data):
     check(train_data="s/{0..2}.tar", train_num_samples=24, workers=3)
-    check(
-        train_data="s/0.tar::s/1.tar", train_data_upsampling_factors="1::2", dataset_resampled=True, train_num_samples=8
-    )
+    weighted = {"train_data_upsampling_factors": "1::2", "dataset_resampled": True}
+    check(train_data="s/0.tar::s/1.tar", train_num_samples=8, **weighted)
     check(train_data="here.csv", val_data="here.csv", csv_separator=",")
     check(train_data="pipe:cat s/0.tar", dataset_type="webdataset", train_num_samples=8)
     check(train_data="s3://bucket/{0..2}.tar")
     check(dataset_type="synthetic")
-    check(imagenet_val="p")
+    if np.lib.NumpyVersion(np.__version__) < "2.4.0":
+        check(imagenet_val="p")
     (data / "s" / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": 8}))
     check(train_data="s/{0..1}.tar")
     with pytest.raises(UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")):
@@ -106,20 +93,24 @@ def test_what_open_clip_can_read_passes(data):
     check_stock_data(Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False)  # our mixture's business
 
 
+def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
+    """numpy 2.4's error, under whatever numpy this is."""
+
+    def refused(output, target, topk=(1,)):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    monkeypatch.setattr("training.stock_data.accuracy", refused)
+    with pytest.raises(UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"):
+        check(imagenet_val="p")
+    check(train_data="here.csv", dataset_type="synthetic")
+
+
 def test_augmentation_settings():
     for good in ({}, {"scale": (0.6, 1.0)}, {"scale": (0.6, 1.0), "color_jitter": (0.1, 0.1, 0.1, 0.1)}):
         check_augmentation(good)
-    for bad, words in (
-        ({"scale": 0.6}, "--aug-cfg scale=0.6"),
-        ({"scal": (0.6, 1.0)}, "unexpected keyword argument 'scal'"),
-    ):
+    for bad, words in (({"scale": 0.6}, "--aug-cfg scale=0.6"), ({"scal": (0.6, 1.0)}, "keyword argument 'scal'")):
         with pytest.raises(UserError, match=words):
             check_augmentation(bad)
-
-
-def test_a_number_of_graphs_is_asked_for_in_words():
-    with pytest.raises(UserError, match="'some' is neither a number from 0 on nor auto"):
-        parse(["--dga-retain", "some"])
 
 
 @pytest.fixture
@@ -135,10 +126,7 @@ def run(data, capsys):
         status = main([*common, "--batch-size", "4", "--csv-separator", ",", "--name", name, *arguments])
         return status, capsys.readouterr().err
 
-    yield call
-    for handler in list(logging.getLogger().handlers):  # open_clip's main adds a file handler a run
-        if isinstance(handler, logging.FileHandler):
-            logging.getLogger().removeHandler(handler)
+    return call
 
 
 def test_the_teacher_of_a_distillation_is_the_model_that_was_named(run, data):
@@ -207,15 +195,14 @@ def test_an_optimizers_state_for_other_parameters_is_refused(run, data):
     assert not (data / "logs" / "fewer").exists()
 
 
-class RunsWhenUnpickled:
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
+class RunsWhenUnpickled(str):
+    """Makes the file of this name."""
 
     def __reduce__(self):
-        return open, (self.marker, "w")
+        return open, (str(self), "w")
 
 
-@pytest.mark.parametrize("extension", ["pyd", "pickle", "pth", "x.PYD"])
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "pkl", "pth", "x.PYD"])
 def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     """webdataset unpickles such members of unnamed data; without the guard the marker appears."""
     marker = data / "ran"
@@ -242,8 +229,8 @@ def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
 
 NOT_A_CHECKPOINT = {
     "a folder": (None, "is a folder"),
-    "a table": ("filepath,title\n", "is no checkpoint|is no plain checkpoint"),
-    "a line": ("a table\n1\n", "cannot be read as a checkpoint|is no checkpoint"),
+    "a table": ("filepath,title\n", "is (no|not a) checkpoint|is no plain checkpoint"),
+    "a line": ("a table\n1\n", "cannot be read as a checkpoint|is (no|not a) checkpoint"),
 }
 
 
@@ -251,10 +238,7 @@ NOT_A_CHECKPOINT = {
 def test_a_checkpoint_that_is_none(run, data, kind):
     content, words = NOT_A_CHECKPOINT[kind]
     path = data / "no.pt"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_text(content)
+    path.mkdir() if content is None else path.write_text(content)
     status, said = run("--train-data", "here.csv", "--resume", str(path), name="x")
     assert status == 2 and re.search(words, said)
     assert "weights_only" not in said  # torch's advice to load it unchecked

@@ -126,6 +126,7 @@ def convert_checkpoint(
     check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
     if normalization not in NORMALIZATIONS:
         raise UserError(f"normalization '{normalization}' is not one of {', '.join(NORMALIZATIONS)}")
+    log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
         if image_size is not None:
@@ -151,6 +152,7 @@ def convert_checkpoint(
     card = ModelCard(spec, placed, origin=f"Converted from `{checkpoint.name}`.", notes=notes)
     folder = write_local_dir(checkpoint, placed, spec, out_dir, card=card, force=force)
     if verify:
+        log.info("comparing embeddings with those of the checkpoint's own towers")
         image_tower, text_tower = _own_towers(encoder, timm_name, side, source)
         _compare(folder, image_tower, text_tower, open_clip.get_tokenizer(LOCAL_DIR + str(folder)))
     return folder
@@ -325,14 +327,11 @@ def _placed(
             "timm_proj_bias": False,
             "image_size": side,
         }
-    log.info("timm's %s takes %d px, not %d: the weights go into open_clip's own ViT.", timm_name, *_sides(trunk, side))
+    own = trunk.patch_embed.img_size[0]
+    log.info("timm's %s takes %d px, not %d: the weights go into open_clip's own ViT", timm_name, own, side)
     placed |= {f"visual.{key}": tensor for key, tensor in as_native_vit(encoder.image).items()}
     placed["visual.proj"] = encoder.image_projection.T
     return placed, native_vision_config(trunk, side)
-
-
-def _sides(trunk: timm.models.VisionTransformer, side: int) -> tuple[int, int]:
-    return trunk.patch_embed.img_size[0], side
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,4 +387,4 @@ def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: C
                     f"{folder} was written, but its {name} embeddings differ from the checkpoint's own towers by "
                     f"{difference:.1e} (bound {TOLERANCE:.0e}): do not use it"
                 )
-            log.info("Verified: %s embeddings differ by %.1e at most.", name, difference)
+            log.info("verified: %s embeddings differ by %.1e at most.", name, difference)

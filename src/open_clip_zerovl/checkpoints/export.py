@@ -80,6 +80,7 @@ def export_local_dir(
     """
     checkpoint = Path(checkpoint)
     check_destination(absolute(out_dir), force)
+    log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
@@ -111,11 +112,13 @@ def write_local_dir(
     final = absolute(out_dir)
     check_precision(precision)
     check_destination(final, force)
+    log.info("building %s and comparing its tensors with the checkpoint's", spec.name)
     built, tokenizer = assemble(Path(origin), spec, weights)
     if precision is not None:
         dtype = PRECISIONS[precision]
         weights = {k: stored_as(k, v, dtype) for k, v in weights.items()}
 
+    log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in weights.values()) / 1e6)
     with new_folder(final) as folder:
         # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
         save_file(
@@ -128,6 +131,7 @@ def write_local_dir(
             _name_tokenizer_for_both(folder / "tokenizer_config.json")
         preprocess_cfg = built.visual.preprocess_cfg
         write_config(folder, _pointing_at(folder, spec), preprocess_cfg)
+        log.info("loading the folder with open_clip and comparing every tensor")
         _verify(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         # safetensors makes files that only their owner may read.
@@ -135,9 +139,7 @@ def write_local_dir(
         text = card.text(needs_import=is_registered_here(built))
         for name, content in {CARD_FILE: text, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    log.info("Wrote %s (%s) to %s.", origin, spec.name, final)
-    for note in loading_notes(final):
-        log.info(note)
+    log.info("wrote %s", final)
     return final
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ from open_clip.factory import get_model_config, parse_model_name
 from open_clip.pretrained import get_pretrained_cfg
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
+from open_clip_zerovl.checkpoints.weights import read_entry
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
 from open_clip_zerovl.models.model_file import register_model_file
+
+MODEL_ENTRY = "model_config"  # of a checkpoint: the config of a model that is the user's own (--model-config)
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,25 @@ def read_model_spec(
     name = model or params.get("model")
     if not name:
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
-    own = params.get("model_config")
-    if own and not model and get_model_config(str(name)) is None and Path(str(own)).is_file():
-        register_model_file(str(own))
+    if params.get("model_config") and not model:
+        _register_own(str(params["model_config"]), checkpoint)
     return _spec_of(str(name), params, text_model or params.get("text_model"))
+
+
+def _register_own(file: str, checkpoint: Path) -> None:
+    """Register a run's own model config, from the copy in its folder, wherever that is now, else from the checkpoint."""
+    name = Path(file).name
+    if get_model_config(Path(file).stem) is not None:
+        return
+    for path in (checkpoint.parent.parent / name, checkpoint.parent / name, Path(file)):
+        if path.is_file():
+            register_model_file(path)
+            return
+    if isinstance(config := read_entry(checkpoint, MODEL_ENTRY), dict):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, name)
+            copy.write_text(json.dumps(config), encoding="utf-8")
+            register_model_file(copy)
 
 
 def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:

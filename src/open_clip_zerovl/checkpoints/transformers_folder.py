@@ -108,18 +108,21 @@ def export_transformers(
     final = absolute(out_dir)
     check_precision(precision)
     check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
+    log.info("reading %s", source)
     opened = _open(os.fspath(source), model, text_model)
     card = _card(os.fspath(source), opened, licence)
     config, tensors, trainable = whole_model(opened.model)
+    log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in tensors.values()) / 1e6)
     with new_folder(final) as folder:
         _save_processor(folder, opened, config.model_type)
         config.save_pretrained(folder)
         _save_weights(tensors, folder, torch.float32)
+        log.info("loading the folder with transformers and comparing embeddings, tokens and pixels")
         _verify(folder, opened)
         if precision is not None:
             _save_weights(tensors, folder, PRECISIONS[precision])
         (folder / CARD_FILE).write_text(card.text(trainable=trainable), encoding="utf-8")
-    log.info("Wrote %s (%s) to %s.", source, opened.spec.name, final)
+    log.info("wrote %s", final)
     if not trainable:
         log.warning("%s is for inference only: %s", final, INFERENCE_ONLY)
     return final

@@ -37,7 +37,7 @@ def pack(parser: argparse.ArgumentParser) -> Run:
         nargs="+",
         metavar="[NAME=]INPUT",
         help="a folder of pictures with .txt or .json beside them, a CSV, TSV or JSON lines, parquet, a `datasets` folder "
-        "(save_to_disk), tars of img2dataset or others, a list of addresses; NAME makes it a source of its own",
+        "(save_to_disk), tars of img2dataset or another program, a list of addresses; NAME makes it a source of its own",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(

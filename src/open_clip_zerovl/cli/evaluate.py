@@ -1,4 +1,4 @@
-"""The commands that evaluate models: retrieval, linear-probe, bias, compare, search."""
+"""The commands that evaluate models: retrieval, zero-shot, linear-probe, bias, compare, search."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.program import Run
-from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of
+from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of, name_sides
 from open_clip_zerovl.core.flags import add_settings, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
     BiasSettings,
@@ -15,9 +15,8 @@ from open_clip_zerovl.evaluate.settings import (
     RetrievalFiles,
     RetrievalSettings,
     SearchSettings,
+    ZeroShotSettings,
 )
-
-OF_CHECKPOINTS = ("model_name", "workers")  # flags of a command with one model
 
 
 def retrieval(parser: argparse.ArgumentParser) -> Run:
@@ -46,6 +45,32 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
+def zero_shot(parser: argparse.ArgumentParser) -> Run:
+    """`zerovl zero-shot`."""
+    parser.description = (
+        "Zero-shot classification as CLIP_benchmark measures it, with intervals, for each class and source. A class is the "
+        "mean of its captions in all templates."
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="NAME=SET::...",
+        help="a set is a folder of class folders (or of sources with such folders), shards with a class, a folder in "
+        "CLIP_benchmark's layout, or a dataset as for linear-probe: food101:DIR, pets:DIR, ...",
+    )
+    add_encoder(parser)
+    add_settings(parser, ZeroShotSettings)
+
+    def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+
+        settings = settings_from(ZeroShotSettings, arguments)
+        run_zero_shot(encoder_of(arguments, arguments.model), arguments.data, settings)
+
+    return run
+
+
 def linear_probe(parser: argparse.ArgumentParser) -> Run:
     """`zerovl linear-probe`."""
     parser.description = (
@@ -64,7 +89,7 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
         help="a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
         "aircraft, places365, inat2021, inat17",
     )
-    parser.add_argument("--test", required=True, metavar="DATA", help="likewise; NAME:DIR takes the test split")
+    parser.add_argument("--test", required=True, metavar="DATA", help="the test set; NAME:DIR takes the test split")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="results, cached features, state")
     parser.add_argument(
         "--way",
@@ -111,11 +136,11 @@ def bias(parser: argparse.ArgumentParser) -> Run:
         help="named sources as --train-data takes them, or retrieval sets; held out",
     )
     parser.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
-    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_encoder(parser, without=("model_name",))
     add_settings(parser, BiasSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.bias import run_bias
+        from open_clip_zerovl.evaluate.bias.commands import run_bias
 
         run_bias(encoders_of(arguments), arguments.data, settings_from(BiasSettings, arguments), out=arguments.out)
 
@@ -141,14 +166,13 @@ def compare(parser: argparse.ArgumentParser) -> Run:
         metavar="NAME=SHARDS::...",
         help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
     )
-    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="likewise, of sources that were in no training")
+    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training")
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
-    add_encoder(parser, without=OF_CHECKPOINTS)
+    add_encoder(parser, without=("model_name",))
     add_settings(parser, CompareSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.compare import run_compare
-        from open_clip_zerovl.evaluate.bias.encode import name_sides
+        from open_clip_zerovl.evaluate.bias.commands import run_compare
 
         sides = {
             name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_mode
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
 from open_clip_zerovl.distill.settings import TeacherFlags
-from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
-from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
+from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.settings import ClusterSettings
 
@@ -75,7 +75,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
 def interpolate(parser: argparse.ArgumentParser) -> Run:
     """`zerovl interpolate`."""
     parser.description = (
-        "A model between two others (WiSE-FT): what fine-tuning has taught, with less of what it has made the model forget. "
+        "A model between two models (WiSE-FT): it keeps more of the earlier abilities than the fine-tuned one. "
         "With --data the models along the way are scored and one is chosen. The folder loads in stock open_clip."
     )
     parser.add_argument("before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval")
@@ -130,6 +130,22 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
 
+class _ProgressLines(logging.Handler):
+    """Prints log records on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        print(f"zerovl: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def _show_progress() -> None:
+    """Print a line on stderr at once, since imports take seconds, and from then on the progress lines of `checkpoints`."""
+    logger = logging.getLogger("open_clip_zerovl.checkpoints")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [_ProgressLines()]
+    logger.info("loading open_clip")
+
+
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
     print(f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').", *notes, sep="\n")
 
@@ -169,6 +185,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     hub = arguments.push_to_hub
     if arguments.private and not hub:
         raise UserError("--private needs --push-to-hub, which makes the repository")
+    _show_progress()
     if hub:
         from open_clip_zerovl.checkpoints.hub import check_hub
 
@@ -193,6 +210,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
     if hub:
         from open_clip_zerovl.checkpoints.hub import push_folder
 
+        logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed and compared file by file: {address}")
 
@@ -227,6 +245,7 @@ def convert(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
     def run(arguments: argparse.Namespace) -> None:
+        _show_progress()
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
@@ -307,7 +326,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
 def doctor(parser: argparse.ArgumentParser) -> Run:
     """`zerovl doctor`."""
     parser.description = (
-        "One page to paste into an issue: versions against what is supported, a forward pass and a DGA step on every device, "
+        "One page to paste into an issue: versions and supported ranges, a forward pass and a DGA step on every device, "
         "process groups, memory and limits. Exit status 1 where something is wrong."
     )
     parser.add_argument("--logs", default="logs", metavar="DIR", help="where runs would be kept (default %(default)s)")
@@ -316,6 +335,7 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         from open_clip_zerovl.plan.doctor import examine, page
 
+        print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr, flush=True)
         findings = examine(arguments.logs)
         if arguments.json:
             print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))

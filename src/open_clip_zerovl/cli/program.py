@@ -1,7 +1,7 @@
 """`zerovl <command>`. In the library only this room reads a command line.
 
 A command's flags are those that its settings declare, and its words and folders, which are declared where it is defined. Only
-the parser of the command that is called is made, and what it calls is imported when it runs: `--help` does not wait for torch.
+the parser of the command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "train a model: the flags of python -m training.main, a process a GPU",
         ),
         "align": ("models:align", "a retrieval model from two frozen encoders: heads on stored features"),
-        "finetune": ("models:finetune", "fine-tune a model on your own pairs, and keep what it could"),
+        "finetune": ("models:finetune", "fine-tune a model on your own pairs without losing its earlier abilities"),
         "retrieval": ("evaluate:retrieval", "recall@1/5/10 and RSUM of a model on retrieval sets"),
-        "search": ("evaluate:search", "the pictures of a folder that are nearest to words or to a picture"),
+        "zero-shot": (
+            "evaluate:zero_shot",
+            "accuracy of a model that classifies pictures by the names of their classes",
+        ),
+        "search": ("evaluate:search", "the pictures of a folder that are nearest to a text or to a picture"),
         "export": ("models:export", "a training checkpoint as a folder that stock open_clip or transformers loads"),
     },
     "understand": {
-        "plan": ("plan:run_plan", "what a training run needs, and how long it takes"),
+        "plan": ("plan:run_plan", "data, memory, time and disk of a training run, before it starts"),
         "doctor": ("models:doctor", "whether versions, devices and limits here are fit for training"),
-        "compare": ("evaluate:compare", "did another way of sampling help on your sources: models side by side"),
-        "bias": ("evaluate:bias", "what models learned of their sources, side by side"),
+        "compare": ("evaluate:compare", "models on the same held-out pairs: retrieval, source probe, intervals"),
+        "bias": ("evaluate:bias", "how much of their sources models have learned, side by side"),
         "linear-probe": ("evaluate:linear_probe", "accuracy of a linear classifier on the frozen image tower"),
-        "report": ("models:report", "a training run as one page: losses, retrieval, what was lost, settings"),
+        "report": ("models:report", "a training run as one page: losses, retrieval, lost samples, settings"),
     },
     "research": {
         "cluster": ("models:cluster", "split one source into k-means clusters, each a source of its own (A.6)"),
@@ -66,7 +70,7 @@ ALL = {name: command for group in COMMANDS.values() for name, command in group.i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` and `doctor` also have 1).
 
-    Errors that the user can correct end in that sentence (see `errors.sentence_of`); others are defects and are raised.
+    Errors that the user can correct end in that sentence (see `errors.sentence_of`); a defect is raised.
     """
     name, words = find_command(sys.argv[1:] if argv is None else argv)
     try:
@@ -122,17 +126,17 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
     if name in MOVED:
-        said = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone"
+        sentence = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone"
     elif not word or word.startswith("-"):
         kind = "DATASET" if prefix else "COMMAND"
-        said = f"the following arguments are required: {kind}; `{program} --help` lists the commands"
+        sentence = f"the following arguments are required: {kind}; `{program} --help` lists the commands"
     else:
         # 'pack' is nearer to 'data pack' than letters tell.
         known = [one for one in ALL if one.startswith(prefix)]
         near = next((one for one in known if one.split()[-1] == word), None) or nearest(name, known)
-        said = f"there is no command '{word}'; "
-        said += f"did you mean `zerovl {near}`?" if near else f"`{program} --help` lists the commands"
-    print(f"zerovl: error: {said}", file=sys.stderr)
+        sentence = f"there is no command '{word}'; "
+        sentence += f"did you mean `zerovl {near}`?" if near else f"`{program} --help` lists the commands"
+    print(f"zerovl: error: {sentence}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from open_clip_zerovl.checkpoints.settings import EncoderFlags
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, settings_from
 
 if TYPE_CHECKING:
@@ -42,8 +45,6 @@ def encoder_of(arguments: argparse.Namespace, model: str, *, one_of_several: boo
 
 def encoders_of(arguments: argparse.Namespace) -> dict[str, Encoder]:
     """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
-    from open_clip_zerovl.evaluate.bias.encode import name_models
-
     return {
         name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()
     }
@@ -56,3 +57,43 @@ def own_model(file: str | None) -> str | None:
     from open_clip_zerovl.models.model_file import register_model_file
 
     return register_model_file(file)
+
+
+def name_models(models: Sequence[str]) -> dict[str, str]:
+    """Names of models, given as `NAME=MODEL` or taken from the path.
+
+        ["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]  ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt"}
+
+    Raises:
+        UserError: two models of one name, or one without a name.
+    """
+    named: dict[str, str] = {}
+    for entry in models:
+        name, equals, path = entry.partition("=")
+        if not equals or "/" in name:
+            name, path = "", entry
+        if not name:
+            place = Path(path.removeprefix("local-dir:"))
+            name = place.parent.parent.name if place.parent.name == "checkpoints" else place.stem
+        if not name or not path or name in named:
+            raise UserError(f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}")
+        named[name] = path
+    return named
+
+
+def name_sides(models: Sequence[str]) -> dict[str, list[str]]:
+    """Sides and their runs, from `A=run1,run2` or a single model that `name_models` names.
+
+    Raises:
+        UserError: a side without a name or with one that is taken.
+    """
+    sides: dict[str, list[str]] = {}
+    for entry in models:
+        ((name, paths),) = name_models([entry]).items()
+        runs = [paths] if os.path.exists(paths) else paths.split(",")
+        if name in sides or not all(runs) or (len(runs) > 1 and not entry.startswith(f"{name}=")):
+            raise UserError(
+                f"{entry!r} needs a name of its own and its runs; write NAME=MODEL, or NAME=RUN1,RUN2 for several seeds"
+            )
+        sides[name] = runs
+    return sides

@@ -37,7 +37,7 @@ def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
     """The number of `--gpus` (None if it is not given), and the other words.
 
     Raises:
-        UserError: it is no number.
+        UserError: it is not a positive number.
     """
     gpus, rest, left = None, [], list(words[1:] if words[:1] == ["--"] else words)
     while left:

@@ -45,8 +45,8 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
                 )
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise UserError(
-                    f"entry {number} of {path} is no image of Karpathy's form ({type(error).__name__} {error}): give "
-                    "dataset_coco.json or dataset_flickr30k.json."
+                    f"entry {number} of {path} does not have the form of Karpathy's images ({type(error).__name__} {error}): "
+                    "give dataset_coco.json or dataset_flickr30k.json."
                 ) from error
             if not image.captions:
                 raise UserError(f"entry {number} of {path}, {image.filename}, has no caption: give the official file.")

@@ -1,4 +1,4 @@
-"""How many samples of each source every micro-batch holds, by arithmetic: for any reader and any step.
+"""Sample counts of each source in every micro-batch, computed by arithmetic for any reader and any step.
 
 A rank has V readers, one a loader worker. A torch DataLoader takes batch i from worker i % V, so that micro-batch j of a rank
 belongs to its reader j % V. `Assignment` counts the samples of one
@@ -201,7 +201,7 @@ class Assignment:
 
 
 def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws: int) -> np.ndarray:
-    """How many of each kind are among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
+    """Counts of each kind among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
 
     Args:
         counts: (S,) items of each kind to draw from.
@@ -222,7 +222,7 @@ def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws
 
 
 def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
-    """How many of `draws` items drawn without replacement from `good` and `bad` ones are good.
+    """The number of good items among `draws` drawn without replacement from `good` and `bad` ones.
 
     From a billion items on, which numpy's draw does not take, the distribution function is inverted. Probabilities are summed
     from the mode outwards, each from its neighbour by the ratio p(k + 1) / p(k), as far as twelve standard deviations; beyond

@@ -6,8 +6,8 @@ both processes. Here a worker writes its images into a block that it keeps:
     worker 0            block 3 is free, images are written into it, PooledBatch(block 3) goes through the queue
     training process    makes a tensor over block 3's memory; when no tensor uses it any more, tells worker 0 that it is free
 
-A worker without a free block makes a new one, so that it has as many blocks as batches are in use at once. The message that a
-block is free goes through a pipe, by which the system also orders the memory accesses before and after it.
+A worker without a free block makes a new one; it ends up with one block per batch in use. The message that a block is free goes
+through a pipe, which also orders the memory accesses before and after it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PooledBatch:
         worker, process: number and process of the worker.
         block: number of the block.
         images: tensor over the block's memory.
-        others: the batch's other items, which are small and sent through the queue.
+        others: the other items of the batch, which are small and go through the queue.
         pinned: images and others in pinned memory, copied by the DataLoader's pinning thread; None without it.
     """
 
@@ -85,7 +85,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray | _Bfloat16:
 
 
 def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
-    """`parts` with the function applied to what is of a kind, in tuples within tuples too."""
+    """`parts` with the function applied to each item of a type, also in nested tuples."""
     if isinstance(parts, tuple):
         return tuple(_each(kind, function, part) for part in parts)
     return function(parts) if isinstance(parts, kind) else parts
@@ -141,7 +141,7 @@ class BufferPool:
             if "No space left" not in str(error):
                 raise
             raise UserError(
-                f"the shared memory (/dev/shm) has no room for another batch of {made.nbytes / 2**20:.1f} MiB, of which each "
+                f"the shared memory (/dev/shm) has no room for another batch of {made.nbytes / 2**20:.1f} MiB; each "
                 f"loader worker keeps several ({first_line(error)}); start a container with a larger one (--shm-size=8g), or "
                 "lower --workers or --batch-size"
             ) from error
@@ -171,7 +171,7 @@ class BufferPool:
 
 
 def _give_back(pipe: Connection, process: int, block: int, holder: int) -> None:
-    """Tell worker process `process` that `block` is free; nothing in a fork of process `holder`, which has a copy only."""
+    """Tell worker process `process` that `block` is free. A fork of process `holder` sends nothing: it has only a copy."""
     if os.getpid() != holder:
         return
     # By the pipe object, not its descriptor's number, which another file may have got since.

@@ -33,7 +33,7 @@ JSON_EXTENSION = "json"
 
 
 class DrawnCaptions(list[bytes]):
-    """Captions of a sample, of which one is drawn each time.
+    """Captions of a sample; each step draws one of them.
 
     Attributes:
         shares: probability of each caption; they sum to 1.
@@ -53,7 +53,7 @@ class DrawnCaptions(list[bytes]):
 
 
 class CaptionSets(list[bytes]):
-    """Captions of a sample in sets, of which each shows one.
+    """Captions of a sample in sets; each step shows one caption of every set.
 
     Attributes:
         begins: the number of each set's first caption.
@@ -91,7 +91,7 @@ def captions_of(
 ) -> DrawnCaptions | CaptionSets | Fault | None:
     """All captions of a sample, field by field; None where it has none of the fields.
 
-    A Fault where a member is no JSON, or where one of several fields that are shown together is missing.
+    A Fault if a member is not JSON, or if one of several fields that are shown together is missing.
 
     Args:
         members: suffix -> content, of at least the members that `member_of` names.
@@ -130,15 +130,15 @@ def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | 
     try:
         value: Any = json.loads(content)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, thousands deep
-        return Fault("bad json", f"has a member {member} that is no JSON ({error})")
+        return Fault("bad json", f"has a member {member} that is not JSON ({error})")
     value = value.get(field.rpartition(":")[2]) if isinstance(value, dict) else None
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-    # JSON may hold half of a character, "\ud83d": its bytes are no UTF-8, and the caption is refused if it is to be shown.
+    # JSON may hold half of a character, "\ud83d": its bytes are not UTF-8, and the caption is refused when it is drawn.
     return [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
 def caption_starts(source: Source) -> np.ndarray | None:
-    """(n + 1,) number of each sample's first caption where all captions are numbered through; None where each sample has one.
+    """(n + 1,) index of the first caption of each sample, over all captions of the source; None if each sample has one caption.
 
         samples of 1, 3 and 2 captions  ->  [0, 1, 4, 6]
 
@@ -168,7 +168,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
             continue
         except tarfile.ReadError as error:
             raise UserError(
-                f"shard {shard} of source {source.name!r} is no plain tar ({error}): its captions cannot be counted; unpack "
+                f"shard {shard} of source {source.name!r} is not a plain tar ({error}): its captions cannot be counted; unpack "
                 f"it, or leave '--captions {source.captions}' out"
             ) from error
         chosen = (

@@ -1,4 +1,4 @@
-"""Clusters as sources (A.6): the assignment on disk, and what a component of `--train-data` that names one stands for.
+"""Clusters as sources (A.6): the assignment on disk, and the sources that a clustering in `--train-data` becomes.
 
     cc12m=/d/clusters                      sources cc12m-000, cc12m-001, ...: one for each of the K clusters
     cc12m=/d/clusters@/mnt/cc12m           the same, with the clustered shards now in /mnt/cc12m
@@ -47,7 +47,7 @@ class Cluster:
 
 
 def find_clustering(component: str) -> tuple[Path, str | None] | None:
-    """(path of the assignment or of its folder, folder to which the shards have moved or None); None if no clustering is named.
+    """(path of the assignment or of its folder, new folder of the shards or None); None if the component names no clustering.
 
     An at sign separates the two; it may also be part of a path.
     """
@@ -65,7 +65,8 @@ def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = Fal
     Args:
         path: of an `assignment.npz`, or of the folder that holds it and perhaps the clusters of `--reshard`.
         moved_to: the folder that now holds the clustered shards; None if they have not moved.
-        strict: a missing shard is an error; otherwise a warning, and other samples of the cluster replace its samples.
+        strict: a missing shard is an error. Without it a missing shard gives a warning, and other samples of the cluster
+            replace its samples.
 
     Raises:
         UserError: no readable assignment, shards that are missing or have changed, or clusters of `--reshard` that do not
@@ -153,7 +154,7 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
         if found != size_bytes:
             raise UserError(
                 f"shard {shard} of {clustering.source} has {found} bytes and had {size_bytes} when it was clustered: its "
-                "samples need not be the same. Fetch it again, or cluster again."
+                "samples may differ. Fetch it again, or cluster again."
             )
     if gone and (strict or len(gone) == len(shards)):
         raise UserError(
@@ -163,15 +164,15 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
     if gone:
         logging.warning(
             f"Source {clustering.source}: {len(gone)} of {len(shards)} clustered shards do not exist, first {gone[0]}; other "
-            "samples of the same clusters stand in for theirs."
+            "samples of the same clusters replace theirs."
         )
 
 
 def _require_consistent(clustering: Clustering) -> None:
-    """ValueError for arrays that do not belong together, of which a damaged or foreign file may consist."""
+    """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
     sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
     if not len(clustering.shards) == len(sizes) == len(clustering.shard_bytes):
-        raise ValueError("its shards, sizes and shard_bytes are not alike in number")
+        raise ValueError("its shards, sizes and shard_bytes differ in number")
     if min(sizes, default=0) < 0 or labels.shape != (sum(sizes),) or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError("its labels are not one whole number a sample")
     if clustering.distances.shape != labels.shape:
@@ -228,7 +229,7 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
 
 
 def load_clustering(path: str | Path) -> Clustering:
-    """Read an `assignment.npz`, named by its path or its folder's. UserError where there is none that can be read."""
+    """Read an `assignment.npz`, named by its path or its folder's. UserError if it is missing or unreadable."""
     path = Path(path).expanduser()
     path = path / ASSIGNMENT_FILE if path.is_dir() else path
     if not path.is_file():

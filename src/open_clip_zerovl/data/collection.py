@@ -1,7 +1,7 @@
 """The pictures that are searched: a folder of them with all below it, shards, or the pictures of a table.
 
-A collection is made of files with their sizes and times of change, by which a cache tells what is new: of a folder and a table
-the pictures themselves, of shards the tars. A file holds pictures by key: a picture's file one, a tar one a sample.
+A collection is a list of files with their sizes and times of change, by which a cache finds new ones. The files are the
+pictures of a folder or a table, or the tars of shards. A file holds pictures by key: a picture alone one, a tar one per sample.
 
     /photos            a/1.jpg b/2.png             Picture("a/1.jpg"), Picture("b/2.png")
     /data/sbu          00000.tar: 000.jpg, 001.jpg Picture("00000.tar/000"), Picture("00000.tar/001")
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reading import picture_file
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.members import ShardError, image_of
+from open_clip_zerovl.shards.members import Sample, ShardError, image_of
 
 SUFFIXES = frozenset(
     f".{suffix}" for suffix in ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm", "ico")
@@ -68,9 +68,13 @@ class Collection:
         except ShardError as error:
             raise UserError(f"{self.files[number].path} cannot be read ({error}); mend it or take it away") from error
 
-    def shown(self, number: int, key: str) -> str:
-        """What a picture is called in lists."""
-        return f"{self.files[number].shown}/{key}" if key else self.files[number].shown
+    def shown(self, number: int, sample: Sample | None = None) -> str:
+        """The name of a picture in lists: its path, or its key in a shard and the file or URL that its json names."""
+        name = self.files[number].shown
+        if sample is None:
+            return name
+        origin = origin_of(sample)
+        return f"{name}/{sample.key}" + (f" ({origin})" if origin else "")
 
 
 def open_collection(data: str) -> Collection:

@@ -86,7 +86,10 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
         if not shards:
-            raise UserError(f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards")
+            raise UserError(
+                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its "
+                f"pictures with `zerovl data pack {pattern} --out DIR`"
+            )
         return shards
     try:
         return tuple(braceexpand.braceexpand(pattern))

@@ -26,9 +26,8 @@ import torchvision.datasets as tvd
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.data.components import expand_shards
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import BadImage, read_picture
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 
 ROLES = ("train", "test")
@@ -42,8 +41,8 @@ class ProbeSet:
         path: where it comes from, for messages.
         labels: the class of each image, by name (or by number, as text).
         read: index -> image; may raise OSError or BadImage.
-        names: the words for a class in pictures, where they are not its label.
-        files: those that hold the images: pictures, or shards.
+        names: class label -> the words for it in pictures, if they differ from the label.
+        files: the pictures, or the shards with them.
     """
 
     path: str
@@ -63,7 +62,7 @@ class ProbeSet:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:
-        """A hash of the path, of the labels in their order and of the files' names and sizes: cached features are told by it.
+        """A hash of the path, of the labels in their order and of the files' names and sizes: the key of cached features.
 
         Times of change are left out: a set that is copied to a machine's own disk again is the same.
         """
@@ -106,7 +105,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     if colon and "/" not in kind:
         if kind not in _DATASETS:
             raise UserError(
-                f"there is no dataset {kind!r} in {spec!r}; known: {', '.join(_DATASETS)}, or give a folder"
+                f"{spec!r} names the unknown dataset {kind!r}; known: {', '.join(_DATASETS)}, or give a folder"
             )
         return _open_dataset(kind, Path(root).expanduser(), role)
     path = Path(spec).expanduser()
@@ -118,15 +117,9 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     return _read_shards(spec, shards, label)
 
 
-def _read_place(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
-    with regular_file(file) as content:
-        content.seek(offset)
-        return decode_image(content.read(size))
-
-
 def _of_files(path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> ProbeSet:
     """A set of pictures that are files of their own."""
-    return ProbeSet(path, labels, lambda index: _read_place(files[index]), files=files)
+    return ProbeSet(path, labels, lambda index: read_picture(files[index]), files=files)
 
 
 def _read_folder(path: Path) -> ProbeSet:
@@ -134,7 +127,7 @@ def _read_folder(path: Path) -> ProbeSet:
         folder = tvd.ImageFolder(str(path))
     except FileNotFoundError as error:  # no class folder, or one without a picture
         raise UserError(
-            f"{path} is no folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
+            f"{path} is not a folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
         ) from error
     return _of_files(str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets])
 
@@ -248,7 +241,7 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
     if not labels:
         raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
     names = _class_names(shards[0].parent) if kind == "cls" else {}
-    return ProbeSet(spec, labels, lambda index: _read_place(*places[index]), names, shards)
+    return ProbeSet(spec, labels, lambda index: read_picture(*places[index]), names, shards)
 
 
 def _class(content: bytes, name: str, where: str) -> str:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
-from open_clip_zerovl.data.mixture import Failure, Mixture
+from open_clip_zerovl.data.mixture import Mixture
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.stats import DataStats
 from open_clip_zerovl.data.workers import stall_watchdog, worker_start
@@ -33,7 +33,7 @@ class MixtureLoader:
         pin_memory: as in torch's DataLoader.
         prefetch: micro-batches that each loader process reads ahead. None takes ceil(K / workers) + 1, at least 2: all
             micro-batches of a step can then be ready when the step begins.
-        stall_timeout_seconds: end the run when no batch comes for so long; 0 waits forever.
+        stall_timeout_seconds: end the run after this time without a batch; 0 waits forever.
         max_bad_share: share of a source's samples that may be replaced; beyond it the run ends.
         gather: object of this rank -> list of all ranks' objects, as `torch.distributed.all_gather_object`. Called once at the
             end of every epoch that is read to its end, so that `max_bad_share` is checked over all ranks.
@@ -109,11 +109,12 @@ class MixtureLoader:
     def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
         """Choose the epoch of the next iteration, and the optimizer step that it begins with.
 
-        The batches are those of the whole epoch from that step on, bit for bit. With `start_step = num_batches` there are none.
+        The batches are those of the whole epoch from that step on, bit for bit. The epoch is empty for
+        `start_step = num_batches`.
 
         Args:
             dealt: the batching with which the epoch was begun, if it differs from this loader's; its ranks and effective batch
-                are the same. The rest of the epoch is read by as many processes as `dealt` has readers. Each step has the same
+                are the same. `dealt.workers` processes read the rest of the epoch. Each step has the same
                 samples as with `dealt`, in micro-batches of this loader's size:
 
                     B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
@@ -154,8 +155,8 @@ class MixtureLoader:
         self.stats.open_epoch(self.mixture.schedule(epoch).taken.tolist())
         seen = 0
         for item in self._items():
-            if isinstance(item, Failure):
-                raise UserError(item.message)
+            if isinstance(item, UserError):
+                raise item
             *batch, report = item
             self.stats.add(report)
             seen += 1
@@ -188,7 +189,7 @@ class MixtureLoader:
             raise UserError(sentence) from error
 
     def _wait_sentence(self, seconds: float, delivered: int) -> str:
-        """That no batch has come for some time, and what is being read."""
+        """The warning of a wait: its length, and the shard that is being read."""
         worker = delivered % max(1, self.workers)
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
@@ -255,7 +256,7 @@ class MixtureLoader:
 
 
 def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
-    """Micro-batches of `size` samples from the columns of others; a column may be a tuple of tensors in each (embeddings)."""
+    """Columns of micro-batches divided into micro-batches of `size`; a column may hold tuples of tensors (embeddings)."""
     samples = len(columns[0][0])
     parts = [
         _divided(tuple(zip(*column, strict=True)), size)
@@ -267,7 +268,7 @@ def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
 
 
 def _split(column: tuple[torch.Tensor, ...], size: int, rows_each: int) -> Sequence[torch.Tensor]:
-    """Parts of `size` samples from others, where a sample has several rows: all first ones come first, then all second ones."""
+    """A column divided into parts of `size` samples with `rows_each` rows: first rows of all samples, then second rows."""
     if rows_each == 1:
         return torch.cat(column).split(size)
     by_sample = torch.cat([part.unflatten(0, (rows_each, -1)).transpose(0, 1) for part in column])
@@ -275,7 +276,7 @@ def _split(column: tuple[torch.Tensor, ...], size: int, rows_each: int) -> Seque
 
 
 def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:
-    """At exit, before multiprocessing's clean-up, which sends SIGTERM and waits; workers may ignore SIGTERM."""
+    """Runs at exit before multiprocessing's clean-up, which would wait for workers that ignore its SIGTERM."""
     alive = loader()
     if alive is not None:
         alive.abandon()

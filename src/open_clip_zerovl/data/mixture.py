@@ -59,15 +59,8 @@ SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a wo
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a worker yields instead of a batch when it cannot go on: the sentence for the user."""
-
-    message: str
-
-
-@dataclass(frozen=True)
 class Sampling:
-    """How sources make batches: the arguments of `source_schedule` and `epoch_slices` that a run chooses.
+    """Sampling settings of a run: arguments of `source_schedule` and `epoch_slices`.
 
     Attributes:
         strategy: of STRATEGIES.
@@ -120,7 +113,7 @@ def schedule_of(
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What a sample becomes, and what a batch holds besides images and texts.
+    """Preprocessing of samples, and the items of a batch besides images and texts.
 
     Attributes:
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
@@ -154,7 +147,7 @@ class Preprocessing:
 
 @dataclass
 class _Reader:
-    """One reader of this rank in one epoch: what it delivers, and the loader process that runs it.
+    """One reader of this rank in one epoch: the samples that it delivers, and the loader process that runs it.
 
     Attributes:
         number: 0..V-1; reader r delivers the rank's micro-batches j with j % V == r.
@@ -180,9 +173,9 @@ class Mixture(IterableDataset):
     """Micro-batches of one rank for one epoch at a time.
 
     Args:
-        sources: what to mix.
+        sources: the sources to mix.
         batching: B, K, W and loader workers V (V is 1 when the loader has no worker processes).
-        preprocessing: what a sample becomes.
+        preprocessing: see `Preprocessing`.
         rank: of this process.
         sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
@@ -192,7 +185,8 @@ class Mixture(IterableDataset):
 
     Yields:
         (images (B, C, H, W), texts (B, L), `BatchReport`), with the third and fourth items of `Preprocessing` before the
-        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `Failure`. `MixtureLoader` yields batches without it.
+        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a
+        batch. `MixtureLoader` yields batches without it.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.
@@ -228,7 +222,7 @@ class Mixture(IterableDataset):
         self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
-        # Pictures on the array path draw from torch's generator alone; seeding the others takes most of the time.
+        # Pictures on the array path draw from torch's generator alone; seeding Python's and numpy's takes most of the time.
         self.reseed = reseed_torch if isinstance(self.transform, PixelTransform) else reseed
         self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
@@ -250,13 +244,13 @@ class Mixture(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if workers != self.batching.workers:
-            yield Failure(f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}")
+            yield UserError(f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}")
             return
         try:
             epoch, step = self.start.get()
             yield from self._micro_batches(epoch, step, worker)
         except UserError as error:
-            yield Failure(str(error))
+            yield error
 
     def _micro_batches(self, epoch: int, step: int, worker: int) -> Iterator[Any]:
         """The micro-batches of an epoch that loader process `worker` delivers, from optimizer step `step` on.
@@ -297,7 +291,7 @@ class Mixture(IterableDataset):
                 reader.ahead.close()
 
     def _stream(self, schedule: Schedule, index: int, reader: _Reader) -> SampleStream:
-        """What a reader delivers of source `index`: its quota, after what the readers before it deliver."""
+        """A reader's samples of source `index`: its quota, after the quotas of the readers before it."""
         source, epoch = self.sources[index], schedule.epoch
         quota = int(reader.quota[index])
         slices = epoch_slices(source.sizes, schedule, index, resampled=self.sampling.resampled)
@@ -372,7 +366,7 @@ class Mixture(IterableDataset):
 
 
 def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, int]:
-    """source -> samples of whose texts (B, L), or (C*B, L), one has no padding in its last place."""
+    """source -> samples with a text that fills the context: its last token is not padding. Texts are (B, L), or (C*B, L)."""
     if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
         return {}
     full: dict[int, int] = {}

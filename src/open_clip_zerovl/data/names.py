@@ -10,9 +10,9 @@ from open_clip_zerovl.core.errors import UserError
 
 NAME = re.compile(r"(?P<name>[^\W_][\w.-]*)=(?P<shards>.*)", re.DOTALL)
 
-#: In one source's shards: the name of another, after a single colon. `://` and a command after `pipe:` are none.
+#: In one source's shards: the name of another, after a single colon. `://` and a command after `pipe:` do not count.
 _SECOND_NAME = re.compile(r"(?<!:):(?P<name>[^\W_][\w.-]*)=")
-#: What a path on this machine has not, where it names one file or folder.
+#: Characters and schemes of a pattern or URL; the path of one local file or folder has none of them.
 _PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
@@ -20,7 +20,7 @@ DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 CAPTIONS = ("one-per-epoch", "all")  # of an image with several: one of them each epoch, or each a sample of its own
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
-PIXEL_PATH = "arrays"  # of training and of stored teachers, which see its pictures, where nothing else is said
+PIXEL_PATH = "arrays"  # default of training, and of stored teachers, which see its pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 
@@ -46,7 +46,8 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
             share = float("nan")
         if not name or not 0 < share <= 1:
             raise UserError(
-                f"--captions {captions}: {part!r} is no FIELD=SHARE with a share above 0; write txt=0.5,KEY=0.5"
+                f"--captions {captions}: {part!r} does not have the form FIELD=SHARE with a share above 0; "
+                "write txt=0.5,KEY=0.5"
             )
         fields.append((name, share))
     total = sum(share for _, share in fields)
@@ -57,7 +58,7 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
 
 @functools.cache
 def caption_sets(captions: str | None) -> tuple[str, ...]:
-    """The fields of which each shows a caption in every step, beside the others'; () for values of another form.
+    """The fields that all show a caption in every step; () for values of another form.
 
         caption_sets("txt+syn")  ->  ("txt", "syn")
 
@@ -78,7 +79,7 @@ def field_names(captions: str | None) -> tuple[str, ...]:
 
 
 def captions_in_a_step(captions: str | None) -> int:
-    """How many captions of a sample a step shows: 1, or as many as `caption_sets` has."""
+    """Captions of a sample in one step: the number of `caption_sets`, or 1."""
     return max(1, len(caption_sets(captions)))
 
 
@@ -118,6 +119,6 @@ def check_paths(train_data: str) -> None:
     for component in train_data.split("::"):
         match = NAME.fullmatch(component)
         shards = match["shards"] if match else ""
-        if shards and not _PATTERN.search(shards) and not os.path.exists(shards):
+        if shards and not _PATTERN.search(shards) and not os.path.exists(os.path.expanduser(shards)):
             assert match is not None
             raise UserError(f"source {match['name']!r}: {shards} does not exist; correct the path or the range")

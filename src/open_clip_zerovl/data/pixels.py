@@ -8,9 +8,9 @@ For the same random draws the picture is that of PIL and torchvision to rounding
 and so the same pictures are refused on both paths.
 
 AutoAugment draws as torchvision's, with tables that are made once for each picture size instead of for each picture. Its
-operations on single bytes (invert, posterize, solarize) run on the array. The others stay PIL's, for which the picture becomes
-a PIL image: torch's nearest-neighbour rotation and shear pick other pixels, its blends round differently, and its histograms
-are no faster.
+operations on single bytes (invert, posterize, solarize) run on the tensor. PIL computes the other
+operations: torch's nearest-neighbour rotation and shear pick other pixels, its blends round differently, and its histograms are
+no faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,12 +52,13 @@ _MODES = {InterpolationMode.BICUBIC: "bicubic", InterpolationMode.BILINEAR: "bil
 _JPEG = b"\xff\xd8\xff"
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-Rows: TypeAlias = torch.Tensor  # (H, W, 3) uint8
+#: Operations of AutoAugment on single bytes, which torchvision computes alike on tensors and on PIL images.
+_ON_BYTES = frozenset(("Invert", "Posterize", "Solarize"))
 
 
 @cache
 def has_decoder() -> bool:
-    """Whether the fast JPEG decoder is installed; warns once where it is not."""
+    """Whether the fast JPEG decoder is installed; warns once if it is missing."""
     if simplejpeg is None:
         logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
     return simplejpeg is not None
@@ -74,7 +75,7 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
-    """A JPEG's pixels; None for what is left to PIL: unusual colour spaces, sizes that may be refused, torn files."""
+    """A JPEG's pixels; None for files that PIL decodes: unusual colour spaces, sizes that may be refused, torn files."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
@@ -238,7 +239,7 @@ class ArrayAutoAugment:
 
     def __call__(self, picture: torch.Tensor) -> torch.Tensor:
         number, chances, signs = self.step.get_params(len(self.step.policies))
-        shown: Rows | Image.Image = picture.permute(1, 2, 0)
+        shown: torch.Tensor | Image.Image = picture
         operations = self._policies(int(picture.shape[1]), int(picture.shape[2]))[number]
         for (name, probability, strength, signed), chance, sign in zip(
             operations, chances.tolist(), signs.tolist(), strict=True
@@ -246,11 +247,9 @@ class ArrayAutoAugment:
             if chance > probability:
                 continue
             strength = -strength if signed and sign == 0 else strength
-            if name in _ON_BYTES:
-                shown = _ON_BYTES[name](_rows(shown), strength)
-            else:
-                shown = _apply_op(_image(shown), name, strength, self.step.interpolation, self.step.fill)
-        return _rows(shown).permute(2, 0, 1)
+            shown = _tensor(shown) if name in _ON_BYTES else _image(shown)
+            shown = _apply_op(shown, name, strength, self.step.interpolation, self.step.fill)
+        return _tensor(shown)
 
     def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
         """For each policy its operations: (name, probability, strength, whether the strength has a random sign)."""
@@ -272,36 +271,14 @@ class ArrayAutoAugment:
         return found
 
 
-def _rows(shown: Rows | Image.Image) -> Rows:
-    if isinstance(shown, Image.Image):
-        return torch.from_numpy(np.array(shown))
-    return shown.contiguous()
+def _tensor(shown: torch.Tensor | Image.Image) -> torch.Tensor:
+    """(3, H, W) in channels-last memory."""
+    return torch.from_numpy(np.array(shown)).permute(2, 0, 1) if isinstance(shown, Image.Image) else shown
 
 
-def _image(shown: Rows | Image.Image) -> Image.Image:
+def _image(shown: torch.Tensor | Image.Image) -> Image.Image:
     if isinstance(shown, Image.Image):
         return shown
-    height, width, _ = shown.shape
-    return Image.frombuffer("RGB", (width, height), shown.contiguous().numpy(), "raw", "RGB", 0, 1)
-
-
-def _invert(rows: Rows, _strength: float) -> Rows:
-    return 255 - rows
-
-
-def _posterize(rows: Rows, strength: float) -> Rows:
-    """Keep the `strength` highest bits of each byte."""
-    return rows & (0xFF << (8 - int(strength)) & 0xFF)
-
-
-def _solarize(rows: Rows, strength: float) -> Rows:
-    """Invert the bytes from `strength` on."""
-    flip = torch.ge(rows, strength).to(torch.uint8).neg_()  # 0 or 255
-    return flip.bitwise_xor_(rows)
-
-
-_ON_BYTES: dict[str, Callable[[Rows, float], Rows]] = {
-    "Invert": _invert,
-    "Posterize": _posterize,
-    "Solarize": _solarize,
-}
+    _, height, width = shown.shape
+    rows = shown.permute(1, 2, 0).contiguous()
+    return Image.frombuffer("RGB", (width, height), rows.numpy(), "raw", "RGB", 0, 1)

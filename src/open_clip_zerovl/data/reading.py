@@ -33,7 +33,7 @@ from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
 MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
-_GONE_SHARDS = 8  # when so many remote shards in a row fail, their host is taken to be down
+_GONE_SHARDS = 8  # after this many failures of remote shards in a row, their host counts as down
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,32 @@ class RawSample:
     """One sample as it lies in a shard: encoded bytes, and where it came from.
 
     Attributes:
-        image: encoded bytes; empty where there is none.
+        image: encoded bytes; empty for a sample without one.
+        shown: (number among the sample's captions, caption) of all captions that the step shows.
         source: index of its source.
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
-        caption_number: number of `caption` among the sample's captions, from 0.
-        beside: (number, caption) of those shown in the same step beside `caption` (`--captions FIELD+FIELD`).
         captions: all captions, "" for one that cannot be shown; empty without `Reading.every_caption`.
         stored: the result of `ShardTeachers.stored_view`.
-        fault: why it cannot be shown; None for a good sample.
+        fault: the reason why it cannot be shown; None for a good sample.
         stands_for: the loss that it replaces; None for a sample at its own place.
     """
 
     image: bytes
-    caption: str
+    shown: tuple[tuple[int, str], ...]
     source: int
     position: int
     key: str
     shard: str
     fault: Fault | None = None
     stands_for: DroppedSample | None = None
-    caption_number: int = 0
-    beside: tuple[tuple[int, str], ...] = ()
     captions: tuple[str, ...] = ()
     stored: Any = None
 
     @property
-    def shown(self) -> tuple[tuple[int, str], ...]:
-        """(number, caption) of all captions that the step shows."""
-        return ((self.caption_number, self.caption), *self.beside)
+    def caption(self) -> str:
+        """The first caption that the step shows."""
+        return self.shown[0][1]
 
     @property
     def place(self) -> int:
@@ -88,8 +85,11 @@ class ShardTeachers(Protocol):
     def members(self) -> tuple[str, ...]: ...
 
     def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> Any:
-        """What is needed of a sample's members to show its view number `draw` modulo the number of views, or a Fault."""
+        """The stored view number `draw` (modulo the number of views) from a sample's members, or a Fault."""
         ...
+
+
+_NOTHING = ((0, ""),)  # shown by a sample that cannot be shown
 
 
 class Surplus(Exception):
@@ -102,13 +102,13 @@ def _ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """How one source is read in an epoch.
+    """Settings for reading one source in an epoch.
 
     Attributes:
-        source, index: what is read, and its index in the mixture.
+        source, index: the source and its index in the mixture.
         seed: of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
-        policy: how long to wait for its remote shards.
+        policy: waits and retries of its remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
         ahead: fetches shards into the cache before they are read; None to fetch each when it is read.
         every_caption: give samples all their captions, besides the one to show.
@@ -135,7 +135,7 @@ class Reading:
         return ShardReader(self.source, others, self.policy, self.cache, self.notes)
 
     def announce(self, shard: int) -> None:
-        """A shard will be read soon: a remote one is fetched meanwhile."""
+        """Fetch a remote shard in advance, because it will be read soon."""
         if self.ahead is not None and local_path(self.source.shards[shard]) is None:
             self.ahead.want(self.source.shards[shard])
 
@@ -143,7 +143,7 @@ class Reading:
         """The samples of a shard from number `start` on; the first one has this position.
 
         Raises:
-            ShardError: the shard cannot be read, or ends before it has given as many samples as were counted.
+            ShardError: the shard cannot be read, or holds fewer samples than were counted.
             Surplus: it has more samples than were counted.
             UserError: no installed package opens such a URL, a pipe has stalled, several remote shards in a row do not come, or
                 a table has changed.
@@ -162,7 +162,7 @@ class Reading:
             raise
 
     def _raise_if_gone(self, error: ShardError) -> None:
-        """UserError where so many remote shards have failed that their host must be down, and no shard can replace another."""
+        """UserError if the host of the remote shards seems down: no other shard could replace a lost one."""
         failed = self.policy.failed
         if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
             shard, why = next(iter(failed.items()))
@@ -202,14 +202,14 @@ class Reading:
                     "unreadable row",
                     "is a row that cannot be read (a warning named its line when the table was opened)",
                 )
-                yield RawSample(b"", "", self.index, place, path, table.path, fault)
+                yield RawSample(b"", _NOTHING, self.index, place, path, table.path, fault)
 
     def _raw(
         self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
     ) -> RawSample:
-        """The sample, with its fault where it has no image or no usable caption."""
+        """The sample, with its fault if it has no image or no usable caption."""
         fault: Fault | None = None
-        shown: tuple[tuple[int, str], ...] = ((0, ""),)
+        shown: Any = _NOTHING
         if image is None:
             named = "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
             fault = Fault("no image", f"has no image ({named})")
@@ -220,27 +220,13 @@ class Reading:
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            numbers = self._choose(texts, position)
-            found = [_caption(texts[number] if texts else b"") for number in numbers]
-            fault = next((one for one in found if isinstance(one, Fault)), None)
-            if fault is None:
-                shown = tuple(zip(numbers, found, strict=True))  # type: ignore[arg-type]
+            found = tuple((n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position))
+            fault = next((one for _, one in found if isinstance(one, Fault)), None)
+            shown = _NOTHING if fault is not None else found
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
             every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
-        (number, caption), *beside = shown
-        return RawSample(
-            image or b"",
-            caption,
-            self.index,
-            position,
-            key,
-            shard,
-            fault,
-            caption_number=number,
-            beside=tuple(beside),
-            captions=every,
-        )
+        return RawSample(image or b"", shown, self.index, position, key, shard, fault, captions=every)
 
     def _choose(self, texts: list[bytes], position: int) -> tuple[int, ...]:
         """The numbers of this pass's captions: one, or one of each of several sets.
@@ -284,12 +270,12 @@ def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generat
                 yield sample
                 count += 1
         except OSError as error:
-            unreadable(error)  # too many open files are no fault of the disk
+            unreadable(error)  # UserError for too many open files, which is not the disk's fault
             raise ShardError("truncated shard", f"sample {count}: {words_of(error)}", count) from error
 
 
 def wrong_size(source: Source, shard: int, found: int | str) -> str:
-    """The sentence for a shard that does not hold as many samples as were counted."""
+    """The sentence for a shard whose number of samples differs from the count."""
     if source.picked is not None:
         return (
             f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when it was clustered "

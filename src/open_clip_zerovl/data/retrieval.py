@@ -37,10 +37,9 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import BadImage, read_picture
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, image_of, indexed_members
@@ -108,9 +107,7 @@ class RetrievalSet:
         """The image as RGB. UserError with file and key where it cannot be read or decoded."""
         sample = self.samples[index]
         try:
-            with regular_file(sample.file) as file:
-                file.seek(sample.offset_bytes)
-                return decode_image(file.read(sample.size_bytes))
+            return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)
         except (OSError, BadImage) as error:
             raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
 
@@ -157,7 +154,7 @@ def retrieval_batches(
 
     Args:
         preprocess: image -> (3, H, W).
-        captions_per_image: keep the first so many captions of each image; None keeps all.
+        captions_per_image: captions to keep of each image, from the first on; None keeps all.
         batch_size: images of a batch.
         num_workers: loader processes.
 
@@ -219,7 +216,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
         raise UserError(f"retrieval set {found.path} does not exist")
     if os.path.isfile(found.path) and found.kind == "shards" and not found.path.lower().endswith(".tar"):
         raise UserError(
-            f"{text} is no retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
+            f"{text} is not a retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
             "(/d/{00000..00003}.tar); a .csv or .tsv with its pictures; a folder in CLIP_benchmark's webdataset layout; "
             "Karpathy's .json with a folder of pictures (dataset_coco.json@/data/coco)"
         )

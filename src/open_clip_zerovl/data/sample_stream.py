@@ -32,7 +32,7 @@ from open_clip_zerovl.data.schedule import ShardSlice
 from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.members import ShardError
 
-MARGIN_SAMPLES = 64  # how far a replacement may be; the encoded samples of so many places are kept
+MARGIN_SAMPLES = 64  # largest distance of a replacement; encoded samples of this many places are kept
 _CHUNK = 4096  # items whose keys come from one stream
 
 Item = TypeVar("Item")
@@ -44,8 +44,8 @@ class SliceReader:
     """Reads slices of a source.
 
     Args:
-        reading: how the source is read.
-        slices: what this reader reads, in order.
+        reading: settings of the source.
+        slices: the slices of this reader, in order.
         epoch_slices: all slices of the source in the epoch; samples of them replace lost ones.
     """
 
@@ -123,7 +123,7 @@ class Substitutes:
         """The sample that replaces sample `offset` of a part.
 
         Args:
-            readable: how many samples of the part's own shard can be read.
+            readable: number of readable samples of the part's own shard.
             attempt: 0 for the first choice, 1 for the second ...
 
         Raises:
@@ -250,7 +250,7 @@ class LocalOrder:
         return np.arange(low, high) + drawn[low - first * _CHUNK : high - first * _CHUNK] * self.window
 
     def _below(self, key: int) -> int:
-        """How many items have a key below `key`."""
+        """The number of items with a key below `key`."""
         certain = max(0, min(key - self.window, self.count))  # items below this one have keys below `key`
         return certain + int((self._keys(certain, key) < key).sum())
 
@@ -289,7 +289,7 @@ def reordered(
 
 @dataclass
 class SampleStream:
-    """What one reader delivers of a source in an epoch; see the module's text.
+    """One reader's samples of a source in an epoch; see the module's text.
 
     Args:
         slices: reads the stream.
@@ -321,7 +321,7 @@ class SampleStream:
         yield from places
 
     def take(self, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image, DroppedSample | None]:
-        """The sample of the next place, what `decode` makes of it, and the loss where it replaces another sample.
+        """The sample of the next place, the result of `decode`, and the lost sample if this one replaces it.
 
         Args:
             decode: sample -> image; raises BadImage for a bad one.

@@ -1,4 +1,4 @@
-"""The samples of a source with all their files, in order: how evaluation, clustering and checks read whatever a source is.
+"""The samples of a source with all their files, in order, for evaluation, clustering and checks; one form for every source.
 
     tar        000.jpg 000.txt 000.json                      ->  Sample("000", {jpg, txt, json})
     table      image,caption,place / a.jpg,a dog,Oslo        ->  Sample("00000001-a", {jpg: a.jpg's bytes, txt: b"a dog",
@@ -20,6 +20,8 @@ from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, read_samples
 from open_clip_zerovl.shards.urls import local_path
+
+_ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")  # keys of a json; img2dataset writes `url`
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:
@@ -47,6 +49,15 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
     yield from (sample for number, sample in enumerate(read_samples(path)) if number in own)
 
 
+def origin_of(sample: Sample) -> str:
+    """The file or URL of a sample's picture before it was packed, as its json names it; "" where it names none."""
+    try:
+        content = json.loads(sample.files.get("json", b""))
+        return next((found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), "")
+    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
+        return ""
+
+
 def _rows(source: Source, block: int) -> Iterator[Sample]:
     table, first = source.table, int(source.starts[block])
     assert table is not None
@@ -65,7 +76,7 @@ def _rows(source: Source, block: int) -> Iterator[Sample]:
 
 
 def _extension(image: str) -> str:
-    """The suffix under which a picture stands: that of its file where it is one of a picture's. Decoders go by its bytes."""
+    """The suffix of a picture's member: that of its file, or jpg for an unknown suffix. Decoders go by the bytes."""
     suffix = Path(image).suffix.lower().removeprefix(".")
     return suffix if suffix in IMAGE_EXTENSIONS else IMAGE_EXTENSIONS[0]
 

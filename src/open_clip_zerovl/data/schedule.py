@@ -1,4 +1,4 @@
-"""How sources make batches (section 3.1, figure 2, A.4): pure functions of (seed, epoch, sizes, weights).
+"""Schedules of sources and batches (section 3.1, figure 2, A.4): pure functions of (seed, epoch, sizes, weights).
 
 Every rank and every loader worker computes the same schedule by itself. Nothing is communicated, and any step is reached by
 arithmetic.
@@ -8,15 +8,15 @@ arithmetic.
 
 Three layers:
 
-1. `source_schedule`: how many samples each source gives to an epoch, and which source(s) each step draws from.
+1. `source_schedule`: the number of samples of each source in an epoch, and the source(s) of each step.
    - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
    - debiased:   every step, over all ranks and micro-batches, draws from one source. draw="exact": the order of the steps is
                  shuffled, their numbers are in exact proportion to the sources' sizes. draw="iid": each step draws its
                  source independently, as the paper's released code does. debiased_share=S < 1: each source gives S of its
                  samples, in whole effective batches, to such steps, and the rest of all sources is mixed as in random
    - sequential: as debiased, one source after the other (A.4)
-2. `assignment`: what each micro-batch holds, and so what each reader must deliver.
-3. `stretch_of`: which stretch of a source's shards each reader reads to deliver it.
+2. `assignment`: the samples of each micro-batch, and so of each reader.
+3. `stretch_of`: the stretch of a source's shards that each reader reads.
 
 A source is an endless cycle over its shards. An epoch takes the next `taken[s]` samples of source s, from `begin[s]` on, which
 is how many all epochs before took (invariant 3):
@@ -44,7 +44,7 @@ FEW_STEPS = 20  # of a source in an epoch; Visual Genome, the paper's smallest, 
 
 @dataclass(frozen=True)
 class Batching:
-    """How an effective batch is divided: B samples a micro-batch, K micro-batches a step, W ranks, V workers a rank.
+    """Division of an effective batch: B samples per micro-batch, K micro-batches per step, W ranks, V workers per rank.
 
     Attributes:
         micro_batch: B.
@@ -75,7 +75,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one epoch draws from each source.
+    """The samples of one epoch: their number from each source, and the source of each step.
 
     Attributes:
         strategy: one of STRATEGIES.
@@ -114,7 +114,7 @@ def source_schedule(
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
-    """The schedule of one epoch: its steps, their sources, and how many samples each source gives.
+    """The schedule of one epoch: its steps, their sources, and the number of samples from each source.
 
     Args:
         sizes: (S,) samples in each source.

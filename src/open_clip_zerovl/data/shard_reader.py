@@ -1,4 +1,4 @@
-"""The members of a shard's samples: captions, picture, and others that are asked for, by the fastest way that the shard allows.
+"""The members of a shard's samples (captions, picture, requested suffixes), read in the fastest way that the shard allows.
 
     a plain local tar, from its beginning              its headers, one after the other
     the same, from sample number `start` on            its index
@@ -204,7 +204,7 @@ def _extent(extents: np.ndarray, number: int) -> Extent:
 
 
 def _content(descriptor: int, extent: Extent | None) -> bytes | None:
-    """The bytes of a member, None where there is none."""
+    """The bytes of a member, or None."""
     if extent is None or extent[0] < 0:
         return None
     return os.pread(descriptor, extent[1], extent[0])

@@ -1,4 +1,4 @@
-"""What a source is (section 3.1: SBU, VG, CC3M, CC12M ...): a name, its shards, how many samples each holds, a weight.
+"""Sources (section 3.1: SBU, VG, CC3M, CC12M ...): a name, shards, the number of samples in each, a weight.
 
 `parse_sources` reads open_clip's `--train-data` syntax with names added:
 
@@ -238,7 +238,7 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
         torn: count the samples of a torn tar before the tear, with a warning, instead of refusing it.
 
     Raises:
-        UserError: the file is no readable tar, or torn.
+        UserError: the file is torn, or not a readable tar.
     """
     count = 0
     try:
@@ -272,7 +272,7 @@ def count_tar_captions(path: str | Path) -> int:
     """Number of captions in a local webdataset tar, one a line of its `txt` members.
 
     Raises:
-        UserError: the file is no readable, uncompressed tar.
+        UserError: the file is not a readable, uncompressed tar.
     """
     try:
         return int(open_index(str(path)).captions.sum())
@@ -291,7 +291,7 @@ def _folder_name(shard: str) -> str:
 
 
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
-    """A source of shards with the samples (or captions) in each: those that a `sizes.json` lists, the others counted."""
+    """A source of shards. Their sizes in samples (or captions) come from a `sizes.json`; shards that it lacks are counted."""
     each_caption = how.captions == "all"
     known = {} if each_caption else listed_sizes(shards, sizes_file, seconds=how.timeout_seconds)
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
@@ -310,7 +310,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     if missing:
         logging.warning(
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
-            f"others stand in for their {sum(known[shard] for shard in missing)} samples."
+            f"other samples of the source replace their {sum(known[shard] for shard in missing)} samples."
         )
     if unsized := [shard for shard in remote if shard not in known]:
         raise UserError(
@@ -343,7 +343,7 @@ def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) ->
     by_name = ["=" in part for part in parts]
     if any(by_name):
         if not all(by_name):
-            raise UserError(f"{flag} names some sources and not others; name all of them or none")
+            raise UserError(f"{flag} gives names to only some of its weights; name all of them or none")
         given = dict(part.split("=", 1) for part in parts)
         unknown = [name for name in given if name not in members and name not in factors]
         if unknown:

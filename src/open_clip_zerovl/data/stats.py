@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.shards.remote import Wait
 
-# Within an epoch the share of lost samples is taken of at least so many: one broken shard at its beginning must not end a run.
+# The least denominator of the share of lost samples within an epoch: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
 
 FULL_SHARE = 0.02  # a warning comes if at least this share of a source's captions fills the context
@@ -142,7 +142,7 @@ class DataStats:
         self.totals = dict(zip(self.names, totals, strict=True))
 
     def add(self, report: BatchReport) -> None:
-        """Count a batch, and warn of what is new.
+        """Count a batch, and warn of new kinds of losses and waits.
 
         Raises:
             UserError: a source has lost too many samples, whatever the rest of the epoch brings.
@@ -154,7 +154,7 @@ class DataStats:
             epoch.lost.setdefault(names[drop.source], Counter())[drop.reason] += 1
             self._warn(
                 f"Source {names[drop.source]}: {f'sample {drop.key!r} in ' if drop.key else ''}{drop.shard} is replaced by "
-                f"others ({drop.reason}: {drop.detail}). Further ones of this kind are only counted.",
+                f"another one ({drop.reason}: {drop.detail}). Further ones of this kind are only counted.",
                 (drop.source, drop.reason),
             )
         for note in report.notes:
@@ -214,7 +214,7 @@ class DataStats:
             share = count / whole.delivered[name]
             if share >= FULL_SHARE:
                 self._warn(
-                    f"Source {name}: {share:.0%} of the captions fill the text tower's context; what is longer is cut. "
+                    f"Source {name}: {share:.0%} of the captions fill the text tower's context; longer ones are cut. "
                     "--force-context-length or another model reads more of them.",
                     ("full", name),
                 )

@@ -5,7 +5,7 @@ stay in memory, which loader workers share with the process that made them. A li
 
 Image paths are relative to the table's folder.
 
-What a row is, and which mistakes are found in it, is told in `csv_rows`.
+`csv_rows` defines rows and the mistakes in them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
-BLOCK_SAMPLES = (
-    64  # a block of so many rows is to a table what a shard is to tars: blocks are shuffled, then rows in the window
-)
+BLOCK_SAMPLES = 64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
 # Columns of a layout: image, caption, and the one whose equal values say that rows show the same image.
@@ -37,7 +35,7 @@ LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """How a table is written; None for what its header says.
+    """The format of a table; a field that is None is taken from the header.
 
     Attributes:
         image_key, caption_key: names of the columns (open_clip's `--csv-img-key`, `--csv-caption-key`).
@@ -131,7 +129,7 @@ class CsvTable:
                 )
 
     def _fields(self, descriptor: int, row: int) -> list[str]:
-        """The fields of one row, with bytes that are no UTF-8 as surrogates; a short row has fewer than there are columns."""
+        """The fields of one row, with invalid UTF-8 as surrogates; a short row has fewer fields than columns."""
         offset, length = self.rows[row].tolist()
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
@@ -168,8 +166,8 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
 
     Args:
         style: columns and separator; None for those that the header shows.
-        by_image: make all rows of one image a sample (of one `image_id`, or of one path where there is no such column).
-        strict: refuse a table with odd rows; otherwise a warning names them, and those that cannot be read are replaced.
+        by_image: make all rows of one image a sample (of one `image_id`, or of one path in a table without that column).
+        strict: refuse a table with odd rows. Without it a warning names them, and unreadable rows are replaced.
 
     Raises:
         UserError: no such file, no header that names an image and a caption, a separator of several characters, no rows, or
@@ -181,7 +179,7 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
             f"--csv-separator {style.separator!r} has {len(style.separator)} characters, and columns are separated by one; "
             "give ',' or ';', or a tab as $'\\t'"
         )
-    odd: dict[str, list[int]] = {}  # what is odd -> lines
+    odd: dict[str, list[int]] = {}  # kind of mistake -> lines
     unreadable = 0
     try:
         with open(path, "rb") as file:
@@ -212,14 +210,14 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
         raise UserError(f"table {path} cannot be read ({error.strerror}); correct its path") from error
     if not rows:
         raise UserError(f"table {path} holds no rows below its header; check the file")
-    told = "; ".join(f"{what}, {_lines(lines)}" for what, lines in odd.items())
+    mistakes = "; ".join(f"{kind}, {_lines(lines)}" for kind, lines in odd.items())
     if odd and (strict or unreadable == len(rows)):
         raise UserError(
-            f"table {path} cannot be read as CSV ({told}); put quotes around fields that hold the separator, and write a quote "
-            'in them twice ("")'
+            f"table {path} cannot be read as CSV ({mistakes}); put quotes around fields that hold the separator, and write a "
+            'quote in them twice ("")'
         )
     if odd:
-        logging.warning(f"Table {path}: {told}. Others stand in for the {unreadable} rows that cannot be read.")
+        logging.warning(f"Table {path}: {mistakes}. Other rows replace the {unreadable} that cannot be read.")
     members, ends = np.arange(len(rows)), np.arange(1, len(rows) + 1)
     if by_image:
         members, ends = np.argsort(images, kind="stable"), np.cumsum(np.bincount(images))
@@ -247,16 +245,23 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 
 
 def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, int, int]:
-    """Numbers of the columns of a layout: image, caption, identity. UserError where the header has none of the layouts."""
-    layouts = list(LAYOUTS)
-    if style.image_key is not None and style.caption_key is not None:
-        layouts.insert(0, (style.image_key, style.caption_key, "image_id"))
+    """Numbers of the columns of a layout: image, caption, identity. A column that `style` names takes the place of a layout's.
+
+    Raises:
+        UserError: the header lacks these columns, or has one of them several times.
+    """
+    own = style.image_key is not None or style.caption_key is not None
+    layouts = [
+        (style.image_key or image, style.caption_key or caption, "image_id" if own else identity)
+        for image, caption, identity in LAYOUTS
+    ]
     for image, caption, identity in layouts:
-        if image in header and caption in header:
+        if header.count(image) == header.count(caption) == 1:
             place = header.index(image)
             return place, header.index(caption), header.index(identity) if identity in header else place
-    known = " or ".join(f"{image!r} and {caption!r}" for image, caption, _ in layouts)
-    seen = ", ".join(repr(name) for name in header[:6]) or "nothing"
+    known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
+    seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
-        f"the header of {path} has no columns {known} but {seen}; name them with --csv-img-key and --csv-caption-key"
+        f"the header of {path} does not have the columns {known} once each; it has {seen}; name the columns with "
+        "--csv-img-key and --csv-caption-key"
     )

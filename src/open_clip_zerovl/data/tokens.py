@@ -16,7 +16,7 @@ import torch
 from open_clip.tokenizer import HFTokenizer, get_clean_fn
 from torch import Tensor
 
-# What is compared before the short way is taken: cut, empty, with entities, accents and control characters, upper case.
+# Captions that both tokenizers must treat alike: cut, empty, with entities, accents and control characters, upper case.
 _PROBES = (
     "a dog",
     "A  Photo of TWO dogs, 3 cats & a bird's nest_",
@@ -89,5 +89,5 @@ def _lower(text: str) -> str:
     return " ".join(text.split()).lower()
 
 
-# open_clip's ways of cleaning -> what is left of them for a plain text
+# open_clip's ways of cleaning -> their effect on a plain text
 _SHORT = {get_clean_fn("whitespace"): _one_space, get_clean_fn("lower"): _lower}

@@ -133,11 +133,11 @@ def paper_transform_of(visual: Any) -> Compose:
 
 def _auto_augment(policy: str) -> AutoAugment:
     if policy not in AUTO_AUGMENT_POLICIES:
-        raise UserError(f"there is no AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
+        raise UserError(f"unknown AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
     return AutoAugment(AUTO_AUGMENT_POLICIES[policy])
 
 
 def _interpolation(name: str) -> InterpolationMode:
     if name not in INTERPOLATIONS:
-        raise UserError(f"there is no interpolation {name!r}; give one of {', '.join(INTERPOLATIONS)}.")
+        raise UserError(f"unknown interpolation {name!r}; give one of {', '.join(INTERPOLATIONS)}.")
     return INTERPOLATIONS[name]

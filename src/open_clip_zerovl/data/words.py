@@ -34,7 +34,7 @@ class WordAugment:
 
     Raises:
         UserError: a share out of range; a tokenizer without a mask token, one whose cleaning of captions changes the mask
-            token's text, or one whose vocabulary has no whole words to replace others by.
+            token's text, or one whose vocabulary has no whole words as replacements.
     """
 
     def __init__(self, tokenizer: Any, share: float = 0.2) -> None:
@@ -55,7 +55,7 @@ class WordAugment:
         words = caption.split()
         kept = []
         for word in words:
-            u = draw()  # one number decides both whether and what: [masked | replaced | deleted | left alone]
+            u = draw()  # one number decides: [masked | replaced | deleted | left alone]
             if u >= share:
                 kept.append(word)
             elif u < masked:
@@ -86,7 +86,7 @@ def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
         word for word, ids in zip(words, pieces, strict=True) if len(ids) == 1 and ids[0] not in inner.all_special_ids
     )
     if not whole:
-        raise UserError(f"the vocabulary of {type(inner).__name__} has no whole words to replace others by.")
+        raise UserError(f"the vocabulary of {type(inner).__name__} has no whole words as replacements.")
     tokens = tokenizer([f"{whole[0]} {mask} {whole[-1]}"])[0].tolist()
     if tokens.count(inner.mask_token_id) != 1:
         raise UserError(

@@ -34,7 +34,7 @@ class SharedNumbers:
         self._values = multiprocessing.RawArray("q", values)
 
     def set(self, *values: int) -> None:
-        """Replace the numbers, as many as before."""
+        """Replace the numbers; their count stays."""
         self._values[:] = values
 
     def get(self) -> tuple[int, ...]:
@@ -64,9 +64,10 @@ def _begin_worker(_worker: int, *, parent: int | None) -> None:
 
 
 def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str]) -> Iterator[Item]:
-    """The same items; a warning where one does not come for FIRST_WARNING_SECONDS, and again every NEXT_WARNING_SECONDS.
+    """Yield the same items; warn after FIRST_WARNING_SECONDS without one, and again every NEXT_WARNING_SECONDS.
 
-    A thread of its own looks at the clock, since the caller's waits. Handling the item in between is no wait.
+    A separate thread watches the clock, because the caller's thread waits. Time that the caller spends on an item is not
+    counted.
 
     Args:
         sentence: (seconds waited, items that have come) -> the warning.

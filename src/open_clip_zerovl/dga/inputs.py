@@ -72,7 +72,9 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool, texts_per_image: int
                 f"Micro-batch {k} must have a row for each sample in every tensor, but an input's tensors have {rows} rows."
             )
         sizes.append(rows[0])
-    if sizes[0] * texts_per_image != sizes[1] or sizes[0] == 0:
+    if sizes == [0, 0]:
+        raise UserError(f"Micro-batch {k} is empty; leave it out, or give it one sample or more.")
+    if sizes[0] * texts_per_image != sizes[1]:
         wanted = "as many texts as images" if texts_per_image == 1 else f"{texts_per_image} texts of each image"
         raise UserError(f"Micro-batch {k} must hold {wanted}, but has {sizes[1]} and {sizes[0]}.")
     return sizes[0]

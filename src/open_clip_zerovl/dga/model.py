@@ -168,11 +168,14 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
             else "outputs unknown to it"
         )
         raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
-    for name, size in rows.items():
-        if outputs[name].ndim != 2 or len(outputs[name]) != size:
-            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(outputs[name].shape)}.")
-        if not outputs[name].is_floating_point():
-            raise UserError(f"{name} must be floating point numbers, but are {outputs[name].dtype}.")
+    for name in [*rows, *(outputs.keys() & SCALARS)]:
+        output = outputs[name]
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            kind = output.dtype if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            raise UserError(f"The model's {name} must be a floating point tensor, but is {kind}.")
+        if name in rows and (output.ndim != 2 or len(output) != rows[name]):
+            size = rows[name]
+            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(output.shape)}.")
     return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
 
 

@@ -58,16 +58,16 @@ def embed(
     """Write the rows that a store lacks. A call that was killed goes on when it is made again.
 
     Args:
-        store: made with "r+"; its arrays `N.images` and `N.texts` say what is asked of model N.
+        store: made with "r+"; its arrays `N.images` and `N.texts` are the outputs of model N.
         batch_size: samples, and captions, in a model at once.
         workers: loader processes.
         part: see `missing_units`.
 
     Returns:
-        How many samples could not be shown: source -> reason -> count.
+        Samples that could not be shown: source -> reason -> count.
 
     Raises:
-        UserError: a sample that cannot be read, where the collection is strict; a model that makes no numbers of one.
+        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite.
     """
     units = missing_units(store, collection.sizes, part)
     eyes = [model.eye for model in models if model.eye is not None]
@@ -109,7 +109,7 @@ def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: i
 def _finite(rows: Tensor, model: FrozenModel, batch: Batch) -> Tensor:
     if not bool(torch.isfinite(rows).all()):
         raise UserError(
-            f"the model {model.name} makes no numbers (NaN or infinite) of a sample between numbers {batch.rows[0]} and "
+            f"the model {model.name} makes NaN or infinite embeddings of a sample between numbers {batch.rows[0]} and "
             f"{batch.rows[-1]}: its training has diverged; look at its weights, or leave --amp out"
         )
     return rows
@@ -136,7 +136,7 @@ def require_room(folder: Path, manifest: Manifest) -> None:
 def announce(
     store: Store, models: Sequence[FrozenModel], samples: int, *, views: int, captions: float, batch_size: int
 ) -> None:
-    """Print how fast the models are, and how long and how large the rest of the work is.
+    """Print the speed of the models, and the time and disk space that the rest of the work takes.
 
     Args:
         samples: still to be embedded.

@@ -39,6 +39,7 @@ class FrozenModel:
         input_dtype: normalised pictures are cast to it.
         unit_length: divide each row by its L2 norm.
         fingerprints: digest of weights, preprocessing and precision of each tower, "image" and "text".
+        logit_scale: the factor of its logits, `exp` of the parameter.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FrozenModel:
     input_dtype: torch.dtype | None = None
     unit_length: bool = True
     fingerprints: dict[str, str] = field(default_factory=dict)
+    logit_scale: float = 1.0
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
@@ -73,6 +75,7 @@ class FrozenModel:
             std,
             context=autocast(device, amp),
             fingerprints=digests,
+            logit_scale=network.logit_scale.exp().item(),
         )
 
     @torch.no_grad()
@@ -101,7 +104,7 @@ class FrozenModel:
         return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
 
     def seconds_of(self, pictures: int) -> tuple[float, float]:
-        """Seconds for so many pictures, and for so many captions, measured on made-up ones; 0 for a tower that is not there."""
+        """Measured seconds for `pictures` made-up pictures and for as long a list of captions; 0 for a tower that is absent."""
         pixels = None if self.eye is None else torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
         captions = ["a photo of a dog"] * pictures
         for _ in range(2):  # the first time warms up

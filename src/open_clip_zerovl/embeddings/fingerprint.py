@@ -1,4 +1,4 @@
-"""Fingerprints: of a tower with its inputs' preprocessing, of a file, and of a source's samples."""
+"""Fingerprints of a tower with the preprocessing of its inputs, of a file, and of the samples of a source."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def describe_source(source: Source) -> dict[str, Any]:
 
 
 def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """The first difference between the samples of two descriptions, in words; None where they are the same or copies."""
+    """The first difference between the samples of two descriptions, as words; None for the same samples or copies of them."""
     name, held, there = found["name"], sum(stored["sizes"]), sum(found["sizes"])
     if held != there:
         return f"they are of {held} samples of {name!r}, and it holds {there}"

@@ -69,7 +69,7 @@ class Batch:
         rows: numbers of the samples (b,).
         pictures: for each model (b * V, 3, S, S); models that see alike share one tensor.
         captions, caption_rows: of the samples, and their numbers.
-        finished: the unit's files, in its last batch.
+        finished: the unit's files, set in its last batch.
         lost: samples that cannot be shown.
     """
 

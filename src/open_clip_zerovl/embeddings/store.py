@@ -1,14 +1,14 @@
 """A folder of embeddings: mapped arrays whose rows are checked when they are read.
 
-    DIR/embeddings.json   what the rows are of (`Manifest`)
+    DIR/embeddings.json   models, settings and data of the rows (`Manifest`)
     DIR/NAME.npy          an array: a row, or several, for each sample; bfloat16 as its bits in int16
     DIR/done.npy          (n,) bool: whether a sample's rows are on the disk
 
 `n` samples: those of all sources of the collection, in order. A row of zeros stands for a picture or caption that could not be
 shown. Files are mapped, not loaded, and take their whole space when they are made.
 
-A folder without embeddings.json is not believed: it is written last. A sample is marked as done after its rows have reached the
-disk, so that a killed call goes on with the samples that lack their marks.
+A folder without embeddings.json counts as empty: this file is written last. A sample is marked as done after its rows have
+reached the disk, so that a killed call goes on with the samples that lack their marks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MANIFEST_FILE = "embeddings.json"
 FORMAT = 1
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int64": torch.int64}
 _STORED_AS = {name: np.dtype("int16" if name == "bfloat16" else name) for name in DTYPES}
-_BFLOAT16_EXPONENT = np.int16(0x7F80)  # all of these bits are set in what is no number
+_BFLOAT16_EXPONENT = np.int16(0x7F80)  # all of these bits are set in NaN and infinity
 _SAMPLED_ROWS = 256  # of each array, checked when a folder is opened; every row is checked when it is read
 _BLOCK_ROWS = 8192
 _FLUSH_SECONDS = 30.0  # between two times that finished samples are marked
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where there is none.
+    """The manifest of a folder; None without one.
 
     Raises:
         UserError: it cannot be read, or is of another release.
@@ -154,7 +154,7 @@ class Rows:
         rows = np.array(self.array[index])
         if not is_finite(rows, self.dtype):
             raise UserError(
-                f"{self.path} holds rows that are no numbers (NaN or infinite); remove {self.path.parent} and make the "
+                f"{self.path} holds rows with NaN or infinite numbers; remove {self.path.parent} and make the "
                 "embeddings again"
             )
         return torch.from_numpy(rows).view(self.dtype)
@@ -234,7 +234,7 @@ class Store:
 
     @classmethod
     def _made(cls, folder: Path, manifest: Manifest, given: Mapping[str, np.ndarray], old: Store | None) -> Store:
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)  # a folder without it is not believed
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)  # a folder without it counts as empty
         for name, spec in manifest.arrays.items():
             _make_file(folder / f"{name}.npy", _STORED_AS[spec[0]], spec[1])
         _make_file(folder / "done.npy", np.dtype(bool), (sum(manifest.sizes),))
@@ -278,7 +278,7 @@ class Store:
             remedy: the command that makes such embeddings, for messages.
 
         Raises:
-            UserError: no such folder, embeddings that are not finished, files that are cut short or hold no numbers.
+            UserError: no such folder, embeddings that are not finished, files that are cut short or hold NaN.
         """
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
@@ -301,7 +301,7 @@ class Store:
 
     @cached_property
     def digest(self) -> str:
-        """Changes with anything that the embeddings are of."""
+        """A hash of models, settings and data: the content of the manifest."""
         return hashlib.blake2b(self.manifest.as_json().encode(), digest_size=8).hexdigest()
 
     def finish(self, samples: Any) -> None:

@@ -9,16 +9,15 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import flag, number_or, positive, seed, share
-from open_clip_zerovl.evaluate.interpolation.names import ALPHAS, KEPT_SHARE, RULES
 
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """How retrieval sets are scored.
+    """Settings of retrieval.
 
     Attributes:
-        captions_per_image: how many captions of an image count, the first ones; None (or "all") for all. The papers count five
-            (COCO's test set has 25,010 captions in all).
+        captions_per_image: number of captions counted for an image, the first ones; None (or "all") for all. The papers count
+            five (COCO's test set has 25,010 captions in all).
         paper_transform: with the checkpoint's mean and standard deviation, scaled to the model's size (A.9).
     """
 
@@ -54,17 +53,46 @@ class RetrievalFiles:
                 check_writable(path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotSettings:
+    """Settings of zero-shot classification.
+
+    Attributes:
+        template: captions with `{}` in the place of the class, or files of them; (): the set's own, else CLIP's short list.
+        class_names: words for the classes; None: the set's own, or its labels with blanks for underscores.
+        cache: where pictures' embeddings are kept for a later call; None: nowhere.
+    """
+
+    template: tuple[str, ...] = flag(
+        (),
+        "caption with {} in the place of the class, or a file of them, a line each; several are averaged (default: the set's, "
+        "else CLIP's short list of seven)",
+        metavar="TEXT|FILE",
+    )
+    class_names: Path | None = flag(
+        None, "names of the classes: a line each in the order of the labels, or JSON of label and name", metavar="FILE"
+    )
+    split: str = flag(
+        "test", "folder of the split, if the set has one; also chooses the split of a dataset with its own"
+    )
+    label: str = flag("cls", "where shards keep the class: cls or json:FIELD", metavar="cls|json:FIELD")
+    cache: Path | None = flag(
+        None, "keep the pictures' embeddings here: other templates then take seconds", metavar="DIR"
+    )
+    output: Path | None = flag(None, "also write all results as JSON", metavar="FILE.json")
+
+
 @dataclass(frozen=True)
 class LarsSettings:
-    """How a probe's classifier is trained; the defaults are the paper's and its code's, see `probe.lars`.
+    """Settings of the linear probe by LARS; the defaults are those of the paper and its code, see `probe.lars`.
 
     A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
     a step to the norm of the weights, whatever the norm of the gradient.
 
     Attributes:
         lr: at the end of the warm-up.
-        warmup_share: of all steps, 0..1.
-        seed: of the order, the augmentation and the initial weights.
+        warmup_share: share of all steps, 0..1.
+        seed: seed of the order, the augmentation and the initial weights.
 
     Raises:
         UserError: a value out of range.
@@ -95,7 +123,7 @@ class LarsSettings:
 
 @dataclass(frozen=True)
 class BiasSettings:
-    """How `run_bias` measures; see `measure_bias`."""
+    """Settings of `run_bias`; see `measure_bias`."""
 
     samples_per_source: int = flag(500, "pairs of each source, at most", option="--samples", kind=positive, metavar="N")
     batch_sizes: Sequence[int] | None = flag(
@@ -103,27 +131,30 @@ class BiasSettings:
     )
     map_samples: int = flag(300, "points of each source in the map", kind=positive, metavar="N")
     concept_field: str | None = flag(
-        None, "json field that says what a sample shows; its samples share a fold", option="--concept", metavar="FIELD"
+        None,
+        "json field that names a sample's concept; samples of a concept share a fold",
+        option="--concept",
+        metavar="FIELD",
     )
     seed: int = flag(0, "of batches, folds and maps", kind=seed)
 
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """How `run_compare` measures; the fields of a sample's json are those of `samples.read_source_samples`."""
+    """Settings of `run_compare`; for the fields of a sample's json see `samples.read_samples`."""
 
     samples_per_source: int = flag(
         1000, "pairs of each source, at most", option="--samples", kind=positive, metavar="N"
     )
     concept_field: str | None = flag(
         None,
-        "json field, or column of a table, that says what a sample shows: samples of two sources with the same value match",
+        "json field, or column of a table, that names a sample's concept: samples of two sources with the same value match",
         option="--concept",
         metavar="FIELD",
     )
     held_out_field: str | None = flag(
         None,
-        "likewise, true for pairs kept out of training; the others of --data are only matches of other sources' pictures "
+        "json field or column that is true for pairs kept out of training; the rest of --data only serves as matches "
         "(default: all were kept out)",
         option="--held-out",
         metavar="FIELD",
@@ -138,14 +169,14 @@ class CompareSettings:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """A query, in words ("" for none), as a picture or both, and what is done with the hits."""
+    """A query (a text, a picture, or both), the number of hits, and files to write."""
 
     words: str = ""
-    image: Path | None = flag(None, "search for what is like this picture, and the words", metavar="FILE")
+    image: Path | None = flag(None, "search for pictures like this one, combined with the words", metavar="FILE")
     best: int = flag(10, "pictures to show", kind=positive, metavar="K")
-    cache: Path | None = flag(None, "where embeddings are kept (default ~/.cache/zerovl/search)", metavar="DIR")
+    cache: Path | None = flag(None, "folder of stored embeddings (default ~/.cache/zerovl/search)", metavar="DIR")
     page: Path | None = flag(None, "also write a page with thumbnails", metavar="FILE.html")
-    output: Path | None = flag(None, "also write what was found as JSON", metavar="FILE.json")
+    output: Path | None = flag(None, "also write the hits as JSON", metavar="FILE.json")
 
     def __post_init__(self) -> None:
         if self.best < 1:
@@ -154,16 +185,20 @@ class SearchSettings:
             raise UserError("there is nothing to search for: give words, or a picture by --image")
 
 
+RULES = ("kept", "mean", "new")  # by which a point between two models is chosen
+PLAIN_ALPHA = 0.5  # without sets to choose by: near the best in most of WiSE-FT's experiments
+
+
 def _alphas(text: str) -> tuple[float, ...]:
     return tuple(share(one) for one in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveFlags:
-    """Which points between two models are scored, and how one is chosen (see `choose`); 0 and 1 are always scored."""
+    """Points between two models to score, and the rule that chooses one (see `choose`); 0 and 1 are always scored."""
 
     alphas: Sequence[float] = flag(
-        ALPHAS,
+        tuple(i / 10 for i in range(11)),
         "points to score, besides 0 and 1 (default 0 to 1 in steps of 0.1)",
         kind=_alphas,
         metavar="A,A,...",
@@ -175,7 +210,7 @@ class CurveFlags:
         choices=RULES,
     )
     kept_share: float = flag(
-        KEPT_SHARE,
+        0.99,
         "share of BEFORE's score on the kept sets that is to be kept",
         option="--keep",
         kind=share,

@@ -1,4 +1,4 @@
-"""The pairs of a fine-tuning: what to train on, what is held out, and two checks of them.
+"""The pairs of a fine-tuning: training sources, held-out sets, and two checks of them.
 
 `--data` is named sources, as `--train-data` takes them, or a folder:
 
@@ -33,14 +33,14 @@ from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, 
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
-SPLITS = ("test", "val", "train")  # names of folders that are no sources
+SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
 SAMPLED_CAPTIONS = 2_000
 
 
 @dataclass(frozen=True)
 class Found:
-    """What `--data` names.
+    """Training sources and held-out sets of `--data`.
 
     Attributes:
         train_data: for `--train-data`, each source with a name.
@@ -89,6 +89,8 @@ def _source_in(folder: Path) -> dict[str, Path]:
 
 
 def _is_source(folder: Path) -> bool:
+    if (folder / "pack.json").is_file():  # an output of `zerovl data pack`, whose table lists refused rows
+        return False
     if not folder.is_dir() or ((folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))):
         return False
     return any(entry.suffix in (".tar", *EXTENSIONS) for entry in folder.iterdir())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
@@ -16,11 +17,12 @@ from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, s
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.page import write_report
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.settings import Setting
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.report.html import write_page
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, RIGHT_COLOUR, Line, draw_levels, line_chart
 
 RESULT = "finetune.json"
 
@@ -73,7 +75,7 @@ def write_outcome(
 
 
 def _reading_notes(curve: Curve) -> list[str]:
-    """What to know of the numbers, as sentences."""
+    """Sentences that help to read the numbers."""
     notes = [
         "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
         "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
@@ -100,10 +102,48 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
 
 
 def next_command(model: Path, new: str, kept: str | None) -> str:
-    """How to load and score the chosen model."""
+    """Commands that load and score the chosen model."""
     data = shlex.quote("::".join(filter(None, (new, kept))))
     lines = [
         f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
         f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
     ]
     return "\n".join([*lines, *loading_notes(model)])
+
+
+def write_report(
+    path: Path,
+    facts: Sequence[str],
+    settings: Sequence[Setting],
+    scores: Mapping[int, float],
+    best: int,
+    curve: Curve,
+    held_out: Sequence[str],
+) -> None:
+    """Write the report as one HTML page.
+
+    Args:
+        facts: sentences about model and data.
+        scores: epoch -> RSUM on the held-out pairs; epoch 0 is the model before.
+        best: the best of the epochs.
+        held_out: the sets of the pairs.
+    """
+
+    def finish(axes: Any) -> None:
+        axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
+        axes.axhline(scores[0], color=FAINT, linewidth=1, linestyle=":")
+        draw_levels(axes, {"chance": (curve.points[0].mean_chance(held_out), FAINT)})
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    epochs = sorted(scores)
+    line = Line("RSUM", epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"})
+    write_page(
+        path,
+        "finetune.html",
+        title="A fine-tuning",
+        facts=facts,
+        settings=[(f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings],
+        training=line_chart([line], x=f"epoch (0: before); the best is {best}", y="RSUM, held out", finish=finish),
+        curve=curve,
+        picture=curve.picture(),
+    )

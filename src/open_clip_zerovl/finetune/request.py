@@ -1,4 +1,4 @@
-"""What a fine-tuning is asked for, and what its training needs."""
+"""The request of a fine-tuning, and the inputs of its training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request(FinetuneFlags, CurveFlags):
-    """What is asked of a fine-tuning; the flags are those of `zerovl finetune`.
+    """The arguments of `zerovl finetune`.
 
     Attributes:
         start: the model to start from; its device also trains, and its batch size and workers are those of evaluations.
         data: pairs, see `data`.
         out: folder to write.
-        given: training flags that replace the chosen ones.
+        given: training flags that replace the chosen values.
     """
 
     start: Encoder
@@ -33,7 +33,7 @@ class Request(FinetuneFlags, CurveFlags):
     given: Settings = field(default_factory=dict, kw_only=True)
 
     def of_training(self) -> dict[str, Any]:
-        """What a folder's training was asked with; the rest may differ in a later call."""
+        """The arguments that decide the training; the others may differ in a later call on the same folder."""
         return {
             "--from": self.start.model,
             "--data": self.data,
@@ -43,13 +43,13 @@ class Request(FinetuneFlags, CurveFlags):
         }
 
     def of_curve(self) -> dict[str, Any]:
-        """What the curve was asked with."""
+        """The arguments that decide the curve."""
         return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs.
+    """Inputs of the training.
 
     Attributes:
         before: the model as a folder.

@@ -210,11 +210,7 @@ def _micro_batch_that_fits(
 ) -> int:
     """The micro-batch that `zerovl plan` finds for the GPUs here, in a process that frees their memory again."""
     say(f"looking for the micro-batch that fits {facts.gpus} GPU{'s' * (facts.gpus > 1)}")
-    flags = {
-        **_fixed_flags(request, prepared),
-        **as_flags(chosen),
-        "effective-batch": str(batch),
-    }
+    flags = {**_fixed_flags(request, prepared), **as_flags(chosen), "effective-batch": str(batch)}
     line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", "--", *as_arguments(flags)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode not in (0, 1) or not done.stdout:

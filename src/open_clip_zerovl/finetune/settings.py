@@ -19,7 +19,7 @@ WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
 STEPS_BETWEEN_SAVES = 250
 MANY_SAMPLES, VERY_MANY_SAMPLES = 200_000, 2_000_000
 AS_ASKED = "as asked"
-# Flags that a fine-tuning gives itself -> what to give in their place.
+# Flags that a fine-tuning sets itself -> the flag of `zerovl finetune` in their place.
 OWN = {
     **dict.fromkeys(("model", "pretrained", "init-from", "text-model"), "--from MODEL"),
     "train-data": "--data",
@@ -36,10 +36,10 @@ NEEDED = ("epochs", "lr", "effective-batch", "batch-size", "dga-steps")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the settings follow from.
+    """Facts about data and machine from which the settings follow.
 
     Attributes:
-        samples: what an epoch shows: pictures, each with one of its captions.
+        samples: pictures of an epoch, each with one of its captions.
         sources: name -> samples.
         masks: whether the tokenizer has a mask token.
         gpus: visible GPUs that train; 0 for the CPU.
@@ -233,12 +233,12 @@ def _workers(facts: Facts) -> tuple[str, str]:
 
 
 def _positive(given: Settings, flag: str) -> int | None:
-    """A given whole number. UserError where it is none, or below 1."""
+    """A given whole number of at least 1. UserError for another value."""
     text = given.get(flag)
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--set {flag}={text} is no whole number of 1 or more")
+        raise UserError(f"--set {flag}={text} must be a whole number of at least 1")
     return int(text)
 
 

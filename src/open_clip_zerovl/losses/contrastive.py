@@ -22,6 +22,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +152,9 @@ class ContrastiveLoss(nn.Module):
             UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
                 option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
+        scalars = {"logit_scale": logit_scale} | ({} if logit_bias is None else {"logit_bias": logit_bias})
+        _check_inputs(texts_per_image, image_features=image_features, text_features=text_features, **scalars)
         b = len(image_features)
-        _check_shapes(image_features, text_features, logit_scale, texts_per_image)
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
                 "mixup_lambda and partner belong together, but only "
@@ -328,8 +330,16 @@ def reversed_partner(sizes: Sequence[int]) -> Tensor:
     return torch.cat(partners)
 
 
-def _check_shapes(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, texts_per_image: int) -> None:
-    b = len(image_features)
+def _check_inputs(texts_per_image: int, **inputs: Any) -> None:
+    """UserError unless the features are real matrices of one shape, and the scalars tensors of one number."""
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.is_complex():
+            kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise UserError(
+                f"{name} must be a tensor of real numbers, but is {kind}; give torch.tensor(...) for a number."
+            )
+    image_features, text_features = inputs["image_features"], inputs["text_features"]
+    b = len(image_features) if image_features.ndim else 0
     wanted = (texts_per_image * b, *image_features.shape[1:])
     if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
         shape = "of one shape (pairs, width)" if texts_per_image == 1 else f"with {texts_per_image} texts of each image"
@@ -337,8 +347,9 @@ def _check_shapes(image_features: Tensor, text_features: Tensor, logit_scale: Te
             f"image_features and text_features must be two non-empty matrices {shape}, but are "
             f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
         )
-    if logit_scale.numel() != 1:
-        raise UserError(f"logit_scale must hold one number, but has shape {tuple(logit_scale.shape)}.")
+    for name in inputs.keys() & {"logit_scale", "logit_bias"}:
+        if inputs[name].numel() != 1:
+            raise UserError(f"{name} must hold one number, but has shape {tuple(inputs[name].shape)}.")
 
 
 def _pairs(b: int, mixup_lambda: float | None, partner: Tensor | None) -> list[tuple[float, Tensor | None]]:

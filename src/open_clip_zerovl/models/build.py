@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import tempfile
 from pathlib import Path
@@ -74,7 +75,13 @@ def registered_config(name: str) -> dict[str, Any]:
     return config or {}
 
 
-def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, pretrained_image: bool = False) -> None:
+def check_model(
+    name: str,
+    *,
+    text_model: str | os.PathLike[str] | None = None,
+    pretrained_image: bool = False,
+    context_length: int | None = None,
+) -> None:
     """Refuse a model with which open_clip would fail late, or which it would build differently without a message.
 
     `local-dir:` and `hf-hub:` names have their own config: a folder's is read, a hub's is not. Nothing is downloaded.
@@ -82,6 +89,7 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
     Args:
         text_model: see `with_text_model`.
         pretrained_image: whether weights of the image tower are asked for (open_clip's `--pretrained-image`).
+        context_length: tokens of a text, in place of the config's (open_clip's `--force-context-length`).
 
     Raises:
         UserError: an unknown name (the sentence has similar names); a local-dir without a complete config; a missing or
@@ -123,8 +131,9 @@ def check_model(name: str, *, text_model: str | os.PathLike[str] | None = None, 
     sources = {text_model} if text_model is not None else {tower, text_cfg["hf_tokenizer_name"]}
     by_default = text_model is None and registered.startswith("zerovl-emoji")
     made_by = "; `python -m scripts.drawn emoji --out data/emoji` writes it" if by_default else ""
+    length = context_length or text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
     for source in sorted(map(str, sources)):
-        _check_text_source(source, text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH), made_by)
+        _check_text_source(source, length, made_by)
 
 
 def _parsed(name: str) -> tuple[str | None, str]:
@@ -190,7 +199,8 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
         positions -= 1 + (1 if config.get("pad_token_id") is None else config["pad_token_id"])
     if positions and context_length > positions:
         raise UserError(
-            f"the tower in {folder} has {positions} positions, the model's context_length is {context_length}"
+            f"the tower in {folder} has {positions} positions, fewer than the {context_length} tokens of a text; give "
+            f"--force-context-length {positions} or less, or that context_length in the model's config"
         )
 
 
@@ -215,6 +225,16 @@ def pretrained_text_of(name: str) -> bool:
     return registered_config(name).get("text_cfg", {}).get("hf_model_pretrained", True)
 
 
+def _other_weights(name: str, pretrained: str | None, error: str) -> str:
+    """A sentence for torch's message about weights that do not fit, which lists all names."""
+    lacks, more = (re.findall(r'"([^"]+)"', line) for line in re.findall(r"(?:Missing|Unexpected) key.*|$", error)[:2])
+    first = f"it lacks {lacks[0]}" if lacks else f"it also has {more[0]}" if more else error.splitlines()[-1].strip()
+    return (
+        f"--pretrained {pretrained} holds weights of another model than {name}: {first}; give the model that it belongs to, or "
+        "start from those towers of it that fit with --init-from"
+    )
+
+
 @no_code_from_data()
 def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
     """open_clip's function of this name, which honours the config's `hf_model_pretrained` and fails with a sentence.
@@ -234,7 +254,13 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
     except (torch.OutOfMemoryError, UserError):
         raise
+    except (KeyError, pickle.UnpicklingError) as error:  # of torch's unpickler
+        raise UserError(
+            f"--pretrained {pretrained} is no file of weights; give a checkpoint that training wrote"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
+        if "loading state_dict" in str(error):
+            raise UserError(_other_weights(model_name, pretrained, str(error))) from error
         # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError), a text tower
         # of an unknown kind (ValueError).
         reason = " ".join(str(error).split())

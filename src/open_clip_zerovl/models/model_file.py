@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from dataclasses import fields
@@ -53,12 +54,13 @@ def _check(config: object, path: str | os.PathLike[str]) -> None:
         if not isinstance(config.get(key), kind):
             raise UserError(f"--model-config {path} has no {key!r}: a model needs embed_dim, vision_cfg and text_cfg")
     towers = (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg))
-    unknown = [key for key in config if key not in _TOP]
+    parts = [("", config, _TOP)]
     if "multimodal_cfg" not in config:
         for part, kind in towers:
-            known = {field.name for field in fields(kind)}
-            unknown += [f"{part}.{key}" for key in config[part] if key not in known | {"hf_tokenizer_name"}]
-    if unknown:
-        raise UserError(
-            f"--model-config {path} has {unknown[0]!r}, which open_clip does not know; correct it or take it out"
-        )
+            parts.append((f"{part}.", config[part], {"hf_tokenizer_name", *(field.name for field in fields(kind))}))
+    for prefix, given, known in parts:
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                advice = f"did you mean {prefix + near[0]!r}?" if near else "correct it or take it out"
+                raise UserError(f"--model-config {path} has {prefix + key!r}, which open_clip does not know; {advice}")

@@ -52,7 +52,10 @@ def load_pretrained_tower(
     parent = getattr(model, "visual" if tower == "image" else "text", None)
     body = getattr(parent, inner, None)
     if not isinstance(body, nn.Module) or (tower == "text" and not hasattr(body, "config")):
-        raise UserError(f"the {tower} tower of this model is not a {kind} model, so raw {kind} weights do not fit it")
+        raise UserError(
+            f"the {tower} tower of this model is not a {kind} model, so raw {kind} weights do not fit it; --init-from starts "
+            "from towers of an open_clip checkpoint"
+        )
 
     weights = _read_tower_file(Path(path))
     expected = body.state_dict()
@@ -63,7 +66,8 @@ def load_pretrained_tower(
     if missing:
         raise UserError(
             f"{path} holds {len(expected) - len(missing)} of the {tower} tower's {len(expected)} tensors (missing: "
-            f"{', '.join(missing[:3])}; the file begins with {', '.join(list(weights)[:3])}); nothing was loaded"
+            f"{', '.join(missing[:3])}; the file begins with {', '.join(list(weights)[:3])}), so that nothing was loaded; "
+            "--init-from starts from towers of an open_clip checkpoint"
         )
     for key, value in expected.items():
         found = weights[f"{prefix}{key}"]

@@ -1,4 +1,4 @@
-"""`zerovl plan`: what a training run needs, and how long it takes. `zerovl doctor`: whether this machine can train."""
+"""`zerovl plan`: data, memory, time and disk of a training run. `zerovl doctor`: a check of this machine."""
 
 from open_clip_zerovl.core.lazy import lazy_exports
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.mixture import Failure, Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.schedule import Batching, few_steps, source_schedule
+from open_clip_zerovl.data.schedule import Batching, few_steps
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.shards.urls import local_path
@@ -57,15 +57,15 @@ class DataCheck:
 
     Attributes:
         opened: the sources that training could read, in order.
-        weights: passes over each source in an epoch.
-        retrieval: name -> what the set holds, or the problem.
-        elsewhere: what this machine lacks, if the plan is for other hardware.
-        steps: of an epoch.
+        counted: the sources whose number of pairs is known, in order.
+        retrieval: name -> counts of the set, or its problem.
+        elsewhere: things that this machine lacks, if the plan is for other hardware.
+        steps: optimizer steps of an epoch.
     """
 
     sources: list[SourceCheck] = field(default_factory=list)
     opened: tuple[Source, ...] = ()
-    weights: tuple[float, ...] = ()
+    counted: tuple[Source, ...] = ()
     retrieval: dict[str, str] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ def check_data(settings: PlanSettings) -> DataCheck:
     found = DataCheck()
     if settings.train_data is None:
         found.sources.append(SourceCheck("all", "not here", settings.train_num_samples, "assumed"))
-        found.weights = (1.0,)
+        found.counted = (Source("all", ("not here",), (settings.train_num_samples or 0,)),)
     else:
         _check_sources(settings, settings.train_data, found)
     for name, path in parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ():
@@ -99,43 +99,33 @@ def check_data(settings: PlanSettings) -> DataCheck:
 
 
 def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int) -> None:
-    """Fill in the steps of an epoch, in all and of each source, for an effective batch N."""
-    names = [source.name for source in data.sources]
-    sizes = [source.pairs for source in data.sources if source.pairs]
+    """Fill in the steps of an epoch, in all and of each source, for an effective batch N.
+
+    Raises:
+        UserError: --source-order does not name the sources.
+    """
     total = settings.train_num_samples
-    if len(sizes) < len(names):  # some sizes are not known: count --train-num-samples, or the sources that are known
-        data.steps = (total or sum(sizes)) // effective_batch
+    data.steps = (total or sum(source.num_samples for source in data.counted)) // effective_batch
+    if len(data.counted) < len(data.sources):  # some sizes are not known
         return
-    order = settings.source_order.split("::") if settings.source_order is not None else names
-    if sorted(order) != sorted(names):
-        raise UserError(f"--source-order {settings.source_order} must name each source once: {', '.join(names)}")
+    order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
+    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total)
     try:
-        schedule = source_schedule(
-            sizes,
-            effective_batch,
-            strategy=settings.strategy,
-            seed=settings.seed,
-            epoch=0,
-            weights=data.weights,
-            epoch_samples=total,
-            draw=settings.draw,
-            debiased_share=settings.debiased_share,
-            source_order=[names.index(name) for name in order],
-            names=names,
-        )
+        schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
     except UserError as error:  # a source, or all together, does not fill one effective batch
         what, _, advice = str(error).partition("; ")
+        if not advice:
+            raise
         data.missing.append(Missing(what, advice))
-        data.steps = sum(sizes) // effective_batch
         return
     data.steps = schedule.steps
-    if settings.strategy == "debiased" and (sentence := few_steps(schedule, names)) is not None:
-        data.notes.append(f"{sentence}.")
+    few = few_steps(schedule, [source.name for source in data.counted]) if settings.strategy == "debiased" else None
+    data.notes += [f"{few}."] if few is not None else []
     mixed = settings.strategy == "random" or settings.debiased_share < 1
-    for source, weight, taken in zip(data.sources, data.weights, schedule.taken.tolist(), strict=True):
-        source.steps = None if mixed else taken // effective_batch
+    for row, source, taken in zip(data.sources, data.counted, schedule.taken.tolist(), strict=True):
+        row.steps = None if mixed else taken // effective_batch
         if total is None:
-            source.left_over = max(0, int((source.pairs or 0) * weight) - taken)
+            row.left_over = max(0, int(source.num_samples * source.weight) - taken)
 
 
 def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) -> None:
@@ -148,7 +138,6 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
     absent: dict[str, str] = {}
     try:
         sources = opened(train_data, settings.train_data_upsampling_factors)
-        found.weights = tuple(source.weight for source in sources)
     except UserError as error:
         sources = ()
         for component in train_data.split("::"):
@@ -160,7 +149,7 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
             raise error  # no data is missing, so names or weights are wrong
         if settings.train_data_upsampling_factors is not None:
             found.notes.append("--train-data-upsampling-factors are not counted until all sources are there.")
-        found.weights = (1.0,) * (len(sources) + len(absent))
+    found.counted = sources
     for source in sources:
         _add_source(settings, source, found)
     for component, reason in absent.items():
@@ -200,7 +189,7 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         troubles.append(
             Missing(
                 f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}",
-                f"fetch them again, or count the others: zerovl data index {local[gone[0]].parent}",
+                f"fetch them again, or count the remaining ones: zerovl data index {local[gone[0]].parent}",
             )
         )
     for index in sorted({0, len(source.shards) - 1}):
@@ -234,7 +223,7 @@ def _first_sample(source: Source) -> str | None:
         first = next(iter(mixture))
     except UserError as error:
         return str(error)
-    return first.message if isinstance(first, Failure) else None
+    return str(first) if isinstance(first, UserError) else None
 
 
 def _add_absent(settings: PlanSettings, component: str, reason: str, found: DataCheck) -> None:

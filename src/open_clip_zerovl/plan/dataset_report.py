@@ -47,7 +47,7 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
     empty = []
     for path in paths:
         if not path.is_dir() and (len(paths) == 1 or not path.exists()):
-            raise UserError(f"{path} is no folder: give folders with prepared datasets.")
+            raise UserError(f"{path} is not a folder: give folders with prepared datasets.")
         here = list(_below(path, path.absolute().name, DEPTH)) if path.is_dir() else []
         if path.is_dir() and not here:
             empty.append(

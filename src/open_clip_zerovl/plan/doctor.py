@@ -1,8 +1,8 @@
-"""`zerovl doctor`: whether this machine can train, on one page to paste into an issue.
+"""`zerovl doctor`: a check of this machine for training, on one page to paste into an issue.
 
 It checks the versions of packages against the ranges that this package was installed with; on each device the gradient of a
 step of decoupled gradient accumulation against that of one graph (section 4.1); process groups; memory, shared memory, disk and
-file limits. A check that fails says what was seen and what to do; the others still run.
+file limits. A check that fails gives its finding and a remedy; the remaining checks still run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
-USERS_EXTRAS = ("demo", "data")  # of setup.py; the others are for work on the project itself
+USERS_EXTRAS = ("demo", "data")  # extras that users install; the rest is for work on the project itself
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
@@ -41,9 +41,9 @@ class Finding:
     """One line of the page.
 
     Attributes:
-        topic: what was checked.
-        seen: what was found.
-        problem: what is wrong and what to do; None if nothing is.
+        topic: subject of the check.
+        seen: its finding.
+        problem: the fault and its remedy, or None.
     """
 
     topic: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def examine(logs: str | Path = "logs") -> list[Finding]:
-    """Run all checks; one that fails does not stop the others.
+    """Run all checks; a failing one does not stop the next.
 
     Args:
         logs: the runs' folder, whose free disk is checked.
@@ -76,7 +76,7 @@ def examine(logs: str | Path = "logs") -> list[Finding]:
 
 
 def in_a_sentence(error: Exception) -> str:
-    """What an error says, and what to do where a package is missing."""
+    """An error as a sentence, with a remedy if a package is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"{error.name.partition('.')[0]} is not installed; pip install {PACKAGE} again, which brings it"
     return f"{type(error).__name__}: {error}"
@@ -93,11 +93,8 @@ def page(findings: Iterable[Finding]) -> str:
             problems.append(finding)
             mark = f"{len(problems)}>"
         lines.append(f"{mark} {finding.topic:{width}}  {finding.seen}")
-    lines.append("")
-    lines += [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)] or [
-        "Nothing is wrong."
-    ]
-    return "\n".join(lines)
+    remedies = [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)]
+    return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,9 +117,8 @@ def package_versions() -> list[Finding]:
         found = [Finding(PACKAGE, metadata.version(PACKAGE))]
         needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
     except (metadata.PackageNotFoundError, InvalidRequirement) as error:
-        return [
-            Finding(PACKAGE, "not installed", f"{error}; pip install it, so that the versions it needs are known here")
-        ]
+        advice = f"{error}; pip install it, so that the versions it needs are known here"
+        return [Finding(PACKAGE, "not installed", advice)]
     required = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     extras = {
         one.name.lower(): one
@@ -220,12 +216,9 @@ def devices() -> list[Finding]:
 
     from open_clip_zerovl.core.memory import available_bytes
 
-    names = [
-        "cpu",
-        *(f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)),
-    ]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
-    for name in names:
+    for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
         device = torch.device(name)
         free = (available_bytes(device) or 0) / GIB
         what = f"{torch.get_num_threads()} threads" if name == "cpu" else torch.cuda.get_device_name(device)
@@ -285,33 +278,27 @@ def dga_error(device) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def process_groups() -> list[Finding]:
+def process_groups() -> Iterator[Finding]:
     """gloo, and NCCL where there are GPUs: a group of one process that sums a tensor."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return [
-            Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
-        ]
+        yield Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
+        return
     if dist.is_initialized():
-        return [Finding("process groups", f"{dist.get_backend()} is running")]
-    backends = [("gloo", "cpu")]
-    if torch.cuda.is_available():
-        backends.append(("nccl", "cuda"))
-    found = []
-    for backend, device in backends:
+        yield Finding("process groups", f"{dist.get_backend()} is running")
+        return
+    for backend, device in (("gloo", "cpu"), *((("nccl", "cuda"),) if torch.cuda.is_available() else ())):
         try:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            try:
-                dist.all_reduce(torch.ones(1, device=device))
-            finally:
-                dist.destroy_process_group()
+            dist.all_reduce(torch.ones(1, device=device))
+            yield Finding(backend, "starts and sums")
         except (RuntimeError, ValueError) as error:
-            found.append(Finding(backend, "does not start", str(error).splitlines()[0]))
-        else:
-            found.append(Finding(backend, "starts and sums"))
-    return found
+            yield Finding(backend, "does not start", str(error).splitlines()[0])
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def limits(logs: Path) -> list[Finding]:

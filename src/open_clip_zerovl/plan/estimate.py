@@ -39,10 +39,10 @@ class Costs:
     """FLOPs and bytes of a step, counted.
 
     Attributes:
-        retained_flops: g, of a sample whose graph is kept: forward and backward.
-        replayed_flops: h, of a sample that is forwarded twice.
-        sample_bytes: of a micro-batch's graph and its gradients, for each sample.
-        fixed_bytes: of a step, whatever the micro-batch: gradients, copies in half precision.
+        retained_flops: g, FLOPs of a sample whose graph is kept: forward and backward.
+        replayed_flops: h, FLOPs of a sample that is forwarded twice.
+        sample_bytes: bytes of the graph and its gradients, for each sample of a micro-batch.
+        fixed_bytes: bytes that do not depend on the micro-batch: gradients, copies in half precision.
         state_bytes: weights and optimizer.
         embed_dim: D.
         loss_chunk: rows of the logit matrix alive at once; None for all.
@@ -96,7 +96,7 @@ class Costs:
 
 
 def loss_products(rows: int, total: int, chunk: int | None) -> int:
-    """How many products of (rows, D) with (D, total) `ContrastiveLoss` computes on `rows` of `total` pairs.
+    """Number of products of (rows, D) with (D, total) that `ContrastiveLoss` computes on `rows` of `total` pairs.
 
     One for the value, one for each side's gradient, and the logits once more in each sweep of the gradients (one sweep on a
     single rank, two over ranks). If one chunk holds all rows, one of these is not needed: the first logits are kept.

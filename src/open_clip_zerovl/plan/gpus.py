@@ -51,9 +51,8 @@ GIB, MIB = 2**30, 2**20
 GRAPHS_SHARE = 0.9  # of the usable memory that `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
 SMALLEST_MICRO_BATCH = 128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
 NEARLY_FASTEST = 1.01  # micro-batches within 1 % of the least cost count as equal; the largest is taken
-NEAR_BATCH = (
-    1 / 8
-)  # how much the effective batch may differ from the one asked for, where the micro-batch does not divide it
+# Largest relative difference of the effective batch from the one asked for, where the micro-batch does not divide it.
+NEAR_BATCH = 1 / 8
 
 # Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower, captions of a
 # picture in a step) -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
@@ -77,7 +76,7 @@ class Batch:
 
     @property
     def relative_time(self) -> float:
-        """Relative to plain training, whose forward pass is a third of its time: 1 + (K-R)/(3K)."""
+        """Time of a step in units of plain training, whose forward pass is a third of its time: 1 + (K-R)/(3K)."""
         return 1 + (self.dga_steps - self.retained) / (3 * self.dga_steps)
 
 
@@ -93,9 +92,9 @@ def fastest_batch(
 
     Args:
         memory_bytes: for graphs and all else.
-        sample_bytes: of a graph, for each sample.
+        sample_bytes: bytes of a graph, for each sample.
         fixed_bytes: weights, optimizer, gradients, the loss.
-        most: graphs at most; 0: as many as fit.
+        most: largest number of graphs; 0: all that fit.
 
     Returns:
         A micro-batch that is a power of two, or a rank's whole share; 1 if nothing fits.
@@ -141,7 +140,7 @@ def parse_hardware(text: str) -> tuple[Gpu, int]:
     """`v100:8` -> (the V100 of the table, 8); `v100` -> (the V100, 1).
 
     Raises:
-        UserError: a GPU that the table does not have, or a count that is no number.
+        UserError: a GPU that the table does not have, or a count that is not a number.
     """
     name, _, count = text.partition(":")
     gpu = GPUS.get(name.lower().replace("_", "-"))

@@ -30,7 +30,7 @@ from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
-from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
+from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings, choose_batching
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import precision_on
 
@@ -42,11 +42,11 @@ class Hardware:
     """The hardware that the run is planned for.
 
     Attributes:
-        name: of one device.
+        name: name of one device.
         kind: "cuda", "cpu", or "assumed".
         ranks: W, one rank a GPU, or one on the CPU.
-        memory_gib: of one GPU, or of the machine for a CPU.
-        free_gib: of that, free now (all of it for assumed hardware).
+        memory_gib: memory of one GPU, or of the machine for a CPU.
+        free_gib: free memory (all of it for assumed hardware).
         cores: CPU cores that this process may use; None for assumed hardware.
     """
 
@@ -68,13 +68,13 @@ class Plan:
     """The result of `zerovl plan`.
 
     Attributes:
-        data: the sources and sets as found; also what is missing, here or elsewhere, and notes.
-        parameters: of the model, all and trained.
+        data: sources and sets, missing things, notes.
+        parameters: number of all parameters, and of the trained ones.
         retained: R, graphs kept in a step.
-        compute_seconds: of one optimizer step of one rank, without waiting for data.
+        compute_seconds: seconds of an optimizer step of one rank, without waiting for data.
         data_seconds: the wait for its data; None where nothing was read.
         timed: the step that was taken here.
-        free_disk_bytes: of the disk of --logs, None for assumed hardware.
+        free_disk_bytes: free space of --logs, None for assumed hardware.
     """
 
     settings: PlanSettings
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def estimate(self) -> bool:
-        """Whether nothing was measured on the hardware that the plan is for."""
+        """True if the plan is for other hardware, on which nothing was measured."""
         return self.hardware.kind == "assumed"
 
     @property
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """How many checkpoints are on the disk at the end, plus one that is being written."""
+        """Number of checkpoints on the disk at the end, plus one that is being written."""
         settings, every = self.settings, self.settings.save_frequency
         epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
         steps = settings.keep_checkpoints if settings.save_every_steps is not None else 0
@@ -115,12 +115,12 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step, with its data where that was measured."""
+        """Seconds of one optimizer step, with the wait for its data if that was measured."""
         return self.compute_seconds + (self.data_seconds or 0.0)
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.data.steps * self.settings.epochs
 
     @property
@@ -129,34 +129,24 @@ class Plan:
 
     @property
     def hours(self) -> float:
-        """Of training steps, without evaluation and checkpoints."""
+        """Hours of training steps, without evaluation and checkpoints."""
         return self.steps * self.step_seconds / 3600
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
-        names = [
-            "estimate",
-            "parameters",
-            "retained",
-            "compute_seconds",
-            "data_seconds",
-            "free_disk_bytes",
-            "peak_bytes",
-        ]
-        names += ["sample_flops", "checkpoints", "step_seconds", "steps", "samples_per_second", "hours"]
-        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "hardware", "costs")}
-        unplanned = {each.name for each in flags_of(AllFlags) if each.planned is not True}
-        given = {name: value for name, value in parts["settings"].items() if name not in unplanned}
-        parts["settings"] = {k: v for k, v in given.items() if v is not None and v is not False and v not in ((), {})}
-        listed = ("sources", "missing", "elsewhere")
-        batching = self.batching
+        batching, data = self.batching, self.data
+        planned = [each.name for each in flags_of(AllFlags) if each.planned is True]
+        names = [*planned, *(each.name for each in flags_of(PlanFlags)), "passed_over"]
+        given = {name: value for name in names if (value := getattr(self.settings, name)) not in (None, False, (), {})}
         return {
-            **parts,
-            **{name: getattr(self, name) for name in names},
-            **{name: [dataclasses.asdict(one) for one in getattr(self.data, name)] for name in listed},
-            "retrieval": self.data.retrieval,
-            "notes": self.data.notes,
-            "epoch_steps": self.data.steps,
+            "settings": given,
+            "hardware": dataclasses.asdict(self.hardware),
+            "costs": dataclasses.asdict(self.costs),
+            **{name: getattr(self, name) for name in _FIGURES},
+            **{name: [dataclasses.asdict(one) for one in getattr(data, name)] for name in _LISTED},
+            "retrieval": data.retrieval,
+            "notes": data.notes,
+            "epoch_steps": data.steps,
             "batching": {
                 "micro_batch": batching.micro_batch,
                 "dga_steps": batching.dga_steps,
@@ -166,6 +156,13 @@ class Plan:
             "gpu_hours": self.hours * self.hardware.ranks if self.hardware.kind != "cpu" else None,
             "utilisation_assumed": UTILISATION if self.estimate else None,
         }
+
+
+_LISTED = ("sources", "missing", "elsewhere")
+_FIGURES = (
+    "estimate", "parameters", "retained", "compute_seconds", "data_seconds", "free_disk_bytes", "peak_bytes", "sample_flops",
+    "checkpoints", "step_seconds", "steps", "samples_per_second", "hours",
+)  # fmt: skip
 
 
 @no_code_from_data()
@@ -278,7 +275,7 @@ def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -
 
 
 def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> None:
-    """Fill in the steps of an epoch; notes say where the batch or the warm-up is not what was asked for."""
+    """Fill in the steps of an epoch; add a note if the batch or the warm-up differs from the request."""
     schedule_steps(settings, data, batching.effective_batch)
     wanted = settings.effective_batch
     if wanted is not None and batching.effective_batch != wanted:
@@ -319,7 +316,7 @@ def _check_weights(settings: PlanSettings, data: DataCheck) -> None:
 
 
 def _check_teachers(settings: PlanSettings, data: DataCheck) -> None:
-    """Whether the embeddings of `--teacher` are there and whole."""
+    """Check the embeddings of `--teacher`."""
     if settings.teacher is None:
         return
     data.notes.append("Neither reading the teachers' embeddings nor their part of the loss is counted.")

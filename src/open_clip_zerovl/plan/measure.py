@@ -39,7 +39,7 @@ class StepTime:
 
     Attributes:
         dga_steps, retained: K and R of the step that was taken.
-        seconds: of it, without waiting for data; the median.
+        seconds: median seconds of that step, without waiting for data.
         wait_seconds: the mean wait for a micro-batch.
     """
 
@@ -85,7 +85,7 @@ def measure_step(
 
     Args:
         retained: R of the run.
-        sources: of the micro-batches, read by as many loader processes as in the run; none: random micro-batches.
+        sources: sources of the micro-batches, read by the loader processes of the run; (): random micro-batches.
 
     Raises:
         torch.OutOfMemoryError: the micro-batch does not fit on the device.
@@ -126,7 +126,7 @@ def _loss(planned: PlannedModel, settings: PlanSettings) -> torch.nn.Module:
 def _micro_batches(
     planned: PlannedModel, settings: PlanSettings, batching: Batching, sources: Sequence[Source]
 ) -> Iterator[Iterator[MicroBatch]]:
-    """An endless stream of micro-batches: read by as many loader processes as in the run, or random ones without sources."""
+    """An endless stream of micro-batches: read by the loader processes of the run, or random ones without sources."""
     if not sources:
         yield itertools.repeat(planned.micro_batch(batching.micro_batch))
         return

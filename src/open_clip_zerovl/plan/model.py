@@ -46,7 +46,7 @@ _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 @dataclass
 class PlannedModel:
-    """A model in training mode, and what makes its micro-batches.
+    """A model in training mode, with its transform, tokenizer and mixup.
 
     Attributes:
         transform: PIL image -> (C, H, W), uint8 if normalisation is done on the device.
@@ -67,7 +67,7 @@ class PlannedModel:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """How many numbers the model holds, and how many of them are trained."""
+        """Number of parameters, and of those that are trained."""
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
@@ -81,7 +81,7 @@ class PlannedModel:
         return autocast_of(self.precision, self.device)()
 
     def prepare(self, images: Tensor, texts: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """What a training step without mixup does to a micro-batch on the device."""
+        """Normalise and cast a micro-batch on the device, as a training step without mixup does."""
         return prepare(images, texts, precision=self.precision, normalize=self.normalize)
 
     def micro_batch(self, size: int) -> tuple[Tensor, Tensor]:
@@ -204,12 +204,12 @@ def weights_to_fetch(settings: PlanSettings) -> dict[str, str]:
 
 
 def is_file_name(pretrained: str) -> bool:
-    """Whether `--pretrained` names a file, which need not be there, rather than a tag."""
+    """True if `--pretrained` names a file, which need not exist, rather than a tag."""
     return os.sep in pretrained or Path(pretrained).suffix in _WEIGHTS or Path(pretrained).is_file()
 
 
 def _has_weights(settings: PlanSettings) -> bool:
-    """Whether the weights of `--pretrained TAG` are in the cache, under any name that open_clip looks for."""
+    """True if the weights of `--pretrained TAG` are in the cache, under any name that open_clip looks for."""
     model, tag = registered_name(settings.model), settings.pretrained
     if settings.text_model is not None:
         raise UserError(
@@ -219,7 +219,7 @@ def _has_weights(settings: PlanSettings) -> bool:
     if not config:
         tags = open_clip.list_pretrained_tags_by_model(model)
         raise UserError(
-            f"--pretrained {tag} is no file, and no tag of {model}; "
+            f"--pretrained {tag} is neither a file nor a tag of {model}; "
             f"{'its tags are ' + ', '.join(tags) if tags else 'it has none'}"
         )
     repository, _, name = config.get("hf_hub", "").rpartition("/")
@@ -228,8 +228,8 @@ def _has_weights(settings: PlanSettings) -> bool:
 
 
 def _is_cached(repository: str, *files: str, cache_dir: str | None = None) -> bool:
-    """Whether one of these files of a repository is in the Hugging Face cache."""
+    """True if one of these files of a repository is in the Hugging Face cache."""
     try:
         return any(isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str) for file in files)
-    except ValueError:  # a path, which is no repository's name
+    except ValueError:  # a path instead of a repository's name
         return False

@@ -16,7 +16,7 @@ WIDTH, LABEL = 96, 10
 
 
 def report(plan: Plan) -> str:
-    """All of a plan; what is missing comes last."""
+    """The whole plan as text; missing things come last."""
     passed_over = plan.settings.passed_over
     sections = {
         "model": [_model(plan)],
@@ -118,13 +118,13 @@ def _batch(plan: Plan) -> str:
 
 def _step(plan: Plan) -> list[str]:
     if not plan.step_seconds:
-        return ["not measured: see what is missing"]
+        return ["not measured: see the missing things below"]
     if plan.estimate:
         return [
             f"ESTIMATE {duration(plan.step_seconds)}: counted FLOPs at {100 * UTILISATION:.1f} % of the GPU's peak, the "
             "share that the paper's V100s reached (Table 5: 680 GPU hours)"
         ]
-    data = "on random samples: there is no data on this machine"
+    data = "on random samples, because this machine has no data"
     if plan.data_seconds is not None:
         workers = plan.settings.workers
         how = "read in between" if workers == 0 else f"{workers} loader process{'es' * (workers > 1)}"

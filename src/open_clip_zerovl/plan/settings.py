@@ -66,7 +66,7 @@ class PlanSettings(PlanFlags, AllFlags):
 
     @property
     def stock_pipeline(self) -> bool:
-        """Whether training takes open_clip's own data pipeline."""
+        """True if training takes open_clip's own data pipeline."""
         return not super().mixture
 
 

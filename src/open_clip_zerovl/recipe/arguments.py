@@ -63,7 +63,7 @@ def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
 
 @cache
 def open_clip_options() -> frozenset[str]:
-    """`--lr` and the others, as they stand in the source of open_clip_train's parser."""
+    """open_clip's options (`--lr` ...), read from the source of its parser."""
     package = importlib.util.find_spec("open_clip_train")
     folders = [] if package is None else package.submodule_search_locations or []
     files = [Path(folder, "params.py") for folder in folders]

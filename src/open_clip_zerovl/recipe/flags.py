@@ -48,13 +48,14 @@ from open_clip_zerovl.losses.names import POSITIVES
 
 TOWERS = ("image", "text")
 ABLATIONS = ("detached-gather", "iid-draw", "mixup-both", "mixup-embeddings", "no-replay", "temperature-parameter")
-#: A flag of before -> what stands in its place.
+#: Former flag -> its replacement.
 RENAMED = {
     "--debiased-draw": "--ablate iid-draw",
     "--mixup-of": "--ablate mixup-both",
     "--mixup-text": "--ablate mixup-embeddings",
     "--temperature-parameter": "--ablate temperature-parameter",
 }
+CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
 PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
 
@@ -63,7 +64,9 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 # ---------------------------------------------------------------------------------------------------------------------
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-_OWN_STEP = Requirement("the recipe's step, which CoCa and --distill-model don't take", lambda given: given.own_step)
+_OWN_STEP = Requirement(
+    "the recipe's step, which captioners (CoCa) and --distill-model don't take", lambda given: given.own_step
+)
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 _TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
@@ -74,8 +77,14 @@ _DETACHED_GATHER = Contradiction(
 )
 
 
+def _beside(name: str, advice: str, **more: Any) -> Contradiction:
+    """A contradiction with another flag, given with any value that is not False, None or empty."""
+    option = "--" + name.replace("_", "-")
+    return Contradiction(option, lambda given: bool(getattr(given, name)), advice, **more)
+
+
 def _no_mixup(advice: str) -> Contradiction:
-    return Contradiction("--coin-flip-mixup", lambda given: given.coin_flip_mixup, f"{advice}; leave one of them out")
+    return _beside("coin_flip_mixup", f"{advice}; leave one of them out")
 
 
 def _caches_text(given: Any) -> bool:
@@ -103,15 +112,13 @@ class SourceFlags:
         switch=Switch(
             "--debiased-sampling",
             "debiased",
-            "every optimizer step draws from one source, over all ranks and micro-batches; the same as --sampling debiased. "
-            "Name the sources: --train-data sbu=SHARDS::vg=SHARDS",
+            "each optimizer step draws from one of the sources of --train-data NAME=SHARDS::NAME=SHARDS: --sampling debiased",
         ),
         needs=(Requirement("--train-data NAME=SHARDS::...", lambda given: bool(given.train_data) or not given.trains),),
     )
     debiased_share: float = flag(
         1.0,
-        "share of each source's samples that comes in steps of that source alone; the rest, and sources smaller than an "
-        "effective batch, come in steps that mix all sources (default %(default)s)",
+        "share of each source's samples in steps of that source alone; the other steps mix all sources",
         metavar="SHARE",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
         needs=(_DEBIASED,),
@@ -125,9 +132,8 @@ class SourceFlags:
     )
     captions: str | None = flag(
         None,
-        "several captions of an image (lines of a txt, rows of a table): show one an epoch, or make each a sample; "
-        "txt=0.5,KEY=0.5 draws each time between the txt and a key of the sample's json (MEMBER:KEY of another member); "
-        "txt+KEY shows one of each in every step, and sums their losses",
+        "several captions of an image: show one an epoch, or make each a sample; txt=0.5,KEY=0.5 draws between the txt and a "
+        "key of the json (MEMBER:KEY of another member); txt+KEY shows one of each in every step and sums their losses",
         metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
         range=Range(f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD", lambda value, _: is_captions(value)),
         needs=(_NAMED_SOURCES,),
@@ -142,20 +148,19 @@ class SourceFlags:
     )
     on_bad_sample: str = flag(
         "replace",
-        "what to do with a sample that cannot be used: replace it by another of its source, or fail (default %(default)s)",
+        "replace a sample that cannot be used by another of its source, or fail",
         choices=POLICIES,
         needs=(_NAMED_SOURCES,),
     )
     pixel_path: str = flag(
         PIXEL_PATH,
-        "decode and resize pictures with PIL, or as arrays with libjpeg-turbo and torch: faster, equal up to rounding "
-        "(default %(default)s)",
+        "decode and resize pictures with PIL, or faster with libjpeg-turbo and torch, equal up to rounding",
         choices=PIXEL_PATHS,
         needs=(_NAMED_SOURCES,),
     )
     max_bad_share: float = flag(
         0.10,
-        "stop when a source has lost a larger share of its samples (default %(default)s)",
+        "stop when a source has lost a larger share of its samples",
         metavar="SHARE",
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
         needs=(_NAMED_SOURCES,),
@@ -170,7 +175,7 @@ class SourceFlags:
     )
     shard_cache_gib: float = flag(
         100.0,
-        "GiB that --shard-cache may take; what was not read for longest makes room (default %(default)s)",
+        "GiB that --shard-cache may take; what was not read for longest makes room",
         metavar="N",
         range=POSITIVE,
         needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
@@ -178,7 +183,7 @@ class SourceFlags:
     )
     loader_timeout: float = flag(
         600.0,
-        "stop when no batch comes for this time, and name what is being read; 0 waits forever (default %(default)s)",
+        "stop when no batch comes for this time, and name what is being read; 0 waits forever",
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
         needs=(_NAMED_SOURCES,),
@@ -215,14 +220,13 @@ class DgaFlags:
     )
     sort_text: bool = flag(
         False,
-        "sort the texts of a step by length over its micro-batches and cut each micro-batch to its longest: the same "
-        "gradient, less padding computed",
+        "sort a step's texts by length over its micro-batches and cut each to its longest: the same gradient, less padding",
         planned="texts are planned at the tokenizer's length",
         contradicts=(
             Contradiction(
                 "--cache-frozen of the text tower", _caches_text, "such texts are not forwarded; leave it out"
             ),
-            Contradiction("--torchscript", lambda given: given.torchscript, "a scripted model cannot be changed"),
+            _beside("torchscript", "a scripted model cannot be changed"),
         ),
     )
     loss_chunk: int | None = flag(
@@ -230,10 +234,7 @@ class DgaFlags:
     )
     ablate: tuple[str, ...] = flag(
         (),
-        "for comparisons of the paper only; several may be given. Wrong gradients: detached-gather (Table 4), no-replay, other "
-        "dropout masks in the second pass (Table 6). Alternatives: iid-draw, a source drawn for each step; mixup-both, images "
-        "and texts of each batch mixed, and mixup-embeddings, word embeddings in place of text features (3.2); "
-        "temperature-parameter, the temperature itself learned, from 0.001 to 0.5 (released code)",
+        "a comparison of the paper (docs/flags.md); may be given several times; detached-gather, no-replay: wrong gradients",
         choices=ABLATIONS,
         metavar="NAME",
         needs=(
@@ -288,8 +289,7 @@ class LossFlags:
 
     cross_source_weight: float = flag(
         1.0,
-        "how often a negative of another source counts in the loss of a batch that mixes sources: 0 leaves them out, 1 is "
-        "the plain loss (default %(default)s)",
+        "weight of negatives from another source in the loss of a mixed batch: 0 leaves them out, 1 is the plain loss",
         metavar="W",
         range=NOT_NEGATIVE,
         needs=(_NAMED_SOURCES,),
@@ -306,8 +306,7 @@ class LossFlags:
     )
     positives: str = flag(
         "pair",
-        "which samples of the effective batch share the target evenly: those with the same caption, the same image, or either "
-        "(both) (default %(default)s: none)",
+        "samples that share the target evenly: those with the same caption, the same image, or either (both)",
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
         contradicts=(
@@ -329,17 +328,14 @@ class TeacherFlags:
 
     teacher: str | None = flag(
         None,
-        "learn from the embeddings that `zerovl teacher` has stored in DIR, and show the views that it has stored",
+        "learn from the embeddings that `zerovl teacher` has stored in DIR, on the views that it has stored",
         metavar="DIR",
         needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _no_mixup("no teacher has seen the mixed samples"),
-            _DETACHED_GATHER,
-        ),
+        contradicts=(_no_mixup("no teacher has seen the mixed samples"), _DETACHED_GATHER),
     )
     distill_weight: float = flag(
         1.0,
-        "share of the distillation in the loss; the rest is the contrastive loss (default %(default)s)",
+        "share of the distillation in the loss; the rest is the contrastive loss",
         metavar="W",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
         needs=(_TEACHER,),
@@ -362,13 +358,7 @@ class AugmentationFlags:
     coin_flip_mixup: bool = flag(
         False, "mix either the images or the texts of each effective batch, by a coin (section 3.2)"
     )
-    mixup_alpha: float = flag(
-        0.1,
-        "lambda ~ Beta(A, A) (default %(default)s)",
-        metavar="A",
-        range=POSITIVE,
-        needs=(_MIXUP,),
-    )
+    mixup_alpha: float = flag(0.1, "lambda ~ Beta(A, A)", metavar="A", range=POSITIVE, needs=(_MIXUP,))
     text_augment: float | None = flag(
         None,
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
@@ -402,9 +392,7 @@ class TowerFlags:
     """Starting weights and auxiliary encoders (section 4.2)"""
 
     model_config: str | None = flag(
-        None,
-        "one's own model as a JSON file, in place of --model; its name is the file's",
-        metavar="FILE.json",
+        None, "one's own model as a JSON file, in place of --model; its name is the file's", metavar="FILE.json"
     )
     text_model: str | None = flag(
         None,
@@ -495,9 +483,7 @@ class OptimizerFlags:
             Contradiction(
                 "--lr-scheduler {lr_scheduler}", lambda given: given.lr_scheduler != "cosine", "give --warmup in steps"
             ),
-            Contradiction(
-                "--skip-scheduler", lambda given: given.skip_scheduler, "without a schedule nothing warms up"
-            ),
+            _beside("skip_scheduler", "without a schedule nothing warms up"),
             Contradiction(
                 "--warmup {warmup}",
                 lambda given: given.warmup != OpenClipFlags.warmup,
@@ -517,9 +503,7 @@ class OptimizerFlags:
                 lambda given: given.lr_scheduler != "cosine",
                 "it is the floor of the cosine schedule",
             ),
-            Contradiction(
-                "--skip-scheduler", lambda given: given.skip_scheduler, "without a schedule the rate stays at --lr"
-            ),
+            _beside("skip_scheduler", "without a schedule the rate stays at --lr"),
         ),
     )
 
@@ -535,15 +519,14 @@ class CheckpointFlags:
         range=at_least(1, "step"),
         needs=(_NAMED_SOURCES, _OWN_STEP),
         contradicts=(
-            Contradiction(
-                "--save-most-recent",
-                lambda given: given.save_most_recent,
+            _beside(
+                "save_most_recent",
                 "open_clip would resume from epoch_latest.pt and not from the newer step checkpoint; leave it out",
             ),
         ),
     )
     keep_checkpoints: int = flag(
-        2, "step checkpoints kept (default %(default)s)", metavar="N", range=at_least(1)
+        2, "step checkpoints kept", metavar="N", range=at_least(1)
     )  # fmt: skip
 
 
@@ -556,8 +539,7 @@ class RetrievalFlags:
 
     retrieval_data: str | None = flag(
         None,
-        "retrieval sets (CLIP_benchmark's layout, Karpathy's JSON@PICTURES, ZeroVL's CSV@PICTURES); recall@1/5/10 and RSUM "
-        "are logged while training",
+        "retrieval sets (CLIP_benchmark's layout, JSON@PICTURES, CSV@PICTURES) whose recall and RSUM are logged while training",
         metavar="NAME=DIR::...",
     )
     retrieval_frequency: int = flag(
@@ -565,15 +547,14 @@ class RetrievalFlags:
     )
     retrieval_transform: str = flag(
         "checkpoint",
-        "transform of the retrieval sets' pictures: the checkpoint's own, as CLIP_benchmark applies it, or the paper's (A.9), "
-        "squash to 256 and crop 224, scaled to the model's size (default %(default)s)",
+        "transform of the retrieval sets' pictures: the checkpoint's own, or the paper's squash and centre crop (A.9)",
         choices=RETRIEVAL_TRANSFORMS,
         needs=(_SETS,),
         planned=False,
     )
     retrieval_captions: int | str = flag(
         5,
-        "captions kept of each image of a retrieval set, the first ones; the papers count five of COCO's (default %(default)s)",
+        "first captions of each image of a retrieval set that count; the papers count five of COCO's",
         kind=number_or("all", 1),
         metavar="N|all",
         needs=(_SETS,),
@@ -583,12 +564,11 @@ class RetrievalFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsoleFlags:
-    """What is shown while training"""
+    """Output while training"""
 
     verbose: bool = flag(
         False,
-        "show all that the log file has: the model, all settings, what open_clip says; without it, and with another flag of "
-        "the recipe, a run shows about ten lines and then where training is",
+        "show all that the log file has, instead of about ten lines and the progress",
         planned=False,
     )
 
@@ -631,12 +611,12 @@ class RecipeConfig(
 
     @property
     def texts_per_image(self) -> int:
-        """How many captions of a picture a step shows."""
+        """The number of captions of each picture in a step."""
         return captions_in_a_step(self.captions)
 
     @property
     def draw(self) -> str:
-        """How debiased sampling chooses the source of a step; of `data.names.DRAWS`."""
+        """The way in which debiased sampling chooses the source of a step; one of `data.names.DRAWS`."""
         return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:
@@ -769,7 +749,7 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
 
         Args:
-            typed: of open_clip's flags those that were typed, which changes others by the model.
+            typed: open_clip's flags that were typed; open_clip derives the values of some others from the model.
         """
         known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
         changed = {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
@@ -777,7 +757,7 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
     @property
     def strategy(self) -> str:
-        """How sources make batches: --sampling, or random for open_clip's own pipeline."""
+        """The value of --sampling, or random for open_clip's own pipeline."""
         return self.sampling or "random"
 
     @property
@@ -797,8 +777,12 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
         --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
         """
-        foreign_loss = "coca" in self.model.lower() or self.distill_model is not None
-        return self.step_flags or (self.mixture and not foreign_loss)
+        return self.step_flags or (self.mixture and not self.captions_images and self.distill_model is None)
+
+    @property
+    def captions_images(self) -> bool:
+        """Whether the model, by its name, also learns to write captions."""
+        return any(kind in self.model.lower() for kind in CAPTIONERS)
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:

@@ -65,7 +65,7 @@ class FrozenCache:
         dtype: str = "float32",
     ) -> None:
         if tower not in TOWERS:
-            raise UserError(f"there is no tower {tower!r} to cache; give image or text.")
+            raise UserError(f"{tower!r} is not a tower that can be cached; give image or text.")
         if dtype not in ("float32", "float16"):
             raise UserError(f"features cannot be cached as {dtype!r}; give float32 or float16.")
         for source in sources:
@@ -90,7 +90,7 @@ class FrozenCache:
         self._filled = np.array(self._store.done)
 
     def __len__(self) -> int:
-        """How many samples' features this process can read."""
+        """The number of samples whose features this process can read."""
         return int(self._filled.sum())
 
     # --- rows --------------------------------------------------------------------------------------------------------

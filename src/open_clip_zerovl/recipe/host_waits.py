@@ -32,7 +32,7 @@ def without_host_waits(model: nn.Module) -> None:
 
 
 def _reads_masks(module: nn.Module) -> bool:
-    """Whether this is a bidirectional BERT, or one of its kind, with torch's attention, which takes a boolean mask."""
+    """True for a bidirectional BERT or RoBERTa with torch's attention, which takes a boolean mask."""
     config = getattr(module, "config", None)
     return (
         type(module).__name__ in ("BertModel", "RobertaModel", "XLMRobertaModel")
@@ -42,7 +42,7 @@ def _reads_masks(module: nn.Module) -> bool:
 
 
 def _reads_both_masks(module: nn.Module) -> bool:
-    """Whether this is a ModernBERT with torch's attention that takes a mask for each kind of its layers."""
+    """True for a ModernBERT with torch's attention that takes one mask per kind of layer."""
     return (
         type(module).__name__ == "ModernBertModel"
         and getattr(module.config, "_attn_implementation", None) == "sdpa"

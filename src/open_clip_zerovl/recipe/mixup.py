@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.losses import reversed_partner
 
 
@@ -117,7 +118,7 @@ class CoinFlipMixup:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
         seed: the same on all ranks.
         of: "coin", or "both" for images and texts of each batch.
-        texts: what of them is mixed, "features" or word "embeddings".
+        texts: mix text "features" or word "embeddings".
 
     Raises:
         UserError: an alpha that is not positive, a negative seed.
@@ -144,7 +145,7 @@ class CoinFlipMixup:
             UserError: a model whose text features cannot be mixed: open_clip's plain CLIP class (which has no text module),
                 towers that also return tokens (CoCa); or a second model.
         """
-        model = _inner(model)
+        model = unwrapped(model)[0]
         tower = getattr(model, "text", None)
         if not isinstance(tower, nn.Module):
             raise UserError(
@@ -264,14 +265,3 @@ class _TextMixing:
                 + (f"{tuple(features.shape)}." if isinstance(features, Tensor) else f"a {type(features).__name__}.")
             )
         return mix_rows(features, self.weight)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The model inside of DDP and torch.compile, in any order."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner

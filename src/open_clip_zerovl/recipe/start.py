@@ -54,7 +54,7 @@ def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitRepor
         checkpoint: a training checkpoint, a folder that `zerovl export` wrote, or a `.safetensors` file.
 
     Returns:
-        Which groups were loaded, and why others were not.
+        The groups that were loaded, and the reason for each group that was not.
 
     Raises:
         UserError: no such file, or no tower of it fits (the sentence says why).

@@ -61,8 +61,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor]:
     """The model's inputs from a micro-batch that is on the device.
 
-    In this order: the cache is told which samples come, images are normalised to fp32, images are mixed, images are cast to the
-    dtype of the model's input. So the mixture is computed in fp32 also where the input is fp16 or bf16.
+    In this order: announce the samples to the cache, normalise images to fp32, mix them, cast them to the dtype of the
+    model's input. So the mixture is computed in fp32 also where the input is fp16 or bf16.
 
     Args:
         images: (B, C, H, W), uint8 if `normalize` is given, else normalised floats.
@@ -81,7 +81,7 @@ def prepare(
 
 
 def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    """What `ContrastiveLoss` takes besides the features of this rank's samples: `ids`, `teacher_features`, as far as there are.
+    """Further inputs of `ContrastiveLoss` for this rank's samples: `ids` and `teacher_features`, where the batch has them.
 
     They come from the micro-batches' third and fourth part.
     """
@@ -99,7 +99,7 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
 
 
 def texts_per_image_of(micro_batch: MicroBatch) -> int:
-    """How many texts of each image a micro-batch holds."""
+    """The number of texts per image in a micro-batch."""
     images, texts, *_ = micro_batch
     return max(1, len(texts) // len(images))
 
@@ -156,7 +156,7 @@ class RecipeStep:
             self._dga.adopt(adopted)
 
     def decision(self) -> Decision | None:
-        """How many graphs retain="auto" keeps from the next step on; None before it can decide, and for a given R.
+        """The number of graphs that retain="auto" keeps from the next step on; None before it can decide, and for a given R.
 
         Call it between two steps, on every rank. The gradients of the last step are dropped, as the next step would do.
         """

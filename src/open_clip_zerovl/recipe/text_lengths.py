@@ -42,7 +42,7 @@ def sort_texts(texts: Sequence[Tensor], padding: int) -> tuple[list[Tensor], Ten
     sizes = [len(part) for part in texts]
     together = torch.cat(list(texts))
     places = torch.arange(1, together.shape[1] + 1)
-    lengths = torch.where(together != padding, places, 1).amax(dim=1)  # up to the last token that is no padding
+    lengths = torch.where(together != padding, places, 1).amax(dim=1)  # up to the last token that is not padding
     order = lengths.argsort(stable=True)
     pinned = texts[0].is_pinned()
     cut = []
@@ -68,7 +68,7 @@ def text_padding(model: nn.Module) -> int:
     take short texts first; call this before the model is compiled.
 
     Raises:
-        UserError: a tower that is no module of its own or knows no padding token, or whose features do depend on it.
+        UserError: a tower that is not a module, has no padding token, or whose features depend on the padding.
     """
     tower = getattr(model, "text", None)
     if not isinstance(tower, nn.Module):

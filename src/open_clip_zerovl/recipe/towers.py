@@ -54,7 +54,7 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
     chosen = sorted(set(towers))
     unknown = [tower for tower in chosen if tower not in TOWERS]
     if unknown:
-        raise UserError(f"there is no tower {unknown[0]!r} to freeze; give image or text.")
+        raise UserError(f"{unknown[0]!r} is not a tower that can be frozen; give image or text.")
     frozen = {f"{tower} tower" for tower in chosen}
     if projection:
         frozen |= {f"{tower} projection" for tower in chosen}

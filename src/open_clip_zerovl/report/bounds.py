@@ -28,8 +28,8 @@ def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def not_above_chance(metrics: Mapping[str, Any]) -> bool:
-    """Whether RSUM is no larger than random orders reach; False where that is not known."""
-    return metrics["rsum"] <= metrics.get("rsum_chance_upper", -1.0)
+    """True if random orders reach this RSUM; False if their bounds are not known."""
+    return {"rsum_chance", "rsum_chance_upper"} <= metrics.keys() and metrics["rsum"] <= metrics["rsum_chance_upper"]
 
 
 def best_sentence(best: float) -> str:

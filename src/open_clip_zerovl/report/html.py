@@ -33,8 +33,8 @@ def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
 
     Args:
         template: name of its file.
-        folder: of the template, where it is no template of this package; it may extend and import those.
-        values: what the template shows. Pictures are arrays, PIL images or results of `thumbnail`; charts are PNG bytes.
+        folder: folder of a template from outside of this package; it may extend and import those of the package.
+        values: variables of the template. Pictures are arrays, PIL images or results of `thumbnail`; charts are PNG bytes.
     """
     environment = Environment(
         loader=FileSystemLoader([folder, TEMPLATES]),

@@ -17,7 +17,7 @@ from open_clip_zerovl.core.errors import UserError
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
 # Colours of sources: Paul Tol's muted ones.
 SOURCE_COLOURS = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499")
-RIGHT_COLOUR = "#009E73"  # of right answers: Okabe and Ito's green, which is no model's
+RIGHT_COLOUR = "#009E73"  # right answers: Okabe and Ito's green, which no model has
 INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
 DPI = 160
 

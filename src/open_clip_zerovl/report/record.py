@@ -14,6 +14,7 @@ A process that goes on from a checkpoint first takes back what lies after it, so
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -27,6 +28,8 @@ from open_clip_zerovl.core.errors import UserError, place_sentence
 from open_clip_zerovl.core.files import UNREADABLE, write_atomically
 from open_clip_zerovl.report.html import thumbnail
 
+log = logging.getLogger(__name__)
+
 RECORD, EXAMPLES = "record.jsonl", "examples.json"
 _SAME = 1e-9  # positions closer than this are the same one, computed in two ways
 _KINDS = ("start", "step", "retrieval", "lost", "end")
@@ -36,7 +39,7 @@ class Record:
     """Writes the record of a run, on its first rank.
 
     Args:
-        folder: of the run; it exists.
+        folder: folder of the run, which exists.
         at: the position from which the run begins or goes on, in epochs. What is recorded after it is taken back.
     """
 
@@ -59,7 +62,7 @@ class Record:
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of a run's record, by kind, each in order of its position. Of a position that comes twice the last is kept.
+    """The lines of a run's record, by kind, each in order of its position. If a position comes twice, the last line is kept.
 
     Raises:
         UserError: there is no record, or it cannot be read.
@@ -84,7 +87,7 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
     """Write the retrieval examples of an evaluation in place of earlier ones.
 
     Args:
-        examples: of `evaluate.retrieval.examples.retrieval_examples`.
+        examples: result of `evaluate.retrieval.examples.retrieval_examples`.
     """
     content = {"epoch": epoch, "examples": [asdict(one) for one in examples]}
     write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))
@@ -102,13 +105,16 @@ def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         for one in content["examples"]:
-            pictures = [one["target"], *(shown["pixels"] for found in one["top"].values() for shown in found)]
+            _ = one["query"], one["source"], [one["rank"][model] for model in one["top"]]
+            shown = [each for found in one["top"].values() for each in found]
+            _ = [(each["source"], each["right"]) for each in shown]
+            pictures = [one["target"], *(each["pixels"] for each in shown)]
             if not all(re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture) for picture in pictures):
-                raise ValueError("a picture is no data URI")
+                raise ValueError("a picture is not a data URI")
         return int(content["epoch"]), content["examples"]
     except UNREADABLE as error:
         raise UserError(
-            f"{path} is not what training wrote ({error}); delete it, and the page comes without"
+            f"{path} has another content than training writes ({error}); delete it to get the page without examples"
         ) from error
 
 
@@ -129,15 +135,32 @@ def _finite(value: Any) -> Any:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The whole lines. A killed process may have left half a line, and a disk may have lost some."""
-    lines = []
+    lines, left_out = [], 0
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and line.get("kind") in _KINDS and _is_position(line.get("at")):
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and line.get("kind") in _KINDS and _is_position(line.get("at")) and _fits(line):
             lines.append(line)
+        else:
+            left_out += 1
+    if left_out:
+        log.warning("%s: %d lines are cut off or not as training writes them, and are left out.", path, left_out)
     return lines
+
+
+def _fits(line: Mapping[str, Any]) -> bool:
+    """True if the tables of a line have the types that training writes."""
+    try:
+        for name in ("settings", "sources", "by_source"):
+            dict.keys(line.get(name) or {})
+        for own in (line["metrics"] if line["kind"] == "retrieval" else {}).values():
+            dict.keys(own)
+        counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
+        return isinstance(line.get("how", ""), str) and all(isinstance(n, int) for own in counts for n in own.values())
+    except (TypeError, AttributeError, KeyError):
+        return False
 
 
 def _is_position(value: Any) -> bool:

@@ -25,7 +25,7 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     """Write a run's page, `run.html`, from its record.
 
     Args:
-        folder: of the run, logs/NAME.
+        folder: folder of the run, logs/NAME.
 
     Returns:
         The page's path.
@@ -35,13 +35,13 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; give that of a run, logs/NAME")
+        raise UserError(f"the folder {folder} does not exist; give the folder of a run, logs/NAME")
     record = read_record(folder)
     check_writable(folder / PAGE)
     if not record["start"]:
         raise UserError(f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off")
     start, steps, evaluations = record["start"][-1], record["step"], record["retrieval"]
-    sources = _mapping(start.get("sources"))
+    sources = start.get("sources") or {}
     # One palette for all charts of the page: a retrieval set of a source's name has its colour.
     colours = colours_of([*sources, *(name for line in evaluations for name in line["metrics"])], SOURCE_COLOURS)
     epoch, examples = read_examples(folder)
@@ -62,7 +62,7 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         examples_epoch=epoch,
         examples=examples,
         data=_data(sources, record["lost"]),
-        settings=[(f"--{key.replace('_', '-')}", value) for key, value in _mapping(start.get("settings")).items()],
+        settings=[(f"--{key.replace('_', '-')}", value) for key, value in (start.get("settings") or {}).items()],
         resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
     )
 
@@ -129,9 +129,9 @@ def _data(sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]) -> list
     delivered: Counter[str] = Counter()
     reasons: dict[str, Counter[str]] = {}
     for line in lost:
-        delivered.update(_mapping(line.get("delivered")))
-        for name, own in _mapping(line.get("lost")).items():
-            reasons.setdefault(name, Counter()).update(_mapping(own))
+        delivered.update(line.get("delivered") or {})
+        for name, own in (line.get("lost") or {}).items():
+            reasons.setdefault(name, Counter()).update(own)
     rows = []
     for name in dict.fromkeys([*sources, *delivered]):
         own = reasons.get(name, Counter())
@@ -141,7 +141,3 @@ def _data(sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]) -> list
         samples = sources.get(name)
         rows.append((name, f"{samples:,}" if isinstance(samples, int) else "?", f"{shown:,}", words + share))
     return rows
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

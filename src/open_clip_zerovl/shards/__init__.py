@@ -1,1 +1,1 @@
-"""Tar files as sequences of samples: what a sample is, the index of a shard, how shards are opened and written."""
+"""Tar files as sequences of samples: grouping of members, index of a shard, opening, caching and writing of shards."""

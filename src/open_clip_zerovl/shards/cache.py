@@ -34,7 +34,7 @@ from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_o
 from open_clip_zerovl.shards.transfers import StalledShard, Unreachable
 from open_clip_zerovl.shards.urls import is_command
 
-_FETCHES = 3  # attempts at a shard that arrives whole but differs from the server's checksum, or is no tar
+_FETCHES = 3  # attempts at a shard that arrives whole but has another checksum, or is not a tar
 _READ_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 
@@ -58,7 +58,7 @@ class ShardCache:
     def borrowed(
         self, url: str, policy: RetryPolicy, notes: Callable[[str], None] = lambda _: None
     ) -> Iterator[str | None]:
-        """The path of a whole copy of a shard, which is kept until the block ends; None where there is no room for it.
+        """The path of a whole copy of a shard, which is kept until the block ends; None without room for it.
 
         Args:
             policy: of the transfer.
@@ -75,7 +75,7 @@ class ShardCache:
             raise
         except (OSError, UserError) as error:
             words = error.strerror if isinstance(error, OSError) else error
-            notes(f"the shard cache {self.folder} cannot be used ({words}); shards are read past it")
+            notes(f"the shard cache {self.folder} cannot be used ({words}); shards are read without it")
             descriptor = None
         if descriptor is None:
             yield None
@@ -86,7 +86,7 @@ class ShardCache:
             os.close(descriptor)
 
     def _obtain(self, entry: _Entry, policy: RetryPolicy, notes: Callable[[str], None]) -> int | None:
-        """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None where there is no room."""
+        """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None without room."""
         os.makedirs(os.path.join(self.folder, ".about"), exist_ok=True)
         begin = time.monotonic()
         while True:
@@ -99,7 +99,8 @@ class ShardCache:
                 os.close(descriptor)
                 if not _remove(entry):
                     notes(
-                        "a shard has changed on its server while another run reads it from the cache; it is read past it"
+                        "a shard has changed on its server while another run reads it from the cache; this run reads it "
+                        "without the cache"
                     )
                     return None
                 continue
@@ -116,8 +117,8 @@ class ShardCache:
                 fetched = self._fetch(entry, descriptor, policy)
                 if not fetched:
                     notes(
-                        f"the shard cache of {self.limit_bytes / 2**30:.3g} GiB is full of shards that are being read; others "
-                        "are read past it: raise --shard-cache-gib"
+                        f"the shard cache of {self.limit_bytes / 2**30:.3g} GiB is full of shards that are being read; more "
+                        "shards are read without it: raise --shard-cache-gib"
                     )
                     return None
             finally:
@@ -141,7 +142,7 @@ class ShardCache:
         return False
 
     def _fetch(self, entry: _Entry, descriptor: int, policy: RetryPolicy) -> bool:
-        """Fetch the shard into its open, locked `part`, then give it its name; False where there is no room."""
+        """Fetch the shard into its open, locked `part`, then give it its name; False without room."""
         with RemoteStream(entry.url, policy) as stream:
             for attempt in range(1, _FETCHES + 1):
                 stream.open()
@@ -183,7 +184,7 @@ class ShardCache:
         return digest.digest()
 
     def _reserve(self, descriptor: int, size: int) -> bool:
-        """Make the file `size` bytes long, and room for it; False where there is no room."""
+        """Make the file `size` bytes long, and reserve the space; False without room."""
         with locked(self.folder, name=".lock"):
             wanted = size - os.fstat(descriptor).st_size
             if wanted > 0:
@@ -213,7 +214,7 @@ class ShardCache:
         free.
 
         Returns:
-            Whether so many bytes could be freed.
+            Whether `wanted` bytes were freed.
         """
         for file in _files(self.folder):
             if file.name.endswith(".part") and (descriptor := lock_file(file.path, wait=False)) is not None:
@@ -256,7 +257,7 @@ class FetchAhead:
 
 @dataclass(frozen=True)
 class _About:
-    """What is known of a whole shard: its bytes, its identity (`RemoteStream`), when the server was last asked."""
+    """Facts about a whole shard: bytes, identity (see `Transfer`), and the time of the last check with the server."""
 
     bytes: int
     identity: str | None
@@ -283,7 +284,7 @@ class _Entry:
         return cls(folder, "", name)
 
     def about(self, size_bytes: int) -> _About | None:
-        """What is known of the shard; None where that is unreadable, or the shard has another size."""
+        """The stored facts; None if they are unreadable, or of a shard with another size."""
         try:
             with open(self.about_path, encoding="utf-8") as file:
                 found = json.load(file)
@@ -304,7 +305,7 @@ class _Entry:
 
 
 def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
-    """What is wrong with a fetched shard; None for nothing."""
+    """The fault of a fetched shard, or None."""
     if announced is not None and announced not in (md5.hex(), base64.b64encode(md5).decode()):
         return "another checksum than announced"
     try:

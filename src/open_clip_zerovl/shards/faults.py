@@ -1,4 +1,4 @@
-"""What can be wrong with a sample's caption and picture, and what a check of a source found.
+"""Faults of captions and pictures, and the result of checking a source.
 
 `datasets.index` checks shards, `data.check` tables.
 """
@@ -25,7 +25,7 @@ _EXAMPLES = 5
 
 @dataclass
 class ShardCheck:
-    """What a check found in one shard, or in a table.
+    """The result of checking one shard, or a table.
 
     Attributes:
         shard: file name of the shard or the table.
@@ -48,7 +48,7 @@ class ShardCheck:
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What a check found in the shards of a folder, or in a table, and how long it took."""
+    """The result of checking the shards of a folder, or a table, and the time that it took."""
 
     shards: list[ShardCheck]
     seconds: float
@@ -85,7 +85,7 @@ def check_report(result: FolderCheck) -> str:
 
 
 def caption_fault(content: bytes) -> str:
-    """What is wrong with a caption; "" for nothing."""
+    """The fault of a caption, or ""."""
     try:
         return "" if content.decode("utf-8").strip() else "caption is empty"
     except UnicodeDecodeError:
@@ -93,14 +93,14 @@ def caption_fault(content: bytes) -> str:
 
 
 def picture_fault(content: bytes, extension: str, *, decode: bool = False) -> str:
-    """What is wrong with an encoded picture of a kind in PICTURE_MARKS; "" for nothing.
+    """The fault of an encoded picture of a kind in PICTURE_MARKS, or "".
 
     Args:
-        decode: decode it too; otherwise only its first and last bytes are looked at.
+        decode: also decode it; without this only its first and last bytes are checked.
     """
     first, last = PICTURE_MARKS[extension]
     if not content.startswith(first):
-        return f"picture is no {extension}"
+        return f"picture is not a {extension}"
     if not content.endswith(last, len(first)):
         return "picture is cut off"
     if not decode:

@@ -9,7 +9,6 @@ from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.shards.members import unreadable
 
 LARGEST_PICTURE_BYTES = 1 << 30
-LARGEST_TEXT_BYTES = 1 << 24  # of a caption file, or of a line
 
 #: Byte-order marks; UTF-32 before UTF-16, whose mark begins with the same bytes.
 _MARKS = (
@@ -50,7 +49,7 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
         unreadable(error)
         raise BadFile("file cannot be read", f"{path} cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # a NUL in the path
-        raise BadFile("file missing", f"{path!r} is no name of a file") from error
+        raise BadFile("file missing", f"{path!r} cannot be the name of a file") from error
     if size > most_bytes or len(content) > most_bytes:
         raise BadFile("file too large", f"{path} has more than {most_bytes >> 20} MiB")
     return content

@@ -26,7 +26,7 @@ ReadAt = Callable[[int, int], bytes | bytearray]
 
 
 class BrokenTar(tarfile.ReadError):
-    """The file is cut off or is no tar; the message says where."""
+    """The file is cut off or not a tar; the message names the place."""
 
 
 class Member(NamedTuple):
@@ -140,7 +140,7 @@ class _Headers:
 
 
 def _no_end(header: bytes | bytearray, position: int, total: int) -> str:
-    """What is wrong with a block that is neither a header nor the end mark."""
+    """The fault of a block that is neither a header nor the end mark."""
     if len(header) < BLOCK:
         return f"it is cut off after {total} bytes: no end mark"
     if header[124] == 0xFF or ord("-") in header[124:136]:

@@ -42,8 +42,8 @@ class TarIndex:
     """Arrays over the whole samples of one shard.
 
     Attributes:
-        image: (n, 2) offset and size of the picture's bytes, -1 where there is none.
-        text: (n, 2) offset and size of the caption's bytes, -1 where there is none.
+        image: (n, 2) offset and size of the picture's bytes, -1 without a picture.
+        text: (n, 2) offset and size of the caption's bytes, -1 without a caption.
         captions: (n,) number of captions, one a line; 1 for a sample without a caption, which then is a bad sample.
         keys: (bytes,) all keys one after the other, UTF-8.
         key_ends: (n,) where each key ends in `keys`.
@@ -158,7 +158,7 @@ def _load(file: Path) -> TarIndex | None:
 
 
 def _require_consistent(index: TarIndex) -> None:
-    """ValueError for arrays that are no index, of which a damaged or foreign file may consist."""
+    """ValueError for arrays that do not make an index, as in a damaged or foreign file."""
     n = len(index.captions) if index.captions.ndim == 1 else -1
     shapes = {
         "image": (n, 2), "text": (n, 2), "captions": (n,), "key_ends": (n,), "torn": (2,), "stamp": (3,),

@@ -40,6 +40,9 @@ CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
+_KEY_AND_SUFFIX = re.compile(
+    r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)"
+)  # as webdataset divides a name, line breaks too
 
 # What tarfile and the decompressors below it raise for corrupt bytes.
 _READ_ERRORS = (
@@ -107,14 +110,13 @@ def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[st
 
 
 def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
-    """webdataset's `base_plus_ext`; its slow regular expression is used for odd names only."""
+    """The path up to the file name's first dot, and the rest; (None, None) for a name without one of them."""
     begin = name.rfind("/") + 1
     dot = name.find(".", begin)
     if dot > begin and "\n" not in name:
         return name[:dot], name[dot + 1 :]
-    from webdataset.tariterators import base_plus_ext  # which imports torch
-
-    return base_plus_ext(name)
+    odd = _KEY_AND_SUFFIX.fullmatch(name)  # several times as slow
+    return (odd["key"], odd["suffix"]) if odd else (None, None)
 
 
 def locate_samples(
@@ -165,7 +167,7 @@ def indexed_members(shards: Iterable[Path], wanted: str) -> Iterator[tuple[Path,
     """(shard, key, {suffix: (offset, size)}, content of the member `wanted`) of each sample of local tars, by their headers.
 
     Raises:
-        UserError: a shard that is missing, or is no whole, uncompressed tar.
+        UserError: a shard that is missing, or not a whole, uncompressed tar.
     """
     for shard in shards:
         if not shard.is_file():

@@ -35,7 +35,7 @@ class BadPicture(Exception):
 
 
 def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
-    """What `use` returns for an opened picture, of which only the header has been read.
+    """Open a picture, of which only the header is read, and return `use(picture)`.
 
     Args:
         data: encoded bytes.

@@ -1,4 +1,4 @@
-"""The bytes of a shard wherever it lies: a file, a store that fsspec opens (https:, s3:, gs: ...), or a command (pipe:).
+"""The bytes of a shard wherever it lies: a file, a store that fsspec opens (https:, s3:, hf: ...), or a command (pipe:).
 
 A broken transfer is retried, after a wait that doubles with each retry, and goes on at the byte where it broke. It does so by a
 range request; for a command, or a server without range requests, it reads from the beginning and drops the bytes that it has.
@@ -28,9 +28,9 @@ from open_clip_zerovl.shards.transfers import (
     file_system_of,
     reason_of,
 )
-from open_clip_zerovl.shards.urls import check_quotes, is_command, local_path
+from open_clip_zerovl.shards.urls import is_command, local_path
 
-_PROGRESS_BYTES = 1 << 16  # after so many new bytes retries are counted from 0 again
+_PROGRESS_BYTES = 1 << 16  # new bytes after which the count of retries begins again
 _SLOWEST_BYTES_PER_SECOND = 1024
 
 
@@ -50,7 +50,7 @@ class Wait:
 
     @property
     def retries(self) -> int:
-        """Of all reasons."""
+        """The number of retries, of any reason."""
         return sum(self.reasons.values())
 
 
@@ -60,18 +60,18 @@ def _ignore(_: Wait) -> None:
 
 @dataclass
 class RetryPolicy:
-    """How long one process waits for the shards of one source.
+    """Waits and retries of one process for the shards of one source.
 
     Retries are made once in an outage: after a shard has failed with all its retries, the next shards get no retry until one
     succeeds.
 
     Attributes:
-        retries: of a transfer from a server or store, without progress in between.
+        retries: for a transfer from a server or store, without progress in between.
         command_retries: of a command, which may have retries of its own.
         first_wait_seconds, longest_wait_seconds: wait before the first retry, and the limit of its doubling.
-        stall_seconds: a server that sends no byte for so long is asked again.
-        most_seconds: a shard without progress for so long is given up; 0 for no limit but the retries.
-        command_seconds: a command without a byte for so long raises StalledShard; 0 waits forever.
+        stall_seconds: time without a byte after which a server is asked again.
+        most_seconds: time without progress after which a shard is given up; 0 for no limit but the retries.
+        command_seconds: time without a byte after which a command raises StalledShard; 0 waits forever.
         waits: called for each shard that had at least one retry, when it ends or fails.
         failed: shards that have failed since the last success -> why, in the order in which they were asked for.
     """
@@ -111,9 +111,8 @@ def check_openable(url: str) -> None:
     """Check that an installed package opens URLs of this kind.
 
     Raises:
-        UserError: no installed package does, or what `check_quotes` refuses.
+        UserError: no installed package does.
     """
-    check_quotes(url)
     if local_path(url) is None and not is_command(url):
         file_system_of(url, RetryPolicy().stall_seconds)
 
@@ -185,7 +184,7 @@ class RemoteStream:
 
     def read(self, size: int) -> bytes:
         """The next `size` bytes, fewer at the end."""
-        # A source of which few samples are asked for is left alone for minutes: that is no silence of its server.
+        # A source of which few samples are asked for rests for minutes, which is not a stall of its server.
         idle = time.monotonic() - self._left
         self._since, self._began = self._since + idle, self._began + idle
         try:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.threads import call_within
@@ -40,7 +41,7 @@ class Transfer:
     """One attempt to read a shard, from some byte on.
 
     Attributes:
-        read: size -> between one byte and so many; b"" at the end.
+        read: size -> at least one and at most `size` bytes; b"" at the end.
         close: ends the transfer.
         begins: number of the first byte that it delivers.
         total: bytes of the whole shard; None if unknown.
@@ -66,19 +67,46 @@ def begin_transfer(url: str, at: int, *, stall_seconds: float, command_seconds: 
     """A transfer that begins at byte `at`, or before it where the server or command cannot do so.
 
     Args:
-        stall_seconds: a server that sends no byte for so long has failed.
-        command_seconds: a command without a byte for so long raises StalledShard; 0 waits forever.
+        stall_seconds: time without a byte after which a server has failed.
+        command_seconds: time without a byte after which a command raises StalledShard; 0 waits forever.
     """
     if is_command(url):
         return _from_command(url, command_seconds)
-    file_system, path = file_system_of(url, stall_seconds)
-    if url.split(":", 1)[0] in HTTP:
-        return _from_server(file_system, path, at)
+    file_system, path, headers = file_system_of(url, stall_seconds)
+    if path.split(":", 1)[0] in HTTP:
+        return _from_server(file_system, path, at, headers)
     return _from_store(file_system, path, at, stall_seconds)
 
 
-def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it. UserError where no installed package opens such URLs."""
+def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
+    """The https URL of a file on the Hugging Face hub, and the headers that carry the user's token.
+
+        hf://datasets/USER/NAME/train/00000.tar, hf://datasets/USER/NAME@REVISION/train/00000.tar
+
+    A server that the hub redirects to gets no token.
+
+    Raises:
+        UserError: a URL of another form.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    found = re.fullmatch(r"hf:///?(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if found is None:
+        raise UserError(f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar")
+    kind, repository, revision, file = found.groups()
+    revision = unquote(revision or "main")  # refs%2Fpr%2F1
+    address = hf_hub_url(repository, file, repo_type="dataset" if kind else "model", revision=revision)
+    return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
+
+
+def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str, dict[str, str]]:
+    """fsspec's file system of a URL, the path in it, and headers for a server.
+
+    Raises:
+        UserError: no installed package opens such URLs.
+    """
+    url, headers = _on_the_hub(url) if url.startswith("hf:") else (url, {})
     scheme = url.split(":", 1)[0]
     try:
         import fsspec
@@ -91,17 +119,18 @@ def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str]:
             # trust_env: proxies of the environment; encoded: escapes in a URL, which may be signed, are sent as written.
             client = {"timeout": timeout, "trust_env": True, "read_bufsize": 1 << 20}
             options = {"client_kwargs": client, "encoded": "%" in url}
-        return fsspec.core.url_to_fs(url, **options)
+        return *fsspec.core.url_to_fs(url, **options), headers
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
         command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
+        command |= dict.fromkeys(("sftp", "scp", "ftps"), f"curl -fsSL {url}")
         raise UserError(
             f"shard {url} cannot be opened ({words_of(error)}); install what fsspec asks for, or write it as "
             f"'pipe:{command.get(scheme, f'COMMAND {url}')}'"
         ) from error
 
 
-def _from_server(file_system: Any, url: str, at: int) -> Transfer:
-    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
+def _from_server(file_system: Any, url: str, at: int, headers: dict[str, str]) -> Transfer:
+    headers = {**headers, "Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
     # block_size 0 makes a stream. It does not use `size`, but would ask the server for it if it were not given.
     file = file_system.open(url, "rb", block_size=0, size=1, headers=headers)
     given, begins = file.r.headers, 0
@@ -131,7 +160,7 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
     total = about.get("size")
     marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
     identity = " ".join(str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None)
-    md5 = about.get("md5Hash")  # not S3's ETag, which for encrypted or multipart objects is no MD5
+    md5 = about.get("md5Hash")  # S3's ETag of an encrypted or multipart object is not an MD5
 
     def read(size: int) -> bytes:
         return call_within(limit, lambda: file.read(min(size, _BLOCK_BYTES)), "remote shard")
@@ -140,12 +169,9 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
 
 
 def _from_command(url: str, command_seconds: float) -> Transfer:
-    from webdataset.gopen import Pipe, gopen
-
-    stream = gopen(url)
-    assert isinstance(stream, Pipe)
-    # Not Pipe.read: after the last byte it may raise for the command's exit status, depending on a race.
-    process, output = stream.proc, stream.stream
+    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE)
+    output = process.stdout
+    assert output is not None
 
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
@@ -162,7 +188,7 @@ def _from_command(url: str, command_seconds: float) -> Transfer:
 
     def close() -> None:
         output.close()
-        process.kill()  # Pipe.close would wait two hours for a command that ignores a closed pipe
+        process.kill()  # it may ignore that its output is closed
         process.wait()
 
     return Transfer(read, close, end=end)
@@ -188,7 +214,7 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     if any("credential" in type(each).__name__.lower() for each in causes):
         return "no credentials", False
     if isinstance(error, TimeoutError) or "timeout" in type(error).__name__.lower():
-        return "server said nothing", True
+        return "server sent nothing", True
     names = " ".join(type(each).__name__ for each in causes)
     if re.search("Connector|Refused|gaierror|EndpointConnection", names):
         return "no connection", True

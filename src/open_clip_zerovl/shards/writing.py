@@ -114,7 +114,7 @@ def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
         where: the file, for messages.
 
     Raises:
-        UserError: no JSON, no table, or a size that is no whole number of samples.
+        UserError: text that is not JSON or not a table, or a size that is not a whole number.
     """
     try:
         return {name: _size(size) for name, size in json.loads(text).items()}
@@ -132,11 +132,11 @@ def _size(value: Any) -> int:
         isinstance(value, float) and value.is_integer()
     )
     if not whole or not 0 <= value < MOST_SAMPLES:
-        raise ValueError(f"{str(value)[:80]} is no number of samples")
+        raise ValueError(f"{str(value)[:80]} is not a number of samples")
     return int(value)
 
 
 def read_sizes(folder: str | Path) -> dict[str, int] | None:
-    """`parse_sizes` of a local folder's `sizes.json`; None where there is none."""
+    """`parse_sizes` of a local folder's `sizes.json`; None without this file."""
     file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None

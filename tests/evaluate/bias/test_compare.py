@@ -14,10 +14,11 @@ from scipy.stats import t
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl.cli.shared import name_models, name_sides
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.bias.comparison import compare_runs, measure_run
-from open_clip_zerovl.evaluate.bias.encode import name_sides
 from open_clip_zerovl.evaluate.bias.measures import (
     check_source_probe,
     mean_log_p_negatives,
@@ -26,10 +27,10 @@ from open_clip_zerovl.evaluate.bias.measures import (
 )
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics, source_pools
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
-from open_clip_zerovl.evaluate.bias.samples import read_source_samples
+from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from support.tars import png, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_bert, write_run
+from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 
 
 def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -200,36 +201,45 @@ def test_a_debiased_side_is_told_from_a_biased_one_and_not_from_its_like():
     assert found.seeds == 3 and found.names == ["biased", "debiased", "like"]
     for kind, way in (("across", 1), ("probe_images", -1), ("mixed", -1), ("log_p_other", 1)):
         difference = found.differences[kind]["debiased"]
-        assert difference.told_apart and difference.value * way > 0, kind
+        assert difference.significant and difference.value * way > 0, kind
         low, high = difference.over_queries
         assert low < difference.value < high
-    assert not found.differences["within"]["like"].told_apart and not found.differences["across"]["like"].told_apart
+    assert not found.differences["within"]["like"].significant and not found.differences["across"]["like"].significant
     said = found.verdicts()
     assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
-    assert any(
-        line.startswith("RSUM mixed: debiased is lower than biased") for line in said
-    )  # neither better nor worse
-    assert any(line.startswith("RSUM within: like and biased are not told apart by this data") for line in said)
+    mixed = next(line for line in said if line.startswith("RSUM mixed"))
+    assert mixed.startswith("RSUM mixed: debiased is lower than biased")  # neither better nor worse
+    assert any(line.startswith("RSUM within: like and biased do not differ significantly") for line in said)
     table = found.table().splitlines()
     assert "debiased - biased, over seeds" in table[0] and table[1].startswith("RSUM within")
     numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert len(numbers["measures"]["across"]["sides"]["biased"]["runs"]) == 3
     assert numbers["rsum_of_single_pools"].keys() == {"a", "b", "a->b", "b->a"}
+    assert numbers["rsum_of_single_pools"]["a->b"]["chance"] == pytest.approx(2 * 100 * 16 / 60)
     assert found.warnings(concepts=True) == []
 
 
-def test_sides_are_named_and_have_as_many_runs():
+def test_models_and_sides_are_named():
+    named = name_models(["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"])
+    assert list(named) == ["random", "run-1", "export", "y"] and named["random"] == "a/b.pt"
     assert name_sides(["a=x.pt,y.pt", "b=u.pt,v.pt"]) == {"a": ["x.pt", "y.pt"], "b": ["u.pt", "v.pt"]}
     assert name_sides(["logs/one/checkpoints/epoch_2.pt", "b=v"])["one"] == ["logs/one/checkpoints/epoch_2.pt"]
-    for models, sentence in (
-        (["a=x"], "needs two sides or more"),
-        (["a=x,y", "b=z"], "a has 2, b has 1; give each side as many"),
-        (["a=x", "a=y"], "needs a name of its own"),
-        (["x.pt,y.pt", "b=z,w"], "needs a name of its own and its runs"),
-        (["a=x,,y", "b=z,v,w"], "needs a name of its own and its runs"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            name_sides(models)
+
+
+@pytest.mark.parametrize(
+    ("models", "sentence"),
+    [
+        ("a=x", "needs two sides or more"),
+        ("a=x,y b=z", "a has 2, b has 1; give each side the same number"),
+        ("a=x a=y", "needs a name of its own"),
+        ("a/export b/export", "needs a name of its own"),
+        ("x.pt,y.pt b=z,w", "needs a name of its own and its runs"),
+        ("a=x,,y b=z,v,w", "needs a name of its own and its runs"),
+    ],
+)
+def test_sides_without_a_name_of_their_own_or_as_many_runs(models, sentence, capsys, tmp_path):
+    assert cli.main(["compare", *models.split(), "--data", "a=A::b=B", "--out", str(tmp_path)]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -256,33 +266,19 @@ def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False
     return folder
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> list[str]:
-    folder = tmp_path_factory.mktemp("models")
-    name = register(folder, "compare-tiny", NATIVE_VISION, CLIP_TEXT)
-    return [str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name})) for s in range(2)]
-
-
-def test_the_command_compares_on_shards_and_tables(tmp_path: Path, models, capsys: pytest.CaptureFixture[str]):
+def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, capsys, monkeypatch):
     a, b, c = (write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc"))
+    models = clip_runs
     command = ["compare", f"one={models[0]},{models[1]}", f"two={models[1]},{models[0]}", "--data", f"a={a}::b={b}"]
     command += ["--device", "cpu", "--draws", "200", "--out", str(tmp_path / "out")]
     assert cli.main([*command, "--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept"]) == 0
     printed = capsys.readouterr().out
     assert "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
-    # The same two runs in another order: no difference of means, and nothing is told apart.
+    # The same two runs in another order: no difference of means, and nothing differs significantly.
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     measures = numbers["measures"]
-    assert list(measures) == [
-        "within",
-        "across",
-        "mixed",
-        "unseen",
-        "probe_images",
-        "probe_texts",
-        "log_p_same",
-        "log_p_other",
-    ]
+    kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
+    assert list(measures) == kinds.split()
     for own in measures.values():
         assert own["sides"]["one"]["runs"] == own["sides"]["two"]["runs"][::-1]
         assert own["differences_from_the_first"]["two"]["value"] == pytest.approx(0, abs=1e-9)
@@ -293,47 +289,46 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, models, capsy
     page = (tmp_path / "out" / "compare.html").read_text(encoding="utf-8")
     assert "The mixed pool rewards a model that recognises sources" in page and page.count('class="example"') == 2
     assert "https:" not in page.replace("data:image", "") and "a-&gt;b" in page
-    # Without concepts there is nothing to compare across sources.
+    # Without concepts there is nothing to compare across sources. The embeddings of these pairs are there already.
+    monkeypatch.setattr(FrozenModel, "texts", None)
     assert cli.main([*command[:1], models[0], f"x={models[1]}", *command[3:], "--samples", "12"]) == 0
     printed = capsys.readouterr().out
     assert "RSUM across sources was not measured: --concept names the field" in printed and "RSUM within" in printed
-    assert "With one run a side they say nothing of how runs of other seeds would differ" in printed
+    assert "With one run a side they do not show the spread over seeds" in printed
 
 
-def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, models, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--data a=A", "names one source; name those that the models were trained on"),
+        ("--data a=A::b=B --unseen b=B", "'b' is a source of --data and of --unseen"),
+        ("--data a=A::b=B --concept what", "has no field 'what' in its json"),
+        ("--data a=A::b=B --draws 5", "5 draws are too few for an interval"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, clip_runs, capsys, more, sentence):
     a, b = (write_pairs(tmp_path / name, 0) for name in "ab")
-    command = ["compare", f"one={models[0]}", f"two={models[1]}", "--out", str(tmp_path / "out"), "--device", "cpu"]
-    for more, sentence in (
-        (["--data", f"a={a}"], "names one source; name those that the models were trained on"),
-        (["--data", f"a={a}::b={b}", "--unseen", f"b={b}"], "'b' is a source of --data and of --unseen"),
-        (["--data", f"a={a}::b={b}", "--concept", "what"], "has no field 'what' in its json"),
-        (["--data", f"a={a}::b={b}", "--draws", "5"], "5 draws are too few for an interval"),
-    ):
-        assert cli.main([*command, *more]) == 2
-        assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "out" / "compare.json").exists()
+    command = ["compare", *clip_runs, "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert cli.main([*command, *more.replace("A", str(a)).replace("B", str(b)).split()]) == 2
+    assert sentence in capsys.readouterr().err and not (tmp_path / "out" / "compare.json").exists()
 
 
-def test_models_that_cannot_be_found_are_told_before_any_is_encoded(
-    tmp_path: Path, models, capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.parametrize("command", ["compare", "bias"])
+def test_models_that_cannot_be_found_are_told_before_any_is_encoded(tmp_path: Path, clip_runs, capsys, command):
     a, b = (write_pairs(tmp_path / name, seed) for seed, name in enumerate("ab"))
-    gone = models[1].replace("epoch_1", "epoch_7")
+    gone = clip_runs[1].replace("epoch_1", "epoch_7")
     asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]
-    for command in (["compare", f"one={models[0]}", f"two={gone}", *asked], ["bias", models[0], f"two={gone}", *asked]):
-        assert cli.main(command) == 2
-        error = capsys.readouterr().err
-        assert f"'{gone}' is neither a folder" in error and f"did you mean {models[1]}?" in error
-        assert "batch" not in error  # of a progress bar
+    assert cli.main([command, clip_runs[0], f"two={gone}", *asked]) == 2
+    error = capsys.readouterr().err
+    assert f"'{gone}' is neither a folder" in error and f"did you mean {clip_runs[1]}?" in error
+    assert "batch" not in error  # of a progress bar
 
 
 def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(tmp_path: Path, capsys):
     """`--model-config` and `--text-model` are of the checkpoints among the models; a folder has its own."""
     a, b = (write_pairs(tmp_path / name, seed, count=12) for seed, name in enumerate("ab"))
     bert = write_bert(tmp_path / "bert")
-    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "linear"}
-    text |= {"hf_pooler_type": "cls_last_hidden_state_pooler", "context_length": 8}
-    config = {"embed_dim": 16, "vision_cfg": NATIVE_VISION, "text_cfg": text}
+    config = {"embed_dim": 16, "vision_cfg": NATIVE_VISION, "text_cfg": bert_text(bert)}
     name = register(tmp_path, "compare-own", NATIVE_VISION, config["text_cfg"], embed_dim=16)
     run = write_run(tmp_path / "run", random_model(name, seed=0), {"model": name})
     folder = export_local_dir(run, tmp_path / "exported")
@@ -352,7 +347,7 @@ def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(t
 
 def test_columns_of_a_table_are_fields(tmp_path: Path):
     table = write_pairs(tmp_path / "t", 0, table=True)
-    samples, _ = read_source_samples(parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept")
+    samples, _ = read_samples(parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept")
     assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
     assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
 

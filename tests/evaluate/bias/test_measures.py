@@ -90,7 +90,6 @@ def test_log_p_refuses_what_does_not_fit(change, words):
 
 
 def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
-    pytest.importorskip("sklearn")
     source = [("noto", "fluent", "twemoji", "openmoji")[i % 4] for i in range(400)]
     plain = unit(400, 32)
     mark = 0.5 * F.one_hot(torch.arange(400) % 4, 32).double()  # a shift in four directions, as a red frame would be
@@ -100,7 +99,6 @@ def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
 
 
 def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
-    pytest.importorskip("sklearn")
     # Each concept comes in both sources with nearly one embedding: a probe that may see the twin learns the wrong source
     # by heart, one that may not is at chance.
     concepts = [i // 2 for i in range(200)]
@@ -112,14 +110,17 @@ def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
     assert source_probe_accuracy(features, source) < grouped
 
 
-def test_the_probe_refuses_too_little():
-    pytest.importorskip("sklearn")
-    with pytest.raises(UserError, match="at least two sources"):
-        source_probe_accuracy(unit(10, 4), ["a"] * 10)
-    with pytest.raises(UserError, match="5 folds cannot be cut from a source of 2 samples"):
-        source_probe_accuracy(unit(10, 4), ["a"] * 8 + ["b"] * 2)
-    with pytest.raises(UserError, match=r"features \(N, D\) and N sources"):
-        source_probe_accuracy(unit(10, 4), ["a", "b"])
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("aaaaaaaaaa", "at least two sources"),
+        ("aaaaaaaabb", "5 folds cannot be cut from a source of 2 samples"),
+        ("ab", r"features \(N, D\) and N sources"),
+    ],
+)
+def test_the_probe_refuses_too_little(source, sentence):
+    with pytest.raises(UserError, match=sentence):
+        source_probe_accuracy(unit(10, 4), list(source))
 
 
 # --- the pools -------------------------------------------------------------------------------------------------------

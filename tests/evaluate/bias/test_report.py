@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.bias.bias import bias_page
-from open_clip_zerovl.evaluate.bias.encode import embed_samples, name_models
+from open_clip_zerovl.evaluate.bias.commands import bias_page
 from open_clip_zerovl.evaluate.bias.report import BiasReport, embedding_map, measure_bias
-from open_clip_zerovl.evaluate.bias.samples import SourceSample, read_source_samples
+from open_clip_zerovl.evaluate.bias.samples import SourceSample, encode, read_samples
 from support import tiny_clip
 from support.tars import png, write_tar
 
@@ -53,13 +52,6 @@ def two_sources(*, frame: bool, count: int = 60) -> list[SourceSample]:
     return samples
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bias")
-    name = tiny_clip.register(folder / "models", "bias-tiny", tiny_clip.NATIVE_VISION, tiny_clip.CLIP_TEXT)
-    return tiny_clip.write_run(folder / "run", tiny_clip.random_model(name), {"model": name})
-
-
 def measured(features: torch.Tensor, texts: torch.Tensor, samples: list[SourceSample], **options: object) -> BiasReport:
     return measure_bias({"model": (features, texts, 50.0)}, samples, map_samples=20, **options)
 
@@ -69,13 +61,13 @@ def measured(features: torch.Tensor, texts: torch.Tensor, samples: list[SourceSa
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_red_frame_is_found_and_its_absence_too(checkpoint: Path):
+def test_a_red_frame_is_found_and_its_absence_too(clip_runs, tmp_path: Path):
     """A random tower keeps enough of its input: the frame shows in image embeddings, not in those of texts."""
-    model, preprocess, tokenizer = load_model(checkpoint)
-    framed, plain = (two_sources(frame=frame) for frame in (True, False))
     reports = {}
-    for name, samples in (("framed", framed), ("plain", plain)):
-        reports[name] = measured(*embed_samples(model, preprocess, tokenizer, samples), samples, batch_sizes=[32])
+    for name in ("framed", "plain"):
+        samples = two_sources(frame=name == "framed")
+        images, texts, _ = encode(Encoder(clip_runs[0], device="cpu"), samples, name, tmp_path)
+        reports[name] = measured(images, texts, samples, batch_sizes=[32])
     assert reports["framed"].models["model"].probe_images > 0.95
     for name, probe in (("framed", "texts"), ("plain", "texts"), ("plain", "images")):
         # Chance is 0.5; over 120 guesses its standard deviation is 0.05.
@@ -101,13 +93,16 @@ def test_the_map_keeps_sources_apart_only_where_embeddings_do():
     assert same_source_neighbours(report.models["model"].map_texts) < 0.75
 
 
-def test_what_cannot_be_measured_is_a_sentence():
-    samples = two_sources(frame=False, count=10)
+@pytest.mark.parametrize(
+    ("models", "batch", "sentence"),
+    [(1, 64, "batch of 64 cannot be cut from 20 samples"), (0, 8, "at least one model")],
+)
+def test_what_cannot_be_measured_is_a_sentence(models, batch, sentence):
     features = F.normalize(torch.randn(20, 8), dim=1)
-    with pytest.raises(UserError, match="batch of 64 cannot be cut from 20 samples"):
-        measured(features, features, samples, batch_sizes=[64])
-    with pytest.raises(UserError, match="at least one model"):
-        measure_bias({}, samples)
+    with pytest.raises(UserError, match=sentence):
+        measure_bias(
+            {"x": (features, features, 50.0)} if models else {}, two_sources(frame=False, count=10), batch_sizes=[batch]
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,40 +119,33 @@ def test_samples_are_spread_over_shards_and_bad_ones_counted(tmp_path: Path):
             members.append((f"{i}.json", json.dumps({"concept": i}).encode()))
         write_tar(tmp_path / "a" / f"{shard}.tar", [*members, ("9.png", png((0, 0, 0)))])
     sources = parse_sources(f"a={tmp_path / 'a'}")
-    samples, skipped = read_source_samples(sources, 6, concept_field="concept")
+    samples, skipped = read_samples(sources, 6, concept_field="concept")
     places = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 1)]
     assert [sample.caption for sample in samples] == [f"caption {shard} {i}" for shard, i in places]
     assert skipped == {"a": 1} and samples[0].concept == "0" and samples[0].picture().size == (8, 8)
     # More than there are: all 17 usable ones.
-    samples, skipped = read_source_samples(sources, 500)
+    samples, skipped = read_samples(sources, 500)
     assert len(samples) == 17 and skipped == {"a": 4} and samples[0].concept is None
     with pytest.raises(UserError, match="no field 'group' in its json"):
-        read_source_samples(sources, 6, concept_field="group")
+        read_samples(sources, 6, concept_field="group")
     write_tar(tmp_path / "b" / "0.tar", [("1.png", b"broken"), ("1.txt", b"text")])
     with pytest.raises(UserError, match="source 'b' has no pair"):
-        read_source_samples(parse_sources(f"b={tmp_path / 'b'}"), 6)
+        read_samples(parse_sources(f"b={tmp_path / 'b'}"), 6)
     with pytest.raises(UserError, match="is remote, and local shards are read here"):
-        read_source_samples([Source("c", ("https://example.org/0.tar",), (3,))], 6)
+        read_samples([Source("c", ("https://example.org/0.tar",), (3,))], 6)
     # A cluster's own samples, and those alone: numbers 1 and 5 of the first shard, 2 of the last.
     cluster = dataclasses.replace(
         sources[0], shards=sources[0].shards[::2], sizes=(2, 1), picked=np.array([1, 5, 2], dtype=np.int32)
     )
-    samples, _ = read_source_samples([cluster], 6)
+    samples, _ = read_samples([cluster], 6)
     assert [sample.caption for sample in samples] == ["caption 0 1", "caption 0 5", "caption 2 2"]
 
 
 def test_of_several_captions_the_first_is_taken(tmp_path: Path):
     members = [("0.png", png((0, 0, 0))), ("0.txt", b"\n a cat \nanother cat\nand a third"), ("1.png", png((9, 0, 0)))]
     write_tar(tmp_path / "a" / "0.tar", [*members, ("1.txt", b"a dog\n"), ("2.png", png((0, 9, 0))), ("2.txt", b" \n")])
-    samples, skipped = read_source_samples(parse_sources(f"a={tmp_path / 'a'}"), 6)
+    samples, skipped = read_samples(parse_sources(f"a={tmp_path / 'a'}"), 6)
     assert [sample.caption for sample in samples] == ["a cat", "a dog"] and skipped == {"a": 1}
-
-
-def test_names_of_models():
-    named = name_models(["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"])
-    assert list(named) == ["random", "run-1", "export", "y"] and named["random"] == "a/b.pt"
-    with pytest.raises(UserError, match="a name of its own"):
-        name_models(["a/export", "b/export"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,17 +165,12 @@ def check_self_contained(page: str, pictures_at_least: int) -> None:
     assert "<script" not in rest and not re.search(r"(src|href)=|url\(|@import|https?:", rest)
 
 
-def hostile_report() -> BiasReport:
+def test_bias_page_is_one_file_and_escapes_what_data_says(tmp_path: Path):
     samples = two_sources(frame=True, count=12)
     samples[3] = SourceSample("a", samples[3].image, '<script>alert("x")</script> & <b>')
     features = F.normalize(torch.randn(24, 8, generator=torch.Generator().manual_seed(0)), dim=1)
-    return measure_bias(
-        {"de<biased": (features, features, 50.0), "random": (features, features.flip(1), 20.0)}, samples
-    )
-
-
-def test_bias_page_is_one_file_and_escapes_what_data_says(tmp_path: Path):
-    report = hostile_report()
+    models = {"de<biased": (features, features, 50.0), "random": (features, features.flip(1), 20.0)}
+    report = measure_bias(models, samples)
     page = bias_page(tmp_path / "sub" / "bias.html", report).read_text(encoding="utf-8")
     check_self_contained(page, 4 + 12)
     assert "de&lt;biased" in page and "de<biased" not in page and "&lt;script&gt;" in page
@@ -196,33 +179,27 @@ def test_bias_page_is_one_file_and_escapes_what_data_says(tmp_path: Path):
     assert list(numbers["models"]["random"]["log_p_negatives"]) == ["16"]
 
 
-def test_command(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    for name in "ab":
-        members = []
-        for i, image in enumerate(pictures(24, seed=ord(name), frame=name == "a")):
-            caption = b"a red cat" if name == "a" else b"the big blue house"
-            members += [(f"{i:03d}.png", image), (f"{i:03d}.txt", caption)]
+def test_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
+    for name, caption in (("a", b"a red cat"), ("b", b"the big blue house")):
+        shown = enumerate(pictures(24, seed=ord(name), frame=name == "a"))
+        members = [member for i, image in shown for member in ((f"{i:03d}.png", image), (f"{i:03d}.txt", caption))]
         write_tar(tmp_path / name / "0.tar", members)
-    data = f"a={tmp_path / 'a'}::b={tmp_path / 'b'}"
-    arguments = [
-        "bias",
-        f"one={checkpoint}",
-        str(checkpoint),
-        "--data",
-        data,
-        *["--device", "cpu", "--batch-sizes", "8", "32"],
-    ]
-    assert cli.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    command = ["bias", f"one={clip_runs[0]}", clip_runs[1], "--device", "cpu", "--batch-sizes", "8", "32"]
+    command += ["--out", str(tmp_path / "out"), "--data", f"a={tmp_path / 'a'}"]
+    assert cli.main(command) == 2 and "names one source" in capsys.readouterr().err
+    command[-1] += f"::b={tmp_path / 'b'}"
+    assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert "chance of the probe: 50.0 %" in printed and "batch 32" in printed
+    assert (
+        printed.splitlines()[3].split() == ["chance", "50.0", "%", "50.0", "%", "-3.47", "-3.47"]
+        and "batch 32" in printed
+    )
     numbers = json.loads((tmp_path / "out" / "bias.json").read_text())
-    assert list(numbers["models"]) == ["one", "run"]
+    assert list(numbers["models"]) == ["one", "run1"]
     # One caption a source: the probe on texts cannot fail.
     assert numbers["models"]["one"]["source_probe"]["texts"] == 1.0
     assert numbers["sources"]["b"]["caption_words"]["mean"] == 4.0
     check_self_contained((tmp_path / "out" / "bias.html").read_text(encoding="utf-8"), 4 + 12)
-    assert cli.main(["bias", str(checkpoint), "--data", f"a={tmp_path / 'a'}"]) == 2
-    assert "names one source" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-8])

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,18 +22,25 @@ from timm.optim.lars import Lars
 from torch import nn
 from torchvision.transforms import ToTensor
 
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
-from open_clip_zerovl.evaluate.probe.charts import confusion_picture
+from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, most_confused
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, cached_features
-from open_clip_zerovl.evaluate.probe.lars import LarsSettings, lars, learning_rate, linear_head, train_lars
+from open_clip_zerovl.evaluate.probe.lars import (
+    LarsSettings,
+    head_scores,
+    lars,
+    learning_rate,
+    linear_head,
+    train_lars,
+)
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
-from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from support import tiny_clip
+from open_clip_zerovl.evaluate.probe.run import confusion_picture
 from support.tars import png, write_tar
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
@@ -79,15 +87,14 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
     }
     settings = LarsSettings(epochs=60, batch_size=30, lr=6.4, batch_norm=True)
     head, history = fit_colours(tmp_path, train, settings, tower_settings=TowerSettings(micro_batch=30))
-    by_lars = classification_metrics(head_scores(head, features["test"][0]), features["test"][1])[0]["top1"]
-    by_logistic = classification_metrics(
-        fit_logistic(*features["train"]).scores(features["test"][0]), features["test"][1]
-    )
+    test_features, targets = features["test"]
+    by_lars = accuracies(head_scores(head, test_features), targets)["top1"]
+    by_logistic = accuracies(fit_logistic(*features["train"]).scores(test_features), targets)["top1"]
     assert len(history) == 60
     if mixed_up:
-        assert history[-1]["train_accuracy"] < 0.7 and by_lars < 0.8 and by_logistic[0]["top1"] < 0.8
+        assert history[-1]["train_accuracy"] < 0.7 and by_lars < 0.8 and by_logistic < 0.8
     else:
-        assert history[-1]["train_accuracy"] == by_lars == by_logistic[0]["top1"] == 1.0
+        assert history[-1]["train_accuracy"] == by_lars == by_logistic == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,10 +198,9 @@ class PowerCut(Exception):
     pass
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path):
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, clip_runs):
     """Bit for bit, with a real tower and AutoAugment; cut in the middle of the third epoch."""
-    name = tiny_clip.register(tmp_path, "probe-resume", tiny_clip.NATIVE_VISION, tiny_clip.CLIP_TEXT)
-    tower = tower_before_projection(tiny_clip.random_model(name).visual)
+    tower = tower_before_projection(load_model(clip_runs[0])[0].visual)
     options = {
         "tower": tower,
         "transform": image_transform_train(32, area=(0.08, 1.0), auto_augment="imagenet"),
@@ -222,12 +228,14 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path):
     for key, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[key]), key
 
-    other = fit_colours(tmp_path / "other", train, LarsSettings(**{**vars(settings), "seed": 1}), **options)[0]
+    other = fit_colours(tmp_path / "other", train, replace(settings, seed=1), **options)[0]
     assert not torch.equal(other[1].weight, whole[1].weight)
-    with pytest.raises(UserError, match="another model, data set or other settings"):
-        fit_colours(tmp_path / "cut", train, LarsSettings(**{**vars(settings), "lr": 2.0}), **options)
-    with pytest.raises(UserError, match="another model, data set or other settings"):
-        fit_colours(tmp_path / "cut", train, settings, **{**options, "tower_settings": TowerSettings(micro_batch=4)})
+    for changed, more in (
+        (replace(settings, lr=2.0), {}),
+        (settings, {"tower_settings": TowerSettings(micro_batch=4)}),
+    ):
+        with pytest.raises(UserError, match="another model, data set or other settings"):
+            fit_colours(tmp_path / "cut", train, changed, **{**options, **more})
 
 
 def test_cached_features_go_on_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +279,7 @@ def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
     own.fit(features[:300].double().numpy(), targets[:300])
     scores = fit.scores(features[300:])
     np.testing.assert_allclose(scores.exp(), own.predict_proba(features[300:].double().numpy()), atol=1e-6)
-    assert fit.converged and 0.6 < classification_metrics(scores, torch.tensor(targets[300:]))[0]["top1"] < 1
+    assert fit.converged and 0.6 < accuracies(scores, torch.tensor(targets[300:]))["top1"] < 1
     assert fit.split_accuracy[fit.chosen_c] == max(fit.split_accuracy.values())
 
 
@@ -304,14 +312,11 @@ def test_a_class_with_dollar_signs_is_a_name_and_no_formula():
     assert picture.startswith(b"\x89PNG")
 
 
-def test_metrics_and_confusions_of_a_small_table():
+def test_confusions_of_a_small_table():
     scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
-    metrics, counts = classification_metrics(scores, torch.tensor([0, 0, 1, 2, 2, 2]))
-    assert metrics["top1"] == pytest.approx(4 / 6)
-    assert metrics["mean_per_class"] == pytest.approx((1 + 1 + 1 / 3) / 3)  # classes 3 to 5 do not occur
+    counts = confusion_counts(scores, torch.tensor([0, 0, 1, 2, 2, 2]))
     assert counts[2].tolist() == [0, 2, 1, 0, 0, 0]
     assert most_confused(counts, list("abcdef")) == [{"class": "c", "guess": "b", "count": 2, "of": 3}]
-    assert "top5" not in classification_metrics(torch.eye(3), torch.arange(3))[0]
     picture = Image.open(io.BytesIO(confusion_picture(counts, list("abcdef"), title="small")))
     assert picture.format == "PNG" and picture.width > 500
 
@@ -410,67 +415,53 @@ def test_classes_that_do_not_fit_and_broken_images(tmp_path: Path):
         cached_features(MeanColour(), broken, ToTensor(), ["0", "1"], tmp_path / "cache")
 
 
-def test_datasets_that_bring_their_split(tmp_path: Path):
-    def save(path: Path, red: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (red, 0, 0)).save(path)
+INAT = "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
+BIRDS = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
+INAT17 = {
+    "images": [{"id": 7, "file_name": "val/a.jpg"}],
+    "annotations": [{"image_id": 7, "category_id": 3}],
+    "categories": [{"id": 3, "name": "Pica pica"}],
+}
+# dataset -> split, labels wanted, files with their text, pictures
+DATASETS = {
+    "food101": ("train", ["pho"], {
+        "food-101/meta/train.json": '{"pho": ["pho/1"], "waffles": []}',
+        "food-101/meta/test.json": '{"pho": ["pho/2"], "waffles": []}',
+    }, ["food-101/images/pho/1.jpg", "food-101/images/pho/2.jpg"]),
+    "pets": ("test", ["New Pug", "Abyssinian"], {
+        "oxford-iiit-pet/annotations/trainval.txt": "Abyssinian_1 1 1 1\nnew_pug_7 2 2 1\n",
+        "oxford-iiit-pet/annotations/test.txt": "new_pug_8 2 2 1\nAbyssinian_2 1 1 1\n",
+    }, ["oxford-iiit-pet/images/new_pug_8.jpg"]),
+    "aircraft": ("train", ["727-200"], {
+        "fgvc-aircraft-2013b/data/variants.txt": "707-320\n727-200\n",
+        "fgvc-aircraft-2013b/data/images_variant_trainval.txt": "0000001 727-200\n",
+    }, ["fgvc-aircraft-2013b/data/images/0000001.jpg"]),
+    "inat2021": ("test", [INAT], {}, [f"2021_valid/{INAT}/a.jpg"]),
+    "cub": ("train", ["001.Black_footed_Albatross", "002.Laysan_Albatross"], {
+        "CUB_200_2011/images.txt": "".join(f"{i} {file}\n" for i, file in enumerate(BIRDS, start=1)),
+        "CUB_200_2011/train_test_split.txt": "1 1\n2 0\n3 1\n",
+    }, [f"CUB_200_2011/images/{file}" for file in BIRDS]),
+    "inat17": ("test", ["Pica pica"], {"val2017.json": json.dumps(INAT17)}, ["val/a.jpg"]),
+}  # fmt: skip
 
-    food = tmp_path / "food-101"
-    (food / "meta").mkdir(parents=True)
-    for split, picture in (("train", "pho/1"), ("test", "pho/2")):
-        (food / "meta" / f"{split}.json").write_text(json.dumps({"pho": [picture], "waffles": []}))
-        save(food / "images" / f"{picture}.jpg", 100)
-    assert open_probe_set(f"food101:{tmp_path}", "train").labels == ["pho"]
 
-    pets = tmp_path / "oxford-iiit-pet"
-    (pets / "annotations").mkdir(parents=True)
-    (pets / "annotations" / "trainval.txt").write_text("Abyssinian_1 1 1 1\nnew_pug_7 2 2 1\n")
-    (pets / "annotations" / "test.txt").write_text("new_pug_8 2 2 1\nAbyssinian_2 1 1 1\n")
-    save(pets / "images" / "new_pug_8.jpg", 100)
-    images = open_probe_set(f"pets:{tmp_path}", "test")
-    assert images.labels == ["New Pug", "Abyssinian"] and images.image(0).size == (8, 8)
-
-    planes = tmp_path / "fgvc-aircraft-2013b" / "data"
-    planes.mkdir(parents=True)
-    (planes / "variants.txt").write_text("707-320\n727-200\n")
-    (planes / "images_variant_trainval.txt").write_text("0000001 727-200\n")
-    save(planes / "images" / "0000001.jpg", 100)
-    assert open_probe_set(f"aircraft:{tmp_path}", "train").labels == ["727-200"]
-
-    save(
-        tmp_path
-        / "2021_valid"
-        / "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
-        / "a.jpg",
-        100,
-    )
-    assert open_probe_set(f"inat2021:{tmp_path}", "test").labels == [
-        "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
-    ]
-
-    birds = tmp_path / "CUB_200_2011"
-    (birds / "images").mkdir(parents=True)
-    files = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
-    (birds / "images.txt").write_text("".join(f"{i} {file}\n" for i, file in enumerate(files, start=1)))
-    (birds / "train_test_split.txt").write_text("1 1\n2 0\n3 1\n")
-    with pytest.raises(UserError, match="a.jpg, its first image, is not there"):
-        open_probe_set(f"cub:{tmp_path}", "train")
-    for red, file in enumerate(files):
-        save(birds / "images" / file, 50 * red)
-    images = open_probe_set(f"cub:{tmp_path}", "train")
-    assert images.labels == ["001.Black_footed_Albatross", "002.Laysan_Albatross"]
-    assert open_probe_set(f"cub:{birds}", "test").image(0).getpixel((0, 0))[0] in range(45, 56)  # file b
-
-    table = {
-        "images": [{"id": 7, "file_name": "val/a.jpg"}],
-        "annotations": [{"image_id": 7, "category_id": 3}],
-        "categories": [{"id": 3, "name": "Pica pica"}],
-    }
-    (tmp_path / "val2017.json").write_text(json.dumps(table))
-    with pytest.raises(UserError, match=r"val/a\.jpg"):
-        open_probe_set(f"inat17:{tmp_path}", "test")
-    save(tmp_path / "val" / "a.jpg", 100)
-    assert open_probe_set(f"inat17:{tmp_path}", "test").labels == ["Pica pica"]
+@pytest.mark.parametrize("kind", DATASETS)
+def test_datasets_that_bring_their_split(tmp_path: Path, kind: str):
+    split, labels, texts, pictures = DATASETS[kind]
+    for file, text in texts.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    if kind in ("cub", "inat17"):
+        with pytest.raises(UserError, match=r"/a\.jpg, its first image, is not there"):
+            open_probe_set(f"{kind}:{tmp_path}", split)
+    for red, file in enumerate(pictures):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (50 * red, 0, 0)).save(tmp_path / file)
+    found = open_probe_set(f"{kind}:{tmp_path}", split)
+    assert found.labels == labels and found.image(0).size == (8, 8)
+    if kind == "cub":  # a folder's own path, and the other split: file b
+        other = open_probe_set(f"cub:{tmp_path / 'CUB_200_2011'}", "test")
+        assert other.image(0).getpixel((0, 0))[0] in range(45, 56) and len(other) == 1
 
 
 @pytest.mark.parametrize("kind", ["cub", "food101", "pets", "aircraft", "places365", "inat2021", "inat17"])
@@ -486,14 +477,9 @@ def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, kind: str):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_command_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    name = tiny_clip.register(tmp_path / "models", "probe-run", tiny_clip.NATIVE_VISION, tiny_clip.CLIP_TEXT)
-    checkpoint = tiny_clip.write_run(tmp_path / "run", tiny_clip.random_model(name), {"model": name})
-    train, test = (
-        write_folder(tmp_path / "train", colour_set(30)),
-        write_folder(tmp_path / "test", colour_set(12, seed=1)),
-    )
-    common = ["linear-probe", str(checkpoint), "--train", str(train), "--test", str(test), "--device", "cpu"]
+def test_command_both_ways(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
+    train, test = (write_folder(tmp_path / f"set{seed}", colour_set(n, seed=seed)) for seed, n in enumerate((30, 12)))
+    common = ["linear-probe", clip_runs[0], "--train", str(train), "--test", str(test), "--device", "cpu"]
     options = {"quick": [], "paper": ["--epochs", "3", "--batch-size", "15", "--micro-batch", "8", "--lr", "5"]}
     for way, extra in options.items():
         out = tmp_path / way
@@ -510,6 +496,9 @@ def test_command_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         # Again: everything is there already, and says the same.
         assert cli.main(arguments) == 0
         assert json.loads((out / "linear_probe.json").read_text()) == result
-    assert "linear probe, 3 classes, 12 test images: top1" in capsys.readouterr().out
+    assert (
+        "linear probe, 3 classes, 12 test images: top-1 100.0 [75.7 to 100.0] %, mean per class 100.0 %, chance 33.3 %"
+        in (capsys.readouterr().out)
+    )
     assert cli.main([*common, "--out", str(tmp_path / "paper"), "--epochs", "4"]) == 2
     assert "another model, data set or other settings" in capsys.readouterr().err

@@ -19,27 +19,22 @@ from clip_benchmark.metrics import zeroshot_retrieval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
-from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, retrieval_metrics, retrieval_metrics_from_scores
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    recall_bounds,
+    retrieval_metrics,
+    retrieval_metrics_from_scores,
+    retrieval_ranks,
+)
 from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
 from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
-from support.tiny_clip import (
-    NATIVE_VISION,
-    add_file,
-    bert_text,
-    picture,
-    random_model,
-    register,
-    write_bert,
-    write_retrieval_set,
-    write_run,
-)
+from support.tars import add_file
+from support.tiny_clip import picture, write_retrieval_set
 
 PARITY = 1e-6  # the issue's bound; CLIP_benchmark averages in float32
 
@@ -66,20 +61,18 @@ def test_hand_computed_matrix_with_several_captions_per_image():
             [0.1, 0.2, 0.9, 0.3, 0.4, 0.5],  # own (2) is first
         ]
     )
-    metrics = retrieval_metrics_from_scores(scores, [0, 1, 2, 0, 1, 1], ks=(1, 2, 3))
-    assert metrics["image_to_text_R@1"] == pytest.approx(1 / 3, abs=1e-12)
-    assert metrics["image_to_text_R@2"] == pytest.approx(2 / 3, abs=1e-12)
-    assert metrics["image_to_text_R@3"] == 1
+    found = retrieval_metrics_from_scores(scores, [0, 1, 2, 0, 1, 1], ks=(1, 2, 3))
     # Columns: the own image's rank is 2, 2, 1, 1, 2, 2.
-    assert metrics["text_to_image_R@1"] == pytest.approx(2 / 6, abs=1e-12)
-    assert metrics["text_to_image_R@2"] == 1
-    assert "rsum" not in metrics
+    wanted = {"image_to_text": (1 / 3, 2 / 3, 1), "text_to_image": (2 / 6, 1, 1)}
+    rows = {f"{way}_R@{k}": share for way, shares in wanted.items() for k, share in enumerate(shares, 1)}
+    assert found == pytest.approx(rows, abs=1e-12)  # and no RSUM
 
 
 def test_rsum_is_the_sum_of_the_six_recalls_in_percent():
     metrics = retrieval_metrics(*random_features(30, [2] * 30))
-    recalls = [metrics[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
-    assert 0 < metrics["rsum"] < 600 and metrics["rsum"] == pytest.approx(100 * sum(recalls), abs=1e-9)
+    recalls = [value for name, value in metrics.items() if name != "rsum"]
+    assert len(recalls) == 6 and 0 < metrics["rsum"] < 600
+    assert metrics["rsum"] == pytest.approx(100 * sum(recalls), abs=1e-9)
     image, links = torch.eye(20), torch.arange(20).repeat_interleave(3)  # a perfect model, and a hopeless one
     assert retrieval_metrics(image, image[links], links)["rsum"] == pytest.approx(600, abs=1e-9)
     assert retrieval_metrics(image, -image[links], links)["rsum"] == 0
@@ -229,25 +222,39 @@ def test_memory_is_bounded_by_the_chunk():
         (torch.zeros(3, 2), torch.zeros(3, 2), [0, 2, 2], "image 1 has no caption"),
         (torch.zeros(0, 2), torch.zeros(0, 2), [], "got 0 images"),
         (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.zeros(2, 2), [0, 1], "NaN or infinity .*row 1"),
+        # scores in place of features
+        (torch.tensor([[float("nan")]]), None, [0], "NaN"),
+        (torch.zeros(3), None, [0, 0, 0], "scores must be"),
+        (torch.zeros(1, 1), {"ks": (0, 1)}, [0], "ks must be positive"),
+        (torch.zeros(1, 1), {"chunk_size": 0}, [0], "chunk_size must be"),
     ],
 )
-def test_bad_features_are_refused_by_a_sentence(image, text, links, sentence):
+def test_bad_features_scores_and_settings_are_refused(image, text, links, sentence):
     with pytest.raises(UserError, match=sentence):
-        retrieval_metrics(image, text, links)
+        if isinstance(text, torch.Tensor):
+            retrieval_metrics(image, text, links)
+        else:
+            retrieval_metrics_from_scores(image, links, **(text or {}))
 
 
-@pytest.mark.parametrize(
-    ("scores", "links", "options", "sentence"),
-    [
-        (torch.tensor([[float("nan")]]), [0], {}, "NaN"),
-        (torch.zeros(3), [0, 0, 0], {}, "scores must be"),
-        (torch.zeros(1, 1), [0], {"ks": (0, 1)}, "ks must be positive"),
-        (torch.zeros(1, 1), [0], {"chunk_size": 0}, "chunk_size must be"),
-    ],
-)
-def test_bad_scores_and_settings_are_refused(scores, links, options, sentence):
-    with pytest.raises(UserError, match=sentence):
-        retrieval_metrics_from_scores(scores, links, **options)
+# -- the ranks behind the metrics ------------------------------------------------------------------------------------
+
+
+def test_ranks_tell_what_stands_above_and_what_ties():
+    image = torch.eye(4)
+    text = torch.stack([image[0], image[0], image[2], (image[1] + image[3]) / 2**0.5])
+    ranks = retrieval_ranks(image, text, [0, 1, 2, 3])
+    assert ranks["text_to_image"].above.tolist() == [0, 1, 0, 0]  # caption 1 reads like image 0
+    assert ranks["text_to_image"].tied.tolist() == [1, 3, 1, 2]
+    assert ranks["image_to_text"].above.tolist() == [0, 1, 0, 0]
+    assert ranks["image_to_text"].tied.tolist() == [2, 3, 1, 1]
+
+
+def test_a_captions_own_image_never_stands_above_it():
+    """The two ways to one inner product (a row of the block, a pair alone) may differ in the last bit: counted once."""
+    image = F.normalize(torch.randn(50, 7, generator=torch.Generator().manual_seed(0)), dim=-1)
+    for ranks in retrieval_ranks(image, image, torch.arange(50)).values():
+        assert ranks.above.tolist() == [0] * 50 and ranks.tied.tolist() == [1] * 50
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------
@@ -346,35 +353,22 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
         ("test/nshards.txt", b"two", "number of shards, got 'two'"),
         ("test/1.tar", None, r"1\.tar is missing"),
         ("test/0.tar", b"not a tar" * 100, "not a readable, uncompressed tar"),
+        ("--split val", None, r"has no split 'val'; it has test"),
     ],
 )
 def test_bad_folders_are_refused_by_a_sentence(tmp_path, file, content, sentence):
-    if file not in ("", "."):
+    if file.startswith("--split"):
+        write_retrieval_set(tmp_path / "set", [1, 1])
+    elif file not in ("", "."):
         write_retrieval_set(tmp_path / "set", [1, 1])
         (tmp_path / "set" / file).unlink()
     if content is not None:
         (tmp_path / "set" / file).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
-        open_retrieval_set(tmp_path / "set")
-
-
-def test_a_split_that_is_not_there_is_refused(tmp_path):
-    write_retrieval_set(tmp_path / "set", [1, 1])
-    with pytest.raises(UserError, match=r"has no split 'val'; it has test"):
-        open_retrieval_set(tmp_path / "set", split="val")
+        open_retrieval_set(tmp_path / "set", split="val" if file == "--split val" else "test")
 
 
 # -- a model on a set ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory) -> Path:
-    """A small ViT + BERT, through a run's checkpoint, as an exported folder."""
-    tmp = tmp_path_factory.mktemp("export")
-    bert = write_bert(tmp / "bert")
-    name = register(tmp / "configs", "test-retrieval", NATIVE_VISION, bert_text(bert))
-    checkpoint = write_run(tmp / "run", random_model(name), {"model": name, "image_mean": (0.5, 0.4, 0.3)})
-    return export_local_dir(checkpoint, tmp / "export")
 
 
 @pytest.fixture(scope="module")
@@ -390,21 +384,9 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     write_retrieval_set(tmp_path / "set", counts)
     program = shutil.which("clip_benchmark", path=sysconfig.get_path("scripts"))
     assert program, "clip_benchmark is part of the test extra"
-    command = [warm.python(), program, *f"eval --model local-dir:{export} --pretrained none --dataset wds/set".split()]
-    command += [
-        "--task",
-        "zeroshot_retrieval",
-        "--recall_k",
-        "1",
-        "5",
-        "10",
-        "--no_amp",
-        "--num_workers",
-        "0",
-        "--batch_size",
-        "20",
-    ]
-    command += ["--dataset_root", str(tmp_path / "set"), "--output", str(tmp_path / "theirs.json")]
+    line = f"eval --model local-dir:{export} --pretrained none --dataset wds/set --dataset_root {tmp_path / 'set'}"
+    line += " --task zeroshot_retrieval --recall_k 1 5 10 --no_amp --num_workers 0 --batch_size 20"
+    command = [warm.python(), program, *line.split(), "--output", str(tmp_path / "theirs.json")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -445,17 +427,16 @@ def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
         assert torch.allclose(text, F.normalize(model.encode_text(tokens), dim=-1), atol=1e-6)
 
 
-def test_autocast_and_half_precision_models_are_evaluated(tmp_path, stock, export):
-    model, preprocess, tokenizer = stock
-    write_retrieval_set(tmp_path / "set", [2] * 6)
+def test_workers_batch_size_and_precision(tmp_path, stock, export):
+    """Workers and batch size do not change the numbers; autocast and a model in half precision are evaluated."""
+    write_retrieval_set(tmp_path / "set", [3] * 20)
     dataset = open_retrieval_set(tmp_path / "set")
-    full = evaluate_retrieval(model, preprocess, tokenizer, dataset)
-    mixed = evaluate_retrieval(
-        model, preprocess, tokenizer, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    )
+    alone = evaluate_retrieval(*stock, dataset)
+    assert evaluate_retrieval(*stock, dataset, num_workers=2, batch_size=7) == pytest.approx(alone, abs=PARITY)
+    mixed = evaluate_retrieval(*stock, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     half, _, _ = open_clip.create_model_and_transforms(f"local-dir:{export}", precision="pure_bf16")
-    pure = evaluate_retrieval(half, preprocess, tokenizer, dataset, input_dtype=torch.bfloat16)
-    assert full.keys() == mixed.keys() == pure.keys()
+    pure = evaluate_retrieval(half, *stock[1:], dataset, input_dtype=torch.bfloat16)
+    assert alone.keys() == mixed.keys() == pure.keys()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -465,13 +446,6 @@ def test_a_broken_picture_is_named_also_from_a_loader_worker(tmp_path, stock, nu
     with pytest.raises(UserError, match=r"0\.tar: the image of sample 'bad' cannot be read") as caught:
         evaluate_retrieval(*stock, open_retrieval_set(tmp_path / "set"), num_workers=num_workers)
     assert "Traceback" not in str(caught.value)
-
-
-def test_workers_and_batch_size_do_not_change_the_numbers(tmp_path, stock):
-    write_retrieval_set(tmp_path / "set", [3] * 20)
-    dataset = open_retrieval_set(tmp_path / "set")
-    alone = evaluate_retrieval(*stock, dataset)
-    assert evaluate_retrieval(*stock, dataset, num_workers=2, batch_size=7) == pytest.approx(alone, abs=PARITY)
 
 
 def test_refusals_come_before_the_model_is_loaded(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
-from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.members import read_samples
 from support.programs import COMMON, launch
 from support.tars import write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_run
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
 SETTINGS = {field.name for field in fields(ClusterSettings)}
 
@@ -47,8 +47,6 @@ COLOURS = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
 
 
 def picture(colour: tuple[int, int, int], number: int) -> bytes:
-    import io
-
     noise = np.random.default_rng(number).integers(-9, 10, size=(32, 32, 3))
     content = io.BytesIO()
     Image.fromarray(np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)).save(content, "PNG")
@@ -147,7 +145,7 @@ def test_features_of_other_shards_or_weights_are_not_used(model, source, tmp_pat
         cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "out", **arguments)
     content["state_dict"]["visual.proj"].fill_(torch.nan)
     torch.save(content, own)
-    with pytest.raises(UserError, match="makes no numbers .NaN or infinite. of a sample"):
+    with pytest.raises(UserError, match="makes NaN or infinite embeddings of a sample"):
         cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "new", **arguments)
     assert not (tmp_path / "new" / "assignment.npz").exists()
 
@@ -220,21 +218,28 @@ def test_size_report_tells_even_from_uneven():
     assert uneven["effective_clusters"] < 1.1 and (uneven["smallest"], uneven["largest"]) == (1, 997)
 
 
-def test_refusals(model, source, tmp_path):
-    with pytest.raises(UserError, match="45 samples, fewer than 100 clusters"):
-        cluster(source, model, tmp_path / "a", progress=False)
-    with pytest.raises(UserError, match="names 2 sources"):
-        cluster(f"{source}::b={source[3:]}", model, tmp_path / "a", progress=False)
-    with pytest.raises(UserError, match="features is 'pixels'"):
-        cluster(source, model, tmp_path / "a", features="pixels", progress=False)
+@pytest.mark.parametrize(
+    ("data", "settings", "sentence"),
+    [
+        ("{source}", {}, "45 samples, fewer than 100 clusters"),
+        ("{source}::b={folder}", {}, "names 2 sources"),
+        ("{source}", {"features": "pixels"}, "features is 'pixels'"),
+        (
+            "cc=pipe:cat {folder}/00000.tar",
+            {"clusters": 2},
+            "shards of cc are remote, first pipe:cat .* Copy them here",
+        ),
+        ("broken=broken", {"clusters": 2}, "sample 'k' in .* has an image that cannot be decoded"),
+    ],
+)
+def test_refusals(data, settings, sentence, model, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_source(tmp_path / "broken", 0, 12, 12)
+    write_tar(tmp_path / "broken/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
+    with pytest.raises(UserError, match=sentence):
+        cluster(data.format(source=source, folder=source[3:]), model, tmp_path / "out", device="cpu", **settings)
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         load_clustering(tmp_path)
-    with pytest.raises(UserError, match="shards of cc are remote, first pipe:cat .* Copy them here"):
-        cluster(f"cc=pipe:cat {source[3:]}/00000.tar", model, tmp_path / "a", clusters=2, progress=False)
-    shards = write_source(tmp_path / "s", 0, 12, 12)
-    write_tar(tmp_path / "s/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
-    with pytest.raises(UserError, match="sample 'k' in .* has an image that cannot be decoded"):
-        cluster(f"s={shards}", model, tmp_path / "b", clusters=2, device="cpu", progress=False)
 
 
 @pytest.fixture
@@ -302,73 +307,25 @@ def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
     assert not list(tmp_path.glob("cluster-*"))
 
 
-EMOJI = Path("data/emoji").absolute()
-
-
-@pytest.mark.slow  # a clustering and two trainings as real processes on two ranks: minutes
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(
-    not (EMOJI / "noto/sizes.json").is_file(), reason="needs the demo's data: python -m scripts.drawn emoji"
-)
-def test_cluster_sampling_on_emoji_pairs_from_model_to_training(tmp_path, capsys):
-    """A.6 as a person does it; `tests/data/test_clusters.py` has the grid of ranks, workers and clusters written anew."""
-    shutil.copytree(EMOJI / "noto", tmp_path / "noto")
-    text = {**bert_text(EMOJI / "bert"), "context_length": 25}
-    name = register(tmp_path / "configs", "tiny", NATIVE_VISION, text)
-    checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
-    assert cli.main(["export", str(checkpoint), str(tmp_path / "exported")]) == 0
-    command = [
-        "cluster",
-        str(tmp_path / "exported"),
-        "--data",
-        f"noto={tmp_path}/noto",
-        "--out",
-        f"{tmp_path}/clusters",
-    ]
-    assert cli.main([*command, "--clusters", "4", "--device", "cpu", "--preview", "4"]) == 0
+@pytest.mark.slow  # trainings as processes on two ranks; `tests/data/test_clusters.py` has the grid of ranks and workers
+def test_the_printed_data_trains_a_cluster_a_step(model, source, tmp_path, capsys):
+    command = ["cluster", model, "--data", source, "--out", f"{tmp_path}/clusters", "--clusters", "3", "--preview", "0"]
+    assert cli.main([*command, "--device", "cpu"]) == 0
     data = re.search(r"--train-data '(.*)'", capsys.readouterr().out)[1]
-    labels = load_clustering(tmp_path / "clusters").labels
-    tokens_of = captions_as_tokens(tmp_path / "noto", tmp_path / "exported")
-    clusters_of: dict[tuple[int, ...], set[int]] = defaultdict(set)  # two emoji may have one caption
-    for tokens, label in zip(tokens_of, labels.tolist(), strict=True):
-        clusters_of[tokens].add(label)
-    assert sum(len(found) == 1 for found in clusters_of.values()) > 1400
+    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
 
-    def train(data: str, sampling: str) -> list[list[tuple[int, ...]]]:
-        """The token rows of each step, over both ranks."""
-        arguments = [
-            *COMMON, "--train-data", data, "--sampling", sampling, "--batch-size", "16", "--dga-steps", "2",
-            "--workers", "2", "--epochs", "1", "--name", sampling,
-        ]  # fmt: skip
+    def colours(data: str, sampling: str) -> list[set[int]]:
+        """The tokens of the colours in each step, over both ranks: the third of `colour 1 number 5`."""
+        words = f"--sampling {sampling} --batch-size 3 --dga-steps 2 --workers 1 --epochs 1 --name {sampling}"
         record = tmp_path / f"record-{sampling}"
-        done = launch("ours", tmp_path / "configs/tiny.json", arguments, ranks=2, record=record, cwd=tmp_path)
+        arguments = [*COMMON, "--train-data", data, *words.split()]
+        done = launch("ours", tmp_path / "tiny.json", arguments, ranks=2, record=record, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
-        rows = [
-            [json.loads(line)["tokens"] for line in Path(f"{record}.{rank}").read_text().splitlines()]
-            for rank in (0, 1)
-        ]
-        return [
-            [tuple(row) for of_rank in step for batch in of_rank for row in batch] for step in zip(*rows, strict=True)
-        ]
+        ranks = [Path(f"{record}.{rank}").read_text().splitlines() for rank in (0, 1)]
+        steps = [[json.loads(line)["tokens"] for line in lines] for lines in zip(*ranks, strict=True)]
+        return [{row[2] for of_rank in step for batch in of_rank for row in batch} for step in steps]
 
-    def pure(step: list[tuple[int, ...]]) -> bool:
-        return bool(set.intersection(*(clusters_of[tokens] for tokens in step)))
-
-    steps = train(data, "debiased")
-    assert all(len(step) == 64 and pure(step) for step in steps)
-    assert len(steps) == sum(count // 64 for count in np.bincount(labels))
-    seen, there = Counter(tokens for step in steps for tokens in step), Counter(tokens_of)
-    assert all(seen[tokens] <= there[tokens] for tokens in seen)  # each sample once an epoch
-    mixed = train(f"noto={tmp_path}/noto", "random")  # negative control
-    assert sum(pure(step) for step in mixed) < len(mixed) / 4
-
-
-def captions_as_tokens(folder: Path, exported: Path) -> list[tuple[int, ...]]:
-    """The token row of every sample of a source, in the order of its shards."""
-    import open_clip
-
-    tokenizer = open_clip.get_tokenizer(f"local-dir:{exported}")
-    captions = [
-        sample.files["txt"].decode().strip() for shard in sorted(folder.glob("*.tar")) for sample in read_samples(shard)
-    ]
-    return [tuple(row) for row in tokenizer(captions).tolist()]
+    steps = colours(data, "debiased")
+    assert len(steps) == 3 and all(len(step) == 1 for step in steps)
+    assert any(len(step) > 1 for step in colours(source, "random"))  # negative control

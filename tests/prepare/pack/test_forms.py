@@ -1,9 +1,10 @@
-"""Every form of input gives the same shards, byte for byte; what a picture, a caption and a held-out set are."""
+"""Every form of input gives the same pairs; what a picture, a caption and a held-out set are."""
 
 from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,64 +12,70 @@ from PIL import Image
 
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.finetune.data import Found, find_data
+from open_clip_zerovl.prepare.pack.report import _tokenizer
 from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
-from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.shards.members import image_of, read_samples
 from support.hostile_server import hostile_server, photo
-from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of, shards_of
+from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of
 
-WORK = Work(threads=4, progress=False)
-
-
-def settings(**changes) -> PackSettings:
-    return PackSettings(**{"test_share": 0.25, "shard_size": 4, **changes})
+#: Settings of most calls.
+SPLIT: dict[str, Any] = {"test_share": 0.25, "shard_size": 4}
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+def given_as(form, folder):
+    if form in ARROW_FORMS:
+        pytest.importorskip("pyarrow")
+    return FORMS[form](folder, make_pairs())
+
+
+@pytest.fixture
+def reference(packed, tmp_path):
     """The shards of the folder form."""
-    folder = tmp_path_factory.mktemp("reference")
-    pack([f"x={as_folder(folder / 'in', make_pairs())}"], folder / "out", settings(), work=WORK)
-    return folder / "out"
+    packed(f"x={as_folder(tmp_path / 'texts', make_pairs())}", out="reference", **SPLIT)
+    return tmp_path / "reference"
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_shards(form, reference, tmp_path):
-    if form in ARROW_FORMS:
-        pytest.importorskip("pyarrow")
-    given = FORMS[form](tmp_path / "in", make_pairs())
-    found = pack([f"x={given}"], tmp_path / "out", settings(), work=WORK)
+def test_every_form_gives_the_same_pairs(form, reference, packed, tmp_path):
+    found = packed(f"x={given_as(form, tmp_path / 'in')}", **SPLIT)
     assert found["pictures"] == 12 and found["captions"] == 20 and found["refused"] == {}
-    assert shards_of(tmp_path / "out") == shards_of(reference)
+    for split in ("train", "test"):
+        assert pairs_of(tmp_path / "out/x" / split) == pairs_of(reference / "x" / split)
     assert not (tmp_path / "out/.pack").exists()
+
+
+def pairs_of(folder):
+    """Shards of samples without the name of the file, which is the form's own."""
+    return [
+        [(s.key, {name: content for name, content in s.files.items() if name != "json"}) for s in read_samples(shard)]
+        for shard in sorted(folder.glob("*.tar"))
+    ]
 
 
 def test_the_shards_hold_the_pairs(reference):
     wanted = {pair.content: pair.captions for pair in make_pairs()}
+    names = {pair.content: pair.name for pair in make_pairs()}
     train, test = samples_of(reference / "x/train"), samples_of(reference / "x/test")
     got = {s.files["jpg" if "jpg" in s.files else "png"]: s.files["txt"].decode().split("\n") for s in (*train, *test)}
     assert got == wanted and len(train) == 9 and len(test) == 3
-    assert json.loads((reference / "x/train/sizes.json").read_text()) == {
-        "00000.tar": 3,
-        "00001.tar": 3,
-        "00002.tar": 3,
+    assert {image_of(s.files): json.loads(s.files["json"]) for s in (*train, *test)} == {
+        content: {"file": name} for content, name in names.items()
     }
+    sizes = json.loads((reference / "x/train/sizes.json").read_text())
+    assert sizes == {"00000.tar": 3, "00001.tar": 3, "00002.tar": 3}
     assert [source.num_samples for source in parse_sources(f"x={reference / 'x/train'}")] == [9]
     assert not check_shards(reference / "x/train", hashes=True, decode=True, progress=False).faults
     retrieval = open_retrieval_set(reference / "x")
-    assert {sample.captions for sample in retrieval.samples} == {
-        tuple(wanted[s.files.get("png") or s.files["jpg"]]) for s in test
-    }
+    assert {one.captions for one in retrieval.samples} == {tuple(wanted[image_of(s.files)]) for s in test}
 
 
 @pytest.mark.parametrize("form", ["csv", "folder of json", "coco", "tars", "parquet", "saved dataset"])
-def test_a_source_for_each_value_of_a_column(form, tmp_path):
-    if form in ARROW_FORMS:
-        pytest.importorskip("pyarrow")
-    given = FORMS[form](tmp_path / "in", make_pairs())
-    pack([str(given)], tmp_path / "out", settings(columns=Columns(source="kind")), work=WORK)
+def test_a_source_for_each_value_of_a_column(form, packed, tmp_path):
+    packed(given_as(form, tmp_path / "in"), columns=Columns(source="kind"), **SPLIT)
     for letter in "ab":
         captions = {pair.captions[0] for pair in make_pairs() if pair.source == f"source-{letter}"}
         folder = tmp_path / f"out/source-{letter}"
@@ -77,23 +84,23 @@ def test_a_source_for_each_value_of_a_column(form, tmp_path):
         assert open_retrieval_set(folder).samples  # each source has a held-out set
 
 
-def test_folders_and_inputs_are_sources_too(tmp_path):
+def test_folders_and_inputs_are_sources_too(packed, tmp_path):
     given = as_folder(tmp_path / "in", make_pairs())
-    found = pack([str(given)], tmp_path / "out", settings(columns=Columns(source="folder")), work=WORK)
-    assert [(one["source"], one["split"]) for one in found["written"]] == [
-        ("a", "train"),
-        ("a", "test"),
-        ("b", "train"),
-        ("b", "test"),
-    ]
-    named = pack([f"one={given}", f"two={as_csv(tmp_path / 'csv', make_pairs(4))}"], tmp_path / "both", work=WORK)
+    found = packed(given, columns=Columns(source="folder"), **SPLIT)
+    written = [(one["source"], one["split"]) for one in found["written"]]
+    assert written == [("a", "train"), ("a", "test"), ("b", "train"), ("b", "test")]
+    named = packed(f"one={given}", f"two={as_csv(tmp_path / 'csv', make_pairs(4))}", out="both")
     assert [(one["folder"], one["pictures"]) for one in named["written"]] == [("one/train", 12), ("two/train", 4)]
     # An input without a name is a source that is called as the output.
-    alone = pack([str(given)], tmp_path / "pets", work=WORK)
+    alone = packed(given, out="pets")
     assert [(one["source"], one["folder"]) for one in alone["written"]] == [("pets", "train")]
+    # The tables of an output are not taken for sources.
+    for out, train, sets in (("both", f"one={tmp_path}/both/one/train::two={tmp_path}/both/two/train", ""),
+                             ("pets", f"pets={tmp_path}/pets/train", "")):  # fmt: skip
+        assert find_data(str(tmp_path / out)) == Found(train, sets)
 
 
-def test_no_picture_is_on_both_sides_whatever_its_file_and_source(tmp_path):
+def test_no_picture_is_on_both_sides_whatever_its_file_and_source(packed, tmp_path):
     """Copies, other formats and repeated rows of a picture: one sample a source, on one side in all sources."""
     rows = ["image,caption,kind"]
     for number in range(40):
@@ -102,14 +109,13 @@ def test_no_picture_is_on_both_sides_whatever_its_file_and_source(tmp_path):
             (tmp_path / name).write_bytes(picture(number, {"png": "PNG", "bmp": "BMP"}[ending]))
             rows.append(f"{name},caption {number} {copy},{'ab'[copy // 2]}")
     (tmp_path / "pairs.csv").write_text("\n".join(rows) + "\n")
-    chosen = settings(columns=Columns(source="kind"), test_share=0.2, min_side_px=8)
-    found = pack([str(tmp_path / "pairs.csv")], tmp_path / "out", chosen, work=WORK)
-    sides = {split: set() for split in ("train", "test")}
+    found = packed(tmp_path / "pairs.csv", columns=Columns(source="kind"), test_share=0.2, min_side_px=8)
+    sides: dict[str, set] = {split: set() for split in ("train", "test")}
     for letter in "ab":
         for split in sides:
             samples = samples_of(tmp_path / "out" / letter / split)
             assert len({sample.key for sample in samples}) == len(samples) == {"train": 32, "test": 8}[split]
-            sides[split] |= {_pixels(sample) for sample in samples}
+            sides[split] |= {opened(sample)[1].convert("RGB").tobytes() for sample in samples}
             for sample in samples:  # both files of source a are one sample
                 assert len(sample.files["txt"].decode().split("\n")) == (2 if letter == "a" else 1)
     assert not sides["train"] & sides["test"] and len(sides["train"] | sides["test"]) == 40
@@ -117,16 +123,16 @@ def test_no_picture_is_on_both_sides_whatever_its_file_and_source(tmp_path):
     assert found["rows"] == 120 and found["pictures"] == 80
 
 
-def _pixels(sample) -> bytes:
-    return Image.open(io.BytesIO(next(v for k, v in sample.files.items() if k != "txt"))).convert("RGB").tobytes()
+def opened(sample) -> tuple[str, Image.Image]:
+    """The ending and the picture of a sample."""
+    (ending,) = set(sample.files) - {"txt", "json"}
+    return ending, Image.open(io.BytesIO(sample.files[ending]))
 
 
-def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_most_of_it(tmp_path):
-    pairs = make_pairs(60)
+def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_most_of_it(packed, tmp_path):
     keys = {}
-    for name, given, seed in (("one", pairs, 0), ("two", pairs, 1), ("more", make_pairs(80), 0)):
-        folder = as_folder(tmp_path / name, given)
-        pack([f"x={folder}"], tmp_path / f"{name}-out", settings(seed=seed, shard_size=100), work=WORK)
+    for name, count, seed in (("one", 60, 0), ("two", 60, 1), ("more", 80, 0)):
+        packed(f"x={as_folder(tmp_path / name, make_pairs(count))}", out=f"{name}-out", test_share=0.25, seed=seed)
         keys[name] = {s: [x.key for x in samples_of(tmp_path / f"{name}-out/x" / s)] for s in ("train", "test")}
     assert sorted(keys["one"]["train"] + keys["one"]["test"]) == sorted(keys["two"]["train"] + keys["two"]["test"])
     assert keys["one"]["test"] != keys["two"]["test"]
@@ -135,7 +141,7 @@ def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_m
     assert names != sorted(names)  # the order of the input is not that of the shards
 
 
-def test_pictures_are_left_out_before_they_are_written(tmp_path):
+def test_pictures_are_left_out_before_they_are_written(packed, tmp_path):
     seen: list[Candidate] = []
 
     def keys(candidates):
@@ -144,14 +150,14 @@ def test_pictures_are_left_out_before_they_are_written(tmp_path):
             if candidate.content() == picture(3) and candidate.split == "train":
                 yield candidate.key
 
-    chosen = settings(exclusions=[Exclusion("near a test set", keys, "a test set")], test_share=0.1)
-    found = pack([str(as_folder(tmp_path / "in", make_pairs()))], tmp_path / "out", chosen, work=WORK)
+    exclusion = Exclusion("near a test set", keys, "a test set")
+    found = packed(as_folder(tmp_path / "in", make_pairs()), exclusions=[exclusion], test_share=0.1)
     assert len(seen) == 12 and {one.split for one in seen} == {"train", "test"}
     assert found["dropped"] == {"near a test set": 1} and found["pictures"] == 11
     assert picture(3) not in [sample.files.get("png") for sample in samples_of(tmp_path / "out/train")]
 
 
-def test_larger_pictures_are_made_smaller_and_turned_ones_upright(tmp_path):
+def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_path):
     (tmp_path / "in").mkdir()
     turned = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 80, 3), dtype=np.uint8))
     exif = Image.Exif()
@@ -163,41 +169,32 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(tmp_path):
     (tmp_path / "in/odd.tiff").write_bytes(picture(4, "TIFF"))
     for name in ("turned", "large", "small", "tiny", "odd"):
         (tmp_path / f"in/{name}.txt").write_text(name)
-    found = pack([str(tmp_path / "in")], tmp_path / "out", PackSettings(max_side_px=64), work=WORK)
+    found = packed(tmp_path / "in", max_side_px=64)
     sizes = {}
     for sample in samples_of(tmp_path / "out/train"):
-        (ending,) = set(sample.files) - {"txt"}
-        sizes[sample.files["txt"].decode()] = (ending, Image.open(io.BytesIO(sample.files[ending])).size)
-    assert sizes == {
-        "turned": ("jpg", (32, 64)),
-        "large": ("jpg", (64, 32)),
-        "small": ("png", (64, 30)),
-        "odd": ("jpg", (24, 20)),
-    }
+        ending, image = opened(sample)
+        sizes[sample.files["txt"].decode()] = (ending, image.size)
+    wanted = {"turned": ("jpg", (32, 64)), "large": ("jpg", (64, 32)), "small": ("png", (64, 30))}
+    assert sizes == {**wanted, "odd": ("jpg", (24, 20))}
     assert found["sizes"]["turned"] == 1 and found["sizes"]["shrunk"] == 2
     assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {"picture too small": 1}
 
 
-def test_addresses_are_fetched_and_what_failed_is_told_and_tried_again(tmp_path):
+def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_path):
     with hostile_server() as server:
         kinds = ["good", "missing", "flaky", "html", "good", "good"]
         rows = [f"{server.url(kind, number)}\tcaption {number}" for number, kind in enumerate(kinds)]
         rows.append(f"{server.url('good', 0)}\tcaption 0 again")
-        (tmp_path / "list.tsv").write_text("\n".join(rows) + "\n")  # no header, as CC12M's
-        once = Work(threads=4, attempts=1, backoff_seconds=0.01, progress=False)
-        found = pack([str(tmp_path / "list.tsv")], tmp_path / "out", work=once)
-        assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
-            "http 404": 1,
-            "http 503": 1,
-            "not a picture": 1,
-        }
-        assert found["refused"]["http 404"]["examples"] == [
-            {"at": "list.tsv line 2", "picture": server.url("missing", 1)}
-        ]
+        given = tmp_path / "list.tsv"
+        given.write_text("\n".join(rows) + "\n")  # no header, as CC12M's
+        found = packed(given, work=Work(threads=4, attempts=1, backoff_seconds=0.01, progress=False))
+        refused = {reason: entry["rows"] for reason, entry in found["refused"].items()}
+        assert refused == {"http 404": 1, "http 503": 1, "not a picture": 1}
+        (example,) = found["refused"]["http 404"]["examples"]
+        assert example == {"at": "list.tsv line 2", "picture": server.url("missing", 1)}
         assert found["pictures"] == 3 and (tmp_path / "out/.pack").is_dir()
         before = server.requests.total()
-        again = Work(threads=4, attempts=1, retry_failed=True, progress=False)
-        found = pack([str(tmp_path / "list.tsv")], tmp_path / "out", work=again)
+        found = packed(given, work=Work(threads=4, attempts=1, retry_failed=True, progress=False))
         assert server.requests.total() == before + 1  # the one that may come
         assert found["pictures"] == 4 and not (tmp_path / "out/.pack").exists()
     captions = {sample.files["txt"].decode(): sample.files["jpg"] for sample in samples_of(tmp_path / "out/train")}
@@ -205,22 +202,16 @@ def test_addresses_are_fetched_and_what_failed_is_told_and_tried_again(tmp_path)
     assert not check_shards(tmp_path / "out/train", hashes=True, decode=True, progress=False).faults
 
 
-def test_paths_as_people_write_them(tmp_path):
+def test_paths_as_people_write_them(packed, tmp_path):
     """Absolute, from another folder, with backslashes, with blanks, of another case in the ending."""
     folder = tmp_path / "pictures"
-    folder.mkdir()
     names = ["one.JPG", "two two.png", "sub/three.png"]
-    (folder / "sub").mkdir()
+    (folder / "sub").mkdir(parents=True)
     for number, name in enumerate(names):
         (folder / name).write_bytes(picture(number))
     rows = ["img;text", f"{folder / names[0]};one", " two two.png ;two", "sub\\three.png;three"]
     (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
-    found = pack(
-        [str(tmp_path / "list.csv")],
-        tmp_path / "out",
-        settings(columns=Columns(pictures_in=folder), test_share=0),
-        work=WORK,
-    )
+    found = packed(tmp_path / "list.csv", columns=Columns(pictures_in=folder))
     assert found["pictures"] == 3 and found["refused"] == {}
 
 
@@ -243,5 +234,18 @@ def test_paths_as_people_write_them(tmp_path):
         ([], [], "empty caption"),
     ],
 )
-def test_what_captions_a_cell_holds(cells, texts, problem):
+def test_the_captions_in_a_cell(cells, texts, problem):
     assert texts_of(cells) == (texts, problem)
+
+
+def test_tokens_are_counted_as_open_clip_makes_them():
+    from open_clip.tokenizer import SimpleTokenizer
+
+    texts = [
+        "A photo of a DOG's nest, isn't it? 123 cats & birds_",
+        "caf\u00e9 na\u00efve \u72d7 \U0001f415",
+        "word " * 20,
+    ]
+    texts += ["", "it's 3.5km/h -- they\u2019re \u201cquoted\u201d", "supercalifragilistic, antidisestablishment"]
+    counts = [len(one.ids) for one in _tokenizer().encode_batch(texts)]
+    assert counts == [len(SimpleTokenizer().encode(text)) for text in texts]

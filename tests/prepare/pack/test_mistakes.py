@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import as_csv, as_folder, as_jsonl, as_tars, make_pairs, picture, samples_of, write_pictures
 from support.tars import write_tar
-
-WORK = Work(threads=4, progress=False)
 
 
 def table(folder: Path, text: str, name: str = "pairs.csv") -> Path:
@@ -34,25 +32,12 @@ def table(folder: Path, text: str, name: str = "pairs.csv") -> Path:
     return folder / name
 
 
-def pictures_alone(folder: Path) -> Path:
-    write_pictures(folder, make_pairs(4))
-    return folder
-
-
 def folder_and_table(folder: Path) -> Path:
-    as_csv(as_folder(folder, make_pairs(4)), make_pairs(4))
-    return folder
+    return as_csv(as_folder(folder, make_pairs(4)), make_pairs(4)).parent
 
 
 def tars_and_pictures(folder: Path) -> Path:
     write_pictures(as_tars(folder, make_pairs(4)), make_pairs(4))
-    return folder
-
-
-def two_tables(folder: Path) -> Path:
-    (folder).mkdir()
-    for name in ("a.csv", "b.csv"):
-        (folder / name).write_text("image,caption\n1.png,x\n")
     return folder
 
 
@@ -71,180 +56,158 @@ def json_without_captions(folder: Path) -> Path:
     return folder
 
 
+def two_pairs(folder: Path) -> Path:
+    return as_folder(folder, make_pairs(2))
+
+
 def tars_of(members: dict[str, bytes]) -> Callable[[Path], Path]:
     return lambda folder: write_tar(folder / "0.tar", list(members.items()))
 
 
-def file(name: str, content: bytes) -> Callable[[Path], Path]:
+def files(**contents: bytes) -> Callable[[Path], Path]:
+    """Files in a folder (`pairs_csv=b"..."`); the input is the file, or the folder of several."""
+
     def make(folder: Path) -> Path:
         folder.mkdir()
-        (folder / name).write_bytes(content)
-        return folder / name
+        paths = [folder / name.replace("_", ".") for name in contents]
+        for path, content in zip(paths, contents.values(), strict=True):
+            path.write_bytes(content)
+        return paths[0] if len(paths) == 1 else folder
 
     return make
 
 
-#: What is made (a text: a table with it), settings, the sentence.
-MISTAKES = {
-    "no captions": (
-        pictures_alone,
-        {},
-        r"has 4 pictures and no captions: .* write the caption of a/000.png into a/000.txt, or give a table",
-    ),
-    "nothing there": (lambda folder: folder / "none.csv", {}, r"none.csv does not exist: correct the path"),
-    "an address": (lambda folder: "https://host/x.csv", {}, r"https:/+host/x.csv is an address: fetch it first"),
+PYARROW = r"|missing: `pip install"
+BOXES = b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
+
+#: What is made (a text: a table with it), the sentence, settings.
+MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]] = {
+    "nothing there": (lambda folder: folder / "none.csv", r"none.csv does not exist: correct the path"),
+    "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
     "empty folder": (
         lambda folder: folder.mkdir() or folder,
-        {},
         r"holds neither pictures, a table, parquet files nor tars, but nothing",
     ),
-    "spreadsheet": (file("pairs.xlsx", b"PK"), {}, r"is a spreadsheet: save it as CSV in UTF-8"),
-    "unknown file": (file("pairs.dat", b"image,caption\n"), {}, r"has no known ending: name its form with --format"),
-    "zip": (file("x.zip", b""), {}, r"is a zip with .*unpack it|is a zip"),
+    "spreadsheet": (files(pairs_xlsx=b"PK"), r"is a spreadsheet: save it as CSV in UTF-8"),
+    "unknown file": (files(pairs_dat=b"image,caption\n"), r"has no known ending: name its form with --format"),
+    "zip": (files(x_zip=b""), r"is a zip with .*unpack it"),
     "column misspelt": (
         "filepath,title\n0.png,x\n",
-        {"columns": Columns(captions=("titel",))},
         r"has no column 'titel', given with --caption-column; its columns are 'filepath', 'title'; did you mean "
         r"--caption-column 'title'\?",
+        {"columns": Columns(captions=("titel",))},
     ),
     "source column missing": (
         "filepath,title\n0.png,x\n",
-        {"columns": Columns(source="kind")},
         r"has no column 'kind', given with --source-column; its columns are 'filepath', 'title'$",
+        {"columns": Columns(source="kind")},
     ),
     "columns of other names": (
         "a,b\n0,x\n",
-        {},
-        r"no column of .*pairs.csv is called as one with pictures is .* its columns are 'a', 'b': name the one with "
-        r"--picture-column",
+        r"no column of .*pairs.csv is named like a picture \(.*\) or a caption \(.*\); its columns are 'a', 'b': name "
+        r"them with --picture-column and --caption-column$",
     ),
     "no caption column": (
         "filepath,label\n0.png,3\n",
-        {},
-        r"no column of .* is called as one with captions is .* 'filepath', 'label': name the one with --caption-column",
+        r"no column of .* is named like a caption \(.*\); .* 'filepath', 'label': name it with --caption-column$",
+    ),
+    "heading misspelt": (
+        "file,titel,site\n0.png,x,a\n",
+        "its columns are 'file', 'titel', 'site': name .*did you mean --caption-column 'titel'",
     ),
     "no header": (
         "0.png,x,3\n1.png,y,4\n",
-        {},
         r"has no header line \(its first line is '0.png', 'x', '3'\): number its columns, as --picture-column 1 "
         r"--caption-column 2",
     ),
+    "lines that end in a carriage return": (
+        "image,caption\r0.png,a cat\r1.png,a dog\r",
+        "lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix",
+    ),
     "utf-16 without a mark": (
-        file("pairs.csv", "image,caption\n0.png,x\n".encode("utf-16-le")),
-        {},
+        files(pairs_csv="image,caption\n0.png,x\n".encode("utf-16-le")),
         r"is not UTF-8 text \(UTF-16 without its mark\?\)",
     ),
     "paths that do not exist": (
         "image,caption\nimages/0.png,x\nimages/1.png,y\n",
-        {},
         r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
-    "pictures elsewhere": (
-        pictures_elsewhere,
-        {},
-        r"a file of that name lies in .*/images: give --pictures-in .*/images$",
-    ),
+    "pictures elsewhere": (pictures_elsewhere, r"a file of that name lies in .*/images: give --pictures-in .*/images$"),
     "pictures nowhere": (
         "image,caption\nz/7.png,x\n",
-        {},
         r"paths are taken as relative to .*: give the folder that they are relative to with --pictures-in",
     ),
     "captions are numbers": (
         lambda folder: table(folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"),
-        {},
         r"none of the 2 rows can be used: caption not text in 2 \(first pairs.jsonl line 1\); check the input, and which "
         r"columns are read \(picture 'image', caption 'text'",
     ),
-    "all captions empty": ("image,caption\n0.png,\n1.png, \n", {}, r"empty caption in 2 \(first pairs.csv line 2\)"),
-    "only a header": ("image,caption\n", {}, r"pairs.csv has no rows: check the input"),
-    "empty file": (file("pairs.csv", b""), {}, r"has no first line with the names of its columns"),
-    "no json": (file("pairs.jsonl", b"<html>\n"), {}, r"holds no JSON objects.*it begins with '<html>"),
-    "one object": (file("pairs.json", b'{\n "a": 1\n}\n'), {}, r"holds no JSON objects"),
+    "all captions empty": ("image,caption\n0.png,\n1.png, \n", r"empty caption in 2 \(first pairs.csv line 2\)"),
+    "only a header": ("image,caption\n", r"pairs.csv has no rows: check the input"),
+    "empty file": (files(pairs_csv=b""), r"has no first line with the names of its columns"),
+    "no json": (files(pairs_jsonl=b"<html>\n"), r"holds no JSON objects.*it begins with '<html>"),
+    "one object": (files(pairs_json=b'{\n "a": 1\n}\n'), r"holds no JSON objects"),
     "boxes": (
-        file(
-            "instances.json",
-            b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}',
-        ),
-        {},
+        files(instances_json=BOXES),
         r"the annotations of .* hold no captions \(their keys are 'image_id', 'bbox'\): give the captions, as",
     ),
     "texts and a table": (
         folder_and_table,
-        {},
         r"holds pictures with texts beside them, and a table too: give --format folder",
     ),
     "tars and pictures": (
         tars_and_pictures,
-        {},
         r"holds tars, and pictures too: say which with --format webdataset or --format folder",
     ),
-    "two tables": (two_tables, {}, r"holds 2 tables \(a.csv, b.csv ...\): give the one"),
-    "wrong format": (
-        lambda folder: as_folder(folder, make_pairs(2)),
-        {"form": "parquet"},
-        r"holds no file of --format parquet",
-    ),
-    "json without captions": (
-        json_without_captions,
-        {},
-        r"no key of the JSON files of .* their keys are 'label', 'id'",
-    ),
+    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the one"),
+    "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
+    "json without captions": (json_without_captions, r"no key of the JSON files of .* their keys are 'label', 'id'"),
     "tars without pictures": (
         tars_of({"a.cls": b"3", "a.txt": b"x"}),
-        {},
         r"hold no picture \(jpg, png, jpeg, webp\) but 'cls', 'txt'",
     ),
     "tars without captions": (
         tars_of({"a.png": picture(0), "a.cls": b"3"}),
-        {},
         r"hold no captions, neither txt nor json but 'cls', 'png'",
     ),
-    "no tar": (file("0.tar", b"<html>no such file</html>"), {}, r"cannot be read as a tar, or holds no samples"),
+    "no tar": (files(**{"0_tar": b"<html>no such file</html>"}), r"cannot be read as a tar, or holds no samples"),
     "no such dataset": (
-        file("state.json", b"{}"),
-        {"at": "..", "form": "arrow"},
-        r"state.json does not list the Arrow files|missing: `pip install",
+        files(state_json=b"{}", x_arrow=b""),
+        rf"state.json does not list the Arrow files{PYARROW}",
+        {"form": "arrow"},
     ),
-    "no parquet": (file("x.parquet", b"PAR"), {}, r"is no parquet file, or a broken one|missing: `pip install"),
+    "no parquet": (files(x_parquet=b"PAR"), rf"is no parquet file, or a broken one{PYARROW}"),
     "a source of a folder": (
-        lambda folder: as_folder(folder, make_pairs(2)),
-        {"columns": Columns(source="kind")},
+        two_pairs,
         r"has no column 'kind': give --source-column folder",
+        {"columns": Columns(source="kind")},
     ),
     "too small a source": (
         "image,caption,kind\n0.png,x,a\n1.png,y,b\n",
-        {"columns": Columns(source="kind"), "test_share": 0.1},
         r"source 'a' has 1 picture, and --test-share 0.1 holds at least one of each source out",
+        {"columns": Columns(source="kind"), "test_share": 0.1},
     ),
     "sources of one name": (
         "image,caption,kind\n0.png,x,a b\n1.png,y,a/b\n",
-        {"columns": Columns(source="kind")},
         r"the sources 'a b' and 'a/b' \(column 'kind'\) would both be called 'a-b'",
+        {"columns": Columns(source="kind")},
     ),
-    "test share": (
-        lambda folder: as_folder(folder, make_pairs(2)),
-        {"test_share": 5.0},
-        r"--test-share is 5: it must be 0 or more, and less than 1",
-    ),
+    "test share": (two_pairs, r"--test-share is 5: it must be 0 or more, and less than 1", {"test_share": 5.0}),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_a_sentence(mistake, tmp_path):
-    make, changes, sentence = MISTAKES[mistake]
+def test_a_mistake_gets_a_sentence(mistake, packed, tmp_path):
+    make, sentence, *changes = MISTAKES[mistake]
     given = table(tmp_path / "in", make) if isinstance(make, str) else make(tmp_path / "in")
-    changes = dict(changes)
-    if changes.pop("at", None):
-        given = given.parent
     with pytest.raises(UserError, match=sentence) as caught:
-        pack([str(given)], tmp_path / "out", PackSettings(**changes), work=WORK)
-    print(f"{mistake}: {caught.value}")
+        packed(given, **(changes[0] if changes else {}))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert not list((tmp_path / "out").rglob("*.tar"))
 
 
-def test_bad_rows_are_counted_and_named_by_file_and_line(tmp_path):
+def test_bad_rows_are_counted_and_named_by_file_and_line(packed, tmp_path):
     text = (
         "image,caption\n"
         "0.png,a dog\n"
@@ -262,7 +225,7 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(tmp_path):
     given = table(tmp_path / "in", text)
     (tmp_path / "in/broken.png").write_bytes(picture(9)[:-100])
     (tmp_path / "in/page.png").write_bytes(b"<html>no such picture</html>")
-    found = pack([str(given)], tmp_path / "out", work=WORK)
+    found = packed(given)
     got = {reason: [e["at"] for e in entry["examples"]] for reason, entry in found["refused"].items()}
     assert got == {
         "empty caption": ["pairs.csv line 3"],
@@ -280,20 +243,21 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(tmp_path):
     assert rows[2]["picture"] == str(tmp_path / "in/gone.png") and rows[2]["reason"] == "picture missing"
     captions = {sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train")}
     assert captions == {"a dog\nthe dog again", '"a stray quote'}
-    said = "\n".join(lines(found, tmp_path / "out"))
-    assert "a stray quote in 1 lines, which are read as they stand, quote included: 4" in said
-    assert "8 rows, all of them in refused.csv" in said and "1 empty caption: pairs.csv line 3" in said
-    assert len(said.splitlines()) <= 15
+    printed = "\n".join(lines(found, tmp_path / "out"))
+    assert "a stray quote in 1 lines, which are read as they stand, quote included: 4" in printed
+    assert "8 rows, all of them in refused.csv" in printed and "1 empty caption: pairs.csv line 3" in printed
+    assert len(printed.splitlines()) <= 15
     page = (tmp_path / "out/report.html").read_text()
-    assert (
-        "data:image/jpeg;base64," in page
-        and "a dog / the dog again" in page
-        and "http" not in page.replace("http-equiv", "")
-    )
+    assert "data:image/jpeg;base64," in page and "a dog / the dog again" in page
+    assert "http" not in page.replace("http-equiv", "")
 
 
-def test_mixed_and_torn_inputs(tmp_path):
-    lines_ = [
+def one_bad_encoding(folder: Path) -> Path:
+    return table(folder, "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
+
+
+def odd_json_lines(folder: Path) -> Path:
+    rows = [
         '{"image": "0.png", "caption": "x"}',
         "[1]",
         "no json",
@@ -301,217 +265,200 @@ def test_mixed_and_torn_inputs(tmp_path):
         '{"caption": "z"}',
         "",
     ]
-    given = table(tmp_path / "in", "\n".join(lines_) + "\n", "pairs.jsonl")
-    found = pack([str(given)], tmp_path / "out", work=WORK)
-    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
-        "no JSON object": 2,
-        "no picture named": 2,
-    }
-    tars = as_tars(tmp_path / "tars", make_pairs(12))
-    torn = (tars / "00000.tar").read_bytes()
-    (tars / "00000.tar").write_bytes(torn[: len(torn) // 2])
-    found = pack([str(tars)], tmp_path / "tars-out", work=WORK)
-    assert found["refused"]["truncated shard"]["examples"][0]["at"] == "00000.tar" and 6 < found["pictures"] < 12
+    return table(folder, "\n".join(rows) + "\n", "pairs.jsonl")
 
 
-def test_a_folder_of_other_inputs_or_settings_is_refused(tmp_path):
-    given = as_folder(tmp_path / "in", make_pairs(6))
-    out = tmp_path / "out"
-    pack([str(given)], out, PackSettings(seed=1), work=WORK)
-    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(
-        UserError, match=r"out was made with seed 1, and now it is 2: give a new folder, or call it as before"
-    ):
-        pack([str(given)], out, PackSettings(seed=2), work=WORK)
-    other = as_csv(tmp_path / "other", make_pairs(6))
-    with pytest.raises(UserError, match=r"out was made from in, and now it is pairs.csv: give a new folder"):
-        pack([str(other)], out, PackSettings(seed=1), work=WORK)
-    (given / "a/000.txt").write_text("another caption")
-    (given / "new.png").write_bytes(picture(99))
-    with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
-        pack([str(given)], out, PackSettings(seed=1), work=WORK)
-    assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/notes.txt").write_text("x")
-    with pytest.raises(UserError, match=r"mine is not empty, and no pack.json in it says that this program wrote it"):
-        pack([str(given)], tmp_path / "mine", work=WORK)
-    with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
-        pack([str(given)], given / "out", work=WORK)
+def torn_tar(folder: Path) -> Path:
+    content = (as_tars(folder, make_pairs(12)) / "00000.tar").read_bytes()
+    (folder / "00000.tar").write_bytes(content[: len(content) // 2])
+    return folder
 
 
-def test_after_a_mistake_the_same_folder_is_taken(tmp_path):
-    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
-    given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
-    with pytest.raises(UserError, match="none of the 2 rows can be used"):
-        pack([str(given)], tmp_path / "out", work=WORK)
-    chosen = Columns(captions=("text",), source="text")
-    with pytest.raises(UserError, match="source 'x' has 1 picture, and --test-share 0.5"):
-        pack([str(given)], tmp_path / "out", PackSettings(columns=chosen, test_share=0.5), work=WORK)
-    (spool,) = (tmp_path / "out/.pack").glob("*.spool")
-    assert spool.stat().st_size
-    assert pack([str(given)], tmp_path / "out", PackSettings(columns=chosen), work=WORK)["pictures"] == 2
-
-
-def test_after_paths_that_lead_nowhere_any_settings_are_taken(tmp_path):
-    """No picture was read, so that nothing is lost by other columns or sizes."""
-    given = table(tmp_path / "in/pictures", "image,text\n0.png,x\n1.png,x\n").rename(tmp_path / "in/pairs.csv")
-    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
-        pack([str(given)], tmp_path / "out", PackSettings(test_share=0.1), work=WORK)
-    chosen = PackSettings(columns=Columns(pictures_in=tmp_path / "in/pictures", source="text"), seed=3)
-    assert pack([str(given)], tmp_path / "out", chosen, work=WORK)["pictures"] == 2
-
-
-def test_pyarrow_missing_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        UserError, match=r"parquet and Arrow files are read by pyarrow, which is missing: `pip install pyarrow`"
-    ):
-        pack([str(tmp_path / "x.parquet")], tmp_path / "out", work=WORK)
-
-
-def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    as_jsonl(tmp_path / "my pets", make_pairs(8))
-    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3", "--threads", "2"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
-        "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'",
-        "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
-        "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
-    ]
-    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
-    again = capsys.readouterr().out.splitlines()
-    assert again[0] == "my out is complete: nothing was done. What it holds:" and again[1:] == said
-    assert main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"]) == 2
-    assert "did you mean" not in capsys.readouterr().err  # nothing is near
-
-
-def test_a_path_that_does_not_exist_is_told_before_torch_is_loaded(tmp_path, capsys, monkeypatch):
-    """In a moment, then, and with the name that was meant."""
-    as_folder(tmp_path / "photos", make_pairs(2))
-    monkeypatch.chdir(tmp_path)
-    assert main(["data", "pack", "phtos", "--out", "out"]) == 2
-    assert "phtos does not exist; did you mean photos?" in capsys.readouterr().err
-    program = "import open_clip_zerovl.prepare.pack.run, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_a_misspelt_heading_is_offered(tmp_path):
-    given = table(tmp_path / "in", "file,titel,site\n0.png,x,a\n")
-    with pytest.raises(
-        UserError, match="its columns are 'file', 'titel', 'site': name .*did you mean --caption-column 'titel'"
-    ):
-        pack([str(given)], tmp_path / "out", work=WORK)
-
-
-def test_a_tables_columns_are_not_wanted_of_a_folder_with_texts(tmp_path):
-    """A folder beside a table whose caption column is named: only the table has columns."""
-    given = table(tmp_path / "in", "image,titel\n0.png,x\n1.png,y\n")
-    photos = as_folder(tmp_path / "photos", make_pairs(4))
-    found = pack(
-        [str(photos), str(given)], tmp_path / "out", PackSettings(columns=Columns(captions=("titel",))), work=WORK
-    )
-    assert found["inputs"][0]["columns"] == "captions in .txt, one a line" and found["rows"] == 6
-
-
-def test_captions_in_another_encoding_are_told_with_what_to_do(tmp_path):
-    given = table(tmp_path / "in", "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
-    found = pack([str(given)], tmp_path / "out", work=WORK)
-    said = "\n".join(lines(found, tmp_path / "out"))
-    assert "1 caption not UTF-8: pairs.csv line 2; save the table as UTF-8 (iconv -f CP1252" in said
-    assert (
-        "1 row, which is in refused.csv" in said and "1 shard " in said and "repeated   no caption, no picture" in said
-    )
-
-
-def test_the_progress_bar_counts_every_row(tmp_path, capsys):
-    """Rows without a picture to read, and rows of one picture, too: it ends full."""
-    given = table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n")
-    pack([str(given)], tmp_path / "out", work=Work(threads=2))
-    bar = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()[-1]
-    assert " 4pair [" in bar and "2 came; empty caption 1]" in bar
-
-
-def test_annotations_whose_ids_are_lists_are_refused_rows(tmp_path):
-    given = table(tmp_path / "in", "").with_name("captions.json")
+def ids_that_are_lists(folder: Path) -> Path:
     images = [{"id": 1, "file_name": "0.png"}, {"id": [2], "file_name": "1.png"}]
     annotations = [{"image_id": image_id, "caption": "x"} for image_id in (1, [2], {})]
-    given.write_text(json.dumps({"images": images, "annotations": annotations}))
-    found = pack([str(given)], tmp_path / "out", work=WORK)
-    assert found["pictures"] == 1 and found["refused"]["no picture named"]["rows"] == 2
+    return table(folder, json.dumps({"images": images, "annotations": annotations}), "captions.json")
 
 
-def test_lines_that_end_in_a_carriage_return_alone_are_told(tmp_path):
-    given = table(tmp_path / "in", "image,caption\r0.png,a cat\r1.png,a dog\r")
-    with pytest.raises(
-        UserError, match="lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix"
-    ):
-        pack([str(given)], tmp_path / "out", work=WORK)
-
-
-@pytest.mark.parametrize("form", [as_folder, as_csv, as_tars])
-def test_inputs_that_changed_at_the_same_size_are_refused(form, tmp_path):
-    given = form(tmp_path / "in", make_pairs(4))
-    pack([str(given)], tmp_path / "out", work=WORK)
-    assert pack([str(given)], tmp_path / "out", work=WORK)["pictures"] == 4
-    changed = {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
-    content = (tmp_path / "in" / changed).read_bytes()
-    (tmp_path / "in" / changed).write_bytes(content.replace(b"picture 0", b"drawing 0"))
-    with pytest.raises(UserError, match="whose files have changed since"):
-        pack([str(given)], tmp_path / "out", work=WORK)
-
-
-def test_captions_and_tables_with_a_byte_order_mark_are_read_others_refused(tmp_path):
-    given = table(tmp_path / "in", "", "0.txt").parent
-    for number, encoding in enumerate(("utf-16", "utf-8-sig", "utf-32", "latin-1", "utf-16-le")):
-        (given / f"{number}.txt").write_bytes("gr\u00f6\u00dfe\nzwei\n".encode(encoding))
-    (given / "5.txt").write_text("plain")
-    found = pack([str(given)], tmp_path / "out", work=WORK)
-    captions = sorted(sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train"))
-    assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
-    assert found["refused"]["caption not UTF-8"]["rows"] == 2
-    given = table(tmp_path / "table", "")
-    for number in range(2):
-        (given.parent / f"{number}.png").rename(given.parent / f"gr\u00f6\u00dfe{number}.png")
-    rows = ["image,caption\n", "gr\u00f6\u00dfe0.png,x\n", "gr\u00f6\u00dfe1.png,y\n"]
-    given.write_bytes("".join(rows).encode("utf-16"))
-    assert pack([str(given)], tmp_path / "utf-16", work=WORK)["pictures"] == 2
-    given.write_bytes("".join(rows[:2]).encode() + rows[2].encode("latin-1"))
-    found = pack([str(given)], tmp_path / "latin-1", work=WORK)
-    assert found["pictures"] == 1 and found["refused"]["path not UTF-8"]["rows"] == 1
-
-
-def test_pipes_devices_and_dangling_links_are_refused_rows(tmp_path):
-    given = as_folder(tmp_path / "in", make_pairs(5))
+def pipes_and_devices(folder: Path) -> Path:
+    given = as_folder(folder, make_pairs(5))
     for name in ("a/000.txt", "b/001.txt", "a/002.txt", "b/003.png"):
         (given / name).unlink()
     os.mkfifo(given / "a/000.txt")
     (given / "b/001.txt").symlink_to("/dev/zero")
     (given / "a/002.txt").write_bytes(b"a" * (2 << 20))
     (given / "b/003.png").symlink_to(given / "nowhere.png")
-    found = pack([str(given)], tmp_path / "out", work=WORK)
-    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
-        "text cannot be read": 2,
-        "text too large": 1,
-        "picture missing": 1,
-    }
+    return given
 
 
-def test_source_names_in_any_script_and_those_of_the_outputs_own_files(tmp_path):
+def texts_in_five_encodings(folder: Path) -> Path:
+    given = table(folder, "plain", "5.txt").parent
+    for number, encoding in enumerate(("utf-16", "utf-8-sig", "utf-32", "latin-1", "utf-16-le")):
+        (given / f"{number}.txt").write_bytes("gr\u00f6\u00dfe\nzwei\n".encode(encoding))
+    return given
+
+
+def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
+    """A table of two pictures, the rows in these encodings."""
+    given = table(folder, "")
+    for number in range(2):
+        (folder / f"{number}.png").rename(folder / f"gr\u00f6\u00dfe{number}.png")
+    rows = "image,caption\ngr\u00f6\u00dfe0.png,x\n".encode(first) + "gr\u00f6\u00dfe1.png,y\n".encode(second)
+    given.write_bytes(rows)
+    return given
+
+
+#: What is made, pictures that are packed, refused rows by reason.
+REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
+    "lines that are no objects": (odd_json_lines, 1, {"no JSON object": 2, "no picture named": 2}),
+    "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
+    "ids that are lists": (ids_that_are_lists, 1, {"no picture named": 2}),
+    "pipes, devices, dangling links": (
+        pipes_and_devices,
+        1,
+        {"text cannot be read": 2, "text too large": 1, "picture missing": 1},
+    ),
+    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 2}),
+    "paths in UTF-16": (lambda folder: paths_with_umlauts(folder, "utf-16", "utf-16-le"), 2, {}),
+    "a path in Latin-1": (lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"), 1, {"path not UTF-8": 1}),
+    "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, tmp_path):
+    make, pictures, refused = REFUSED[kind]
+    found = packed(make(tmp_path / "in"))
+    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == refused
+    assert found["pictures"] == pictures
+    captions = sorted(sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train"))
+    if kind == "byte-order marks and none":
+        assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
+    if kind == "a caption in Latin-1":
+        printed = "\n".join(lines(found, tmp_path / "out"))
+        assert "1 caption not UTF-8: pairs.csv line 2; save the table as UTF-8 (iconv -f CP1252" in printed
+        for words in ("1 row, which is in refused.csv", "1 shard ", "repeated   no caption, no picture"):
+            assert words in printed
+
+
+def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
+    given, out = as_folder(tmp_path / "in", make_pairs(6)), tmp_path / "out"
+    other = as_csv(tmp_path / "other", make_pairs(6))
+    packed(given, seed=1)
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match=r"out was made with seed 1, and now it is 2: give a new folder, or call it as"):
+        packed(given, seed=2)
+    with pytest.raises(UserError, match=r"out was made from in, and now it is pairs.csv: give a new folder"):
+        packed(other, seed=1)
+    (given / "a/000.txt").write_text("another caption")
+    (given / "new.png").write_bytes(picture(99))
+    with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
+        packed(given, seed=1)
+    assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it says that this program wrote it"):
+        packed(given, out="other")
+    with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
+        packed(given, out="in/out")
+
+
+@pytest.mark.parametrize("form", [as_folder, as_csv, as_tars])
+def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path):
+    given = form(tmp_path / "in", make_pairs(4))
+    assert packed(given) == packed(given)
+    changed = tmp_path / "in" / {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
+    changed.write_bytes(changed.read_bytes().replace(b"picture 0", b"drawing 0"))
+    with pytest.raises(UserError, match="whose files have changed since"):
+        packed(given)
+
+
+def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
+    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
+    given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
+    with pytest.raises(UserError, match="none of the 2 rows can be used"):
+        packed(given)
+    chosen = Columns(captions=("text",), source="text")
+    with pytest.raises(UserError, match="source 'x' has 1 picture, and --test-share 0.5"):
+        packed(given, columns=chosen, test_share=0.5)
+    (spool,) = (tmp_path / "out/.pack").glob("*.spool")
+    assert spool.stat().st_size
+    assert packed(given, columns=chosen)["pictures"] == 2
+    # No picture was read here, so that nothing is lost by other columns or sizes.
+    (tmp_path / "in/pairs.csv").rename(tmp_path / "pairs.csv")
+    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
+        packed(tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1)
+    chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
+    assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2
+
+
+def test_pyarrow_missing_is_a_sentence(packed, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"pyarrow, which is missing: `pip install pyarrow`"):
+        packed(tmp_path / "x.parquet")
+
+
+def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    as_jsonl(tmp_path / "my pets", make_pairs(8))
+    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3", "--threads", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    finetune = "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
+    assert printed[-3:] == [
+        "next (so few pictures, below 10,000, allow a fine-tuning or an evaluation, no training from nothing):",
+        finetune,
+        "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
+    ]
+    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[0] == "my out is complete: nothing was done. Its contents:" and again[1:] == printed
+    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 5)
+    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        finetune,
+        "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
+        "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
+    ]
+    assert main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"]) == 2
+    assert "did you mean" not in capsys.readouterr().err  # nothing is near
+    # Before torch is loaded: in a moment, then, and with the name that was meant.
+    assert main(["data", "pack", "my pts", "--out", "out"]) == 2
+    assert "my pts does not exist; did you mean my pets?" in capsys.readouterr().err
+    program = "import open_clip_zerovl.prepare.pack.run, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_tables_columns_are_not_wanted_of_a_folder_with_texts(packed, tmp_path):
+    """A folder beside a table whose caption column is named: only the table has columns."""
+    given = table(tmp_path / "in", "image,titel\n0.png,x\n1.png,y\n")
+    photos = as_folder(tmp_path / "photos", make_pairs(4))
+    found = packed(photos, given, columns=Columns(captions=("titel",)))
+    assert found["inputs"][0]["columns"] == "captions in .txt, one a line" and found["rows"] == 6
+
+
+def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
+    """Rows without a picture to read, and rows of one picture, too: it ends full."""
+    packed(table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n"), work=Work(threads=2))
+    bars = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()
+    assert any(" 4pair [" in bar and "2 came; empty caption 1]" in bar for bar in bars)
+
+
+def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, tmp_path):
     kinds = ["report.html", "pack.json", "\u5317\u4eac", "\u4e0a\u6d77", "train"]
     given = table(tmp_path / "in", "image,caption,kind\n" + "".join(f"{i}.png,x,{k}\n" for i, k in enumerate(kinds)))
-    found = pack([str(given)], tmp_path / "out", PackSettings(columns=Columns(source="kind")), work=WORK)
-    folders = {one["folder"] for one in found["written"]}
-    assert folders == {
-        f"{name}/train" for name in ("report.html-source", "pack.json-source", "train-source", *kinds[2:4])
-    }
+    found = packed(given, columns=Columns(source="kind"))
+    names = {"report.html-source", "pack.json-source", "train-source", *kinds[2:4]}
+    assert {one["folder"] for one in found["written"]} == {f"{name}/train" for name in names}
     data = "::".join(f"{name}={tmp_path}/out/{name}/train" for name in kinds[2:4])
     assert [(source.name, source.num_samples) for source in parse_sources(data)] == [(name, 1) for name in kinds[2:4]]
 
 
-def test_a_kill_in_the_first_write_leaves_a_folder_that_is_taken(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/.pack.json.17.ab.part").write_text("{")
-    found = pack([str(as_folder(tmp_path / "in", make_pairs(2)))], tmp_path / "out", work=WORK)
-    assert found["pictures"] == 2 and not list((tmp_path / "out").glob(".pack.json*"))
+@pytest.mark.parametrize("written", ["pack.json", "train/00000.tar", "refused.csv"])
+def test_a_kill_in_a_write_leaves_a_folder_that_is_taken(written, packed, tmp_path):
+    given, file = two_pairs(tmp_path / "in"), tmp_path / "out" / written
+    if written != "pack.json":  # the first file
+        with pytest.raises(UserError, match="source 'a' has 1 picture"):
+            packed(given, columns=Columns(source="folder"), test_share=0.5)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_name(f".{file.name}.17.ab.part").write_text("{")
+    assert packed(given, columns=Columns(source="folder"))["pictures"] == 2
+    assert not list((tmp_path / "out").rglob("*.part"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import itertools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,18 @@ SETTINGS = PackSettings(test_share=0.2, shard_size=5, max_side_px=20, columns=Co
 
 class Killed(BaseException):
     """Stands for a kill: nothing of ours catches it."""
+
+
+def kill_in(patch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
+    """Let a function end in `Killed` at all calls from number `call` on, counted from 0."""
+    calls, original = itertools.count(), getattr(module, name)
+
+    def killed(*arguments, **options):
+        if next(calls) >= call:
+            raise Killed
+        return original(*arguments, **options)
+
+    patch.setattr(module, name, killed)
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +64,8 @@ def undisturbed(tmp_path_factory):
 def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "PICTURES_A_SPOOL", 7)
     given, wanted = undisturbed
-    calls, original = [0], getattr(module, name)
-
-    def killed(*arguments, **options):
-        calls[0] += 1
-        if calls[0] > call:
-            raise Killed
-        return original(*arguments, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, killed)
+        kill_in(patch, module, name, call)
         with pytest.raises(Killed):
             pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
     pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
@@ -76,58 +81,40 @@ def _files(out: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow  # a process that is killed; test_a_kill_at_any_step_is_mended holds its shards
-def test_pictures_that_came_are_not_fetched_again(tmp_path):
-    """A real process, killed while it fetches."""
+def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path, monkeypatch):
     with hostile_server() as server:
-        server.delay_seconds = 0.05
         rows = ["url,caption", *(f"{server.url('good', number)},caption {number}" for number in range(60))]
         (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
-        command = ["data", "pack", "list.csv", "--out", "out", "--threads", "2", "--quiet"]
-        program = "import sys; from open_clip_zerovl.cli import main; sys.exit(main(sys.argv[1:]))"
-        process = subprocess.Popen([sys.executable, "-c", program, *command], cwd=tmp_path)
-        for _ in range(20):
-            assert server.served.acquire(timeout=60)
-        process.kill()
-        process.wait()
-        kept = server.requests.total()
-        assert 20 <= kept < 60
-        server.delay_seconds = 0.0
-        found = pack([str(tmp_path / "list.csv")], tmp_path / "out", work=WORK)
-        assert found["pictures"] == 60 and server.requests.total() <= 60 + 10  # those under way were asked for twice
-        pack([str(tmp_path / "list.csv")], tmp_path / "whole", work=WORK)
-    assert list(shards_of(tmp_path / "out").values()) == list(shards_of(tmp_path / "whole").values())
+        with monkeypatch.context() as patch:
+            kill_in(patch, Gathering, "_take", 20)
+            with pytest.raises(Killed):
+                packed(tmp_path / "list.csv", work=WORK)
+        asked = server.requests.total()
+        assert 20 <= asked < 60
+        assert packed(tmp_path / "list.csv")["pictures"] == 60
+        assert server.requests.total() <= 60 + asked - 20  # those that had not been taken are fetched twice
 
 
-def test_a_retry_that_is_killed_is_mended_by_any_call(tmp_path, monkeypatch):
+def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypatch):
     """The shards of the first call are written anew, from more samples; none of the old ones is taken for a new one."""
     with hostile_server() as server:
         kinds = ["flaky" if number % 4 == 1 else "good" for number in range(24)]
         rows = ["url,caption", *(f"{server.url(kind, n)},caption {n}" for n, kind in enumerate(kinds))]
         (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
-        settings = PackSettings(test_share=0.2, shard_size=4)
+        given, settings = tmp_path / "list.csv", {"test_share": 0.2, "shard_size": 4}
         once = Work(threads=2, attempts=1, progress=False)
-        first = pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=once)
+        first = packed(given, work=once, **settings)
         assert first["pictures"] == 18 and first["refused"]["http 503"]["rows"] == 6
-        original, calls = write.manifest.write_recorded_shard, [0]
-
-        def killed(*arguments, **options):
-            calls[0] += 1
-            if calls[0] > 2:
-                raise Killed
-            original(*arguments, **options)
-
         with monkeypatch.context() as patch:
-            patch.setattr(write.manifest, "write_recorded_shard", killed)
+            kill_in(patch, write.manifest, "write_recorded_shard", 2)
             with pytest.raises(Killed):
-                again = Work(threads=2, attempts=1, retry_failed=True, progress=False)
-                pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=again)
-        assert pack([str(tmp_path / "list.csv")], tmp_path / "out", settings, work=once)["pictures"] == 24
-        pack([str(tmp_path / "list.csv")], tmp_path / "whole/out", settings, work=once)
+                packed(given, work=replace(once, retry_failed=True), **settings)
+        assert packed(given, work=once, **settings)["pictures"] == 24
+        packed(given, out="whole/out", work=once, **settings)
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole/out")
 
 
-def test_a_picture_that_changes_meanwhile_ends_the_call(tmp_path, monkeypatch):
+def test_a_picture_that_changes_meanwhile_ends_the_call(packed, tmp_path, monkeypatch):
     given = as_folder(tmp_path / "in", make_pairs(8))
     original = run.hold_out
 
@@ -137,7 +124,7 @@ def test_a_picture_that_changes_meanwhile_ends_the_call(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "hold_out", changing)
     with pytest.raises(UserError, match=r"a/000.png has changed since it was read: leave the inputs as they are"):
-        pack([str(given)], tmp_path / "out", work=WORK)
+        packed(given)
 
 
 def test_threads_do_not_change_the_bytes(undisturbed, tmp_path):
@@ -146,14 +133,12 @@ def test_threads_do_not_change_the_bytes(undisturbed, tmp_path):
     assert _files(tmp_path / "out") == wanted
 
 
-def test_one_process_writes_a_folder(tmp_path, monkeypatch):
+def test_one_process_writes_a_folder(packed, tmp_path, monkeypatch):
     given = as_csv(tmp_path / "in", make_pairs(6))
     with monkeypatch.context() as patch:
-        patch.setattr(run.reports, "summarize", lambda *arguments: (_ for _ in ()).throw(Killed))
+        kill_in(patch, run.reports, "summarize", 0)
         with pytest.raises(Killed):
-            pack([str(given)], tmp_path / "out", work=WORK)
-    with (
-        sole_writer(tmp_path / "out/.pack", "pack"),
-        pytest.raises(UserError, match=r"Another process is writing .*out: wait for it\."),
-    ):
-        pack([str(given)], tmp_path / "out", work=WORK)
+            packed(given)
+    held = sole_writer(tmp_path / "out/.pack", "pack")
+    with held, pytest.raises(UserError, match=r"Another process is writing .*out: wait for it\."):
+        packed(given)

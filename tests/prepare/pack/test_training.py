@@ -18,7 +18,8 @@ from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 
 
 @pytest.mark.slow  # a training process
-def test_the_printed_command_trains_and_evaluates(tmp_path):
+def test_the_printed_command_trains_and_evaluates(tmp_path, monkeypatch):
+    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
     given = as_csv(tmp_path / "in", make_pairs(40))
     settings = PackSettings(test_share=0.2, columns=Columns(source="kind"))
     found = pack([str(given)], tmp_path / "out", settings, work=Work(threads=2, progress=False))

@@ -17,12 +17,11 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.prepare.public.apart import shuffled_apart
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import locate
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
-from open_clip_zerovl.prepare.public.pairs import Work
+from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart
 from open_clip_zerovl.prepare.public.vg import largest_phrases, prepare_vg
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import photo
@@ -45,13 +44,8 @@ def test_cc_lists_in_either_order_with_and_without_header(tmp_path):
     caption_first = "".join(f"{caption}\t{url}\n" for caption, url in pairs)
     address_first = "".join(f"{url}\t{caption}\n" for caption, url in pairs)
     expected = [("000000000", "a dog", pairs[0][1]), ("000000001", "two cats , \u00e9", pairs[1][1])]
-    for text in (
-        caption_first,
-        address_first,
-        "caption\turl\n" + caption_first,
-        "url\tcaption\n" + address_first,
-        caption_first.replace("\n", "\r\n"),
-    ):
+    headed = "caption\turl\n" + caption_first, "url\tcaption\n" + address_first
+    for text in (caption_first, address_first, *headed, caption_first.replace("\n", "\r\n")):
         (tmp_path / "list.tsv").write_bytes(text.encode())
         assert list(tsv_rows(tmp_path / "list.tsv")) == expected
     (tmp_path / "list.tsv.gz").write_bytes(gzip.compress(address_first.encode()))
@@ -91,12 +85,8 @@ def test_sbu_in_both_official_forms(tmp_path):
             file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             tar.add(file, f"dataset/{file.name}")
     texts = sorted(tmp_path.glob("SBU_captioned*.txt"))
-    for given in (
-        [table],
-        [tmp_path / "sbu-captions-all.tar.gz"],
-        [tmp_path / "SBUCaptionedPhotoDataset.tar.gz"],
-        texts,
-    ):
+    packed = [[tmp_path / f"{name}.tar.gz"] for name in ("sbu-captions-all", "SBUCaptionedPhotoDataset")]
+    for given in ([table], *packed, texts):
         assert [(row.where, row.caption) for row in sbu_rows(given)] == SBU
     table.write_text(json.dumps({**columns, "captions": columns["captions"][:1]}))
     with pytest.raises(UserError, match="differ at entry 1"):
@@ -129,17 +119,12 @@ def test_vg_takes_the_five_largest_boxes(tmp_path):
     regions = [region(i, f"phrase {i}", i + 1, 10) for i in range(50)]
     regions += [region(60, " Phrase  with spaces ", 500, 1), region(61, "phrase 3", 40, 10), region(62, "", 999, 999)]
     regions += [region(70, "same area b", 450, 1), region(69, "same area a", 450, 1)]
-    content = json.dumps(
-        [{"image_id": 7, "regions": regions}, {"id": 8, "regions": []}, {"id": 9, "regions": [regions[0]]}]
-    )
+    images = [{"image_id": 7, "regions": regions}, {"id": 8, "regions": []}, {"id": 9, "regions": [regions[0]]}]
     file = tmp_path / "region_descriptions.json"
-    file.write_text(content)
+    file.write_text(json.dumps(images))
     found = dict(largest_phrases(file, file.name))
     # 500 x 1, 50 x 10 (lower id first on a tie), 49 x 10, 48 x 10, 47 x 10; 450 x 1 comes after them
-    assert found == {
-        7: ["phrase 49", "Phrase with spaces", "phrase 48", "phrase 47", "phrase 46"],
-        9: ["phrase 0"],
-    }
+    assert found == {7: ["phrase 49", "Phrase with spaces", *(f"phrase {n}" for n in (48, 47, 46))], 9: ["phrase 0"]}
     assert dict(largest_phrases(file, file.name, limit=8))[7][5:] == ["phrase 45", "phrase 44", "same area a"]
     for broken in (
         '[{"image_id": 7}]',
@@ -171,16 +156,9 @@ def test_vg_end_to_end_from_zips(tmp_path):
     for i in pictures:
         if i > 20:
             (tmp_path / "VG_100K_2" / f"{i}.jpg").write_bytes(pictures[i])
-    source = [
-        str(
-            zipped(
-                tmp_path / "region_descriptions.json.zip",
-                {"region_descriptions.json": json.dumps(annotations).encode()},
-            )
-        ),
-        str(zipped(tmp_path / "images.zip", half)),
-        str(tmp_path / "VG_100K_2"),
-    ]
+    listed = {"region_descriptions.json": json.dumps(annotations).encode()}
+    zips = zipped(tmp_path / "region_descriptions.json.zip", listed), zipped(tmp_path / "images.zip", half)
+    source = [*map(str, zips), str(tmp_path / "VG_100K_2")]
     result = prepare_vg(tmp_path / "vg", source=source, shard_size=25, work=WORK)
     assert (result["rows"], result["pairs"], result["failures"]) == (200, 195, {"picture missing": 5})
     samples = [s for shard in sorted((tmp_path / "vg").glob("*.tar")) for s in read_samples(shard)]
@@ -286,9 +264,8 @@ def test_a_test_set_that_lacks_a_picture_is_no_test_set(tmp_path):
     with pytest.raises(UserError, match=r"dataset_type.txt is missing"):
         open_retrieval_set(tmp_path / "missing")
     picture.write_bytes(content)
-    prepare_karpathy(
-        "coco", tmp_path / "missing", source=source, work=Work(threads=2, progress=False, retry_failed=True)
-    )
+    again = Work(threads=2, progress=False, retry_failed=True)
+    prepare_karpathy("coco", tmp_path / "missing", source=source, work=again)
     assert len(open_retrieval_set(tmp_path / "missing")) == 2
 
 
@@ -313,7 +290,7 @@ package = types.ModuleType("open_clip_zerovl")
 package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
 sys.modules["open_clip_zerovl"] = package
 from open_clip_zerovl.prepare.public import lists
-from open_clip_zerovl.prepare.public.pairs import Work
+from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart
 from open_clip_zerovl.prepare.public.pictures import Failure
 
 class Nothing:

@@ -24,34 +24,41 @@ from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard
 from support.tars import png, write_source, write_tar
 
 
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    member.mtime = 1700000000.5  # pax keeps the half second in a header of its own
+    tar.addfile(member, io.BytesIO(content))
+
+
 def members_of(content: bytes) -> list[Member]:
     return list(walk_tar(lambda offset, size: content[offset : offset + size], len(content)))
 
 
+#: Two of them are longer than ustar takes.
 NAMES = [
-    ("000000001.jpg", 700),
-    ("000000001.txt", 0),
-    ("folder/000000002.tar.gz", 512),
-    ("a/" * 60 + "long.jpg", 5),
-    ("b" * 180 + ".txt", 1024),
-    ("\u00fcml\u00e4ut.png", 3),
+    "000000001.jpg",
+    "000000001.txt",
+    "folder/2.tar.gz",
+    "a/" * 60 + "long.jpg",
+    "b" * 180 + ".txt",
+    "\u00fcml.png",
 ]
+SIZES = [700, 0, 512, 5, 1024, 3]
+FORMS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("form", FORMS)
 def test_headers_are_read_as_tarfile_reads_them(form):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
         folder = tarfile.TarInfo("folder")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-        for name, size in NAMES:
+        for name, size in zip(NAMES, SIZES, strict=True):
             if form == tarfile.USTAR_FORMAT and len(name) > 150:
                 continue  # ustar cannot hold it
-            member = tarfile.TarInfo(name)
-            member.size = size
-            member.mtime = 1700000000.5  # pax keeps the half second in a header of its own
-            tar.addfile(member, io.BytesIO(os.urandom(size)))
+            add(tar, name, os.urandom(size))
     content = stream.getvalue()
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
@@ -70,25 +77,15 @@ def plain_tar(count: int) -> tuple[bytes, list[Member]]:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(count):
-            member = tarfile.TarInfo(f"{number:05d}.{('jpg', 'txt')[number % 2]}")
-            member.size = (0, 1, 511, 512, 513, 3000)[number % 6]
-            tar.addfile(member, io.BytesIO(bytes(member.size)))
+            add(tar, f"{number:05d}.{('jpg', 'txt')[number % 2]}", bytes((0, 1, 511, 512, 513, 3000)[number % 6]))
     return stream.getvalue(), members_of(stream.getvalue())
 
 
 def test_broken_headers_end_the_walk_after_the_members_before_them():
     content, expected = plain_tar(40)
     head = expected[20].offset - 512
-    changes = [
-        (0, b"?"),
-        (110, b"7"),
-        (124, b"\x80"),
-        (150, b"9"),
-        (345, b"d"),
-        (124, b"-0000001000"),
-        (124, b"-0000000001"),
-    ]
-    for spot, changed in changes:
+    changes = {0: [b"?"], 110: [b"7"], 124: [b"\x80", b"-0000001000", b"-0000000001"], 150: [b"9"], 345: [b"d"]}
+    for spot, changed in ((spot, changed) for spot, every in changes.items() for changed in every):
         broken = content[: head + spot] + changed + content[head + spot + len(changed) :]
         found = []
         with pytest.raises(BrokenTar, match=f"at byte {head}"):
@@ -97,19 +94,15 @@ def test_broken_headers_end_the_walk_after_the_members_before_them():
         assert found == expected[:20], spot
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_check_sees_the_same_in_every_form_of_tar(tmp_path, form):
     names = [f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}" for i in range(30)]
     picture = png((1, 2, 3), 40)
     with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
         for i, name in enumerate(names):
-            for suffix, content in (
-                ("png", picture[: -1 if i == 4 else None]),
-                ("txt", b" " if i == 5 else b"words" * i),
-            ):
-                member = tarfile.TarInfo(f"{name}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+            text = b" " if i == 5 else b"words" * i
+            for suffix, content in (("png", picture[: -1 if i == 4 else None]), ("txt", text)):
+                add(tar, f"{name}.{suffix}", content)
     manifest = {"shards": {"0.tar": {"sha256": sha256_of(tmp_path / "0.tar")}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     for decode in (False, True):
@@ -132,17 +125,8 @@ def test_a_file_of_nine_gigabytes_is_read_from_its_header():
 
 def test_index_counts_as_training_does(tmp_path):
     write_source(tmp_path / "s", 0, 57, 10, sizes=False)
-    write_tar(
-        tmp_path / "s" / "odd.tar",
-        [
-            ("__meta__/x.json", b"{}"),
-            ("k.jpg", b"1"),
-            ("k.txt", b"a"),
-            ("k.jpg", b"2"),
-            ("d/e.f.txt", b"x"),
-            ("README", b""),
-        ],
-    )
+    names = ["__meta__/x.json", "k.jpg", "k.txt", "k.jpg", "d/e.f.txt", "README"]
+    write_tar(tmp_path / "s" / "odd.tar", [(name, b"1") for name in names])
     sizes = index_shards(str(tmp_path / "s"), progress=False)
     assert sizes == {p.name: count_tar_samples(p) for p in sorted((tmp_path / "s").glob("*.tar"))}
     assert sizes["odd.tar"] == 3 and sum(sizes.values()) == 60
@@ -153,7 +137,7 @@ def test_index_counts_as_training_does(tmp_path):
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
         index_shards(str(tmp_path / "s"), progress=False)
-    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is no folder")):
+    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is not a folder")):
         with pytest.raises(UserError, match=message):
             index_shards(str(folder), progress=False)
 
@@ -239,18 +223,16 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "caption is empty": 1,
         "caption is not UTF-8": 1,
         "picture is cut off": 1,
-        "picture is no png": 1,
+        "picture is not a png": 1,
     }
     assert by_shard["00002.tar"] == {"key comes twice": 1, "no caption": 1, "holds 3 samples, sizes.json says 2": 1}
     assert any(fault.startswith("broken: it is cut off") for fault in by_shard["00003.tar"])
     assert by_shard["00009.tar"] == {"shard missing": 1}
     text = check_report(result)
     assert "00001.tar: no caption: 1 (a)" in text and "faults." in text and "MB/s" in text
-    # What looks whole from outside shows when it is decoded.
-    assert (
-        "picture cannot be decoded (UnidentifiedImageError)"
-        in check_shards(tmp_path, decode=True, progress=False).faults
-    )
+    # A broken picture that looks whole from outside is found when it is decoded.
+    faults = check_shards(tmp_path, decode=True, progress=False).faults
+    assert "picture cannot be decoded (UnidentifiedImageError)" in faults
     with pytest.raises(UserError, match="no manifest.json with hashes"):
         check_shards(tmp_path, hashes=True, progress=False)
 
@@ -260,15 +242,8 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     pictures = {"a.jpg": png((1, 2, 3)), "cut.jpg": jpg[:-2], "b.gif": b"<html>", "whole.jpg": jpg}
     for name, content in pictures.items():
         (tmp_path / name).write_bytes(content)
-    rows = [
-        "a.jpg,a dog",
-        "cut.jpg,a cat",
-        "b.gif,a page",
-        "gone.jpg,a bird",
-        "a.jpg,",
-        "a.jpg,a dog, running",
-        "whole.jpg",
-    ]
+    rows = ["a.jpg,a dog", "cut.jpg,a cat", "b.gif,a page", "gone.jpg,a bird"]
+    rows += ["a.jpg,", "a.jpg,a dog, running", "whole.jpg"]
     (tmp_path / "pairs.csv").write_bytes("\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n")
     faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
     assert faults == {
@@ -289,7 +264,7 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
 
 
-def test_report_lists_sources_and_retrieval_sets(tmp_path):
+def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
     write_source(tmp_path / "data/noto", 0, 30, 10)
     write_source(tmp_path / "data/sbu", 0, 86, 50)
     samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"one\ntwo"}) for i in range(6)]
@@ -306,21 +281,16 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path):
     assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
-    with pytest.raises(UserError, match="has no shards"):
-        report([tmp_path / "data/test/noto/test"])
-
-
-def test_report_of_all_that_a_shell_pattern_names(tmp_path, caplog):
-    write_source(tmp_path / "noto", 0, 3, 3)
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "README.md").write_text("what is here")
-    found = find_datasets(sorted(tmp_path.glob("*")))
-    assert [holding.name for holding in found] == ["noto"]
+    for folder, sentence in (("data/test/noto/test", "has no shards"), ("gone", "gone is no folder")):
+        with pytest.raises(UserError, match=sentence):
+            report([tmp_path / folder])
+    # All that a shell's pattern names: a folder without shards is a warning there.
+    (tmp_path / "data/bert").mkdir()
+    (tmp_path / "data/README.md").write_text("what is here")
+    assert [one.name for one in find_datasets(sorted((tmp_path / "data").glob("*")))] == ["noto", "sbu", "noto"]
     assert [record.message for record in caplog.records if "bert has no shards" in record.message]
     with pytest.raises(UserError, match="bert has no shards"):
-        find_datasets([tmp_path / "bert", tmp_path / "README.md"])
-    with pytest.raises(UserError, match="gone is no folder"):
-        find_datasets([tmp_path / "noto", tmp_path / "gone"])
+        find_datasets([tmp_path / "data/bert", tmp_path / "data/README.md"])
 
 
 EMOJI = Path("data/emoji")

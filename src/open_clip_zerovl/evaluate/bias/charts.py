@@ -74,7 +74,7 @@ def log_p_picture(report: BiasReport) -> bytes:
 
 
 def probe_picture(report: BiasReport) -> bytes:
-    """How often a linear probe guesses the source, from images and from texts, beside the chance level."""
+    """Accuracy of the source probe on images and on texts, beside the chance level."""
     figure = new_figure(6.2, 2.8)
     axes = figure.add_subplot()
     colours = colours_of(list(report.models), MODEL_COLOURS)

@@ -36,13 +36,13 @@ SMALL_POOL = 50  # pictures; in a smaller pool recall at 10 tells little
 
 @dataclass(frozen=True)
 class Kind:
-    """What one measure is.
+    """Title, note and number format of a measure.
 
     Attributes:
         title: in tables.
-        note: what it rewards, in a sentence or two.
+        note: the ability that it rewards, in a sentence or two.
         better: 1 where a larger number is better, -1 where a smaller one is; 0 where neither is.
-        form: of its numbers.
+        form: format of its numbers.
     """
 
     title: str
@@ -77,7 +77,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class RunMeasures:
-    """What was measured of one run.
+    """The measurements of one run.
 
     Attributes:
         measures: kind -> its number, as a function of the drawn units.
@@ -101,7 +101,7 @@ def measure_run(
         features: source -> its pairs, two sources or more for the probe and log p.
         logit_scale: the factor `model.logit_scale.exp()`.
         unseen: sources that were in no training.
-        seed: of the probe's folds.
+        seed: seed of the probe's folds.
 
     Raises:
         UserError: what `source_pools`, the probe and log p refuse.
@@ -140,7 +140,7 @@ class Difference:
     """A side minus the first one.
 
     Attributes:
-        value: of the means over runs.
+        value: difference of the means over runs.
         over_queries: its interval over queries, for these runs.
         over_seeds: Student's t interval over the paired differences of runs; None for a single run a side.
     """
@@ -150,8 +150,8 @@ class Difference:
     over_seeds: Interval | None
 
     @property
-    def told_apart(self) -> bool:
-        """Whether no interval holds zero."""
+    def significant(self) -> bool:
+        """True if no interval contains zero."""
         return all(low > 0 or high < 0 for low, high in (self.over_queries, self.over_seeds or self.over_queries))
 
 
@@ -162,12 +162,12 @@ class Comparison:
     Attributes:
         sides: kind of measure -> side -> its numbers.
         differences: kind -> side other than the first -> its difference from the first.
-        single: "noto", "noto->twemoji" or an unseen source -> side -> RSUM, the mean over runs.
+        single: "noto", "noto->twemoji" or an unseen source -> side -> RSUM, the mean over runs; first "chance".
         pool_sizes: the same names, and "mixed" -> pictures of the pool.
         chance: kind -> the number of a model that guesses; of the probe the largest source's share of the pairs.
         chance_upper: kind of RSUM -> two standard deviations above chance.
-        draws: of the intervals over queries.
-        units: what was drawn and has queries: concepts, and pairs without one.
+        draws: number of draws behind the intervals over queries.
+        units: number of drawn units with queries: concepts, and pairs without one.
     """
 
     sides: Mapping[str, Mapping[str, Side]]
@@ -191,7 +191,7 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        """What each measure rewards."""
+        """A note for each measure: the ability that it rewards."""
         return [KINDS[kind].note for kind in self.sides]
 
     def to_json(self) -> dict[str, Any]:
@@ -213,9 +213,9 @@ class Comparison:
         }
 
     def header(self) -> list[str]:
-        """Of `rows`."""
-        first, *others = self.names
-        differences = [f"{name} - {first}" for name in others]
+        """Column titles of `rows`."""
+        first, *rest = self.names
+        differences = [f"{name} - {first}" for name in rest]
         over_seeds = [f"{one}, over seeds" for one in differences if self.seeds > 1]
         return ["", "chance", *self.names, *differences, *over_seeds]
 
@@ -235,9 +235,9 @@ class Comparison:
         return text_table(self.header(), self.rows())
 
     def verdicts(self) -> list[str]:
-        """A sentence for each measure and each side but the first: how it differs, and whether that is more than chance.
+        """A sentence for each measure and each side but the first: the difference from the first, and its significance.
 
-        Of two sides that do not retrieve better than random orders neither is called better.
+        If two sides do not retrieve better than random orders, neither is called better.
         """
         first, found = self.names[0], []
 
@@ -256,13 +256,15 @@ class Comparison:
         return found
 
     def how_intervals_are_made(self) -> str:
-        """What the intervals are over, in sentences."""
+        """A description of the intervals, in sentences."""
         drawn = f"{self.draws:,} draws of {self.units:,} concepts (a pair without one counts by itself)"
         over = f"Brackets: 95 % intervals over queries, from {drawn}"
         if self.seeds == 1:
-            return f"{over}. With one run a side they say nothing of how runs of other seeds would differ."
+            return f"{over}. With one run a side they do not show the spread over seeds."
         few = (
-            " Of two it is 12.7 standard errors wide to each side: take three runs or more." if self.seeds == 2 else ""
+            " With two it reaches 12.7 standard errors to each side: take three runs or more."
+            if self.seeds == 2
+            else ""
         )
         paired = f"Student's t of the {self.seeds} paired differences.{few}"
         return f"{over}, for the mean of {self.seeds} runs; over seeds: {paired}"
@@ -271,7 +273,7 @@ class Comparison:
         """Sentences on pools that are missing or small.
 
         Args:
-            concepts: whether a field that names concepts was given.
+            concepts: True if a field that names concepts was given.
         """
         found = []
         if "across" not in self.sides:
@@ -292,8 +294,8 @@ def _verdict(kind: Kind, name: str, first: str, difference: Difference) -> str:
     number = kind.number(difference.value, difference.over_queries, signed=True)
     if difference.over_seeds is not None:
         number += f", over seeds {kind.range(difference.over_seeds)}"
-    if not difference.told_apart:
-        return f"{kind.title}: {name} and {first} are not told apart by this data ({number})."
+    if not difference.significant:
+        return f"{kind.title}: {name} and {first} do not differ significantly ({number})."
     words = ("better", "worse") if kind.better else ("higher", "lower")
     return f"{kind.title}: {name} is {words[difference.value * (kind.better or 1) < 0]} than {first} ({number})."
 
@@ -302,8 +304,8 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
     """Compare the runs of two or more sides, measured on the same pairs; runs of equal place are of equal seed.
 
     Args:
-        draws: of units, for the intervals over queries.
-        seed: of the draws.
+        draws: number of draws of units, for the intervals over queries.
+        seed: seed of the draws.
     """
     first, *others = sides
     every = {
@@ -337,8 +339,9 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
         sides=numbers,
         differences=differences,
         single={
-            pool: {name: float(np.mean([run.pools.single[pool].rsum for run in runs])) for name, runs in sides.items()}
-            for pool in sizes
+            pool: {"chance": one.chance}
+            | {name: float(np.mean([run.pools.single[pool].rsum for run in runs])) for name, runs in sides.items()}
+            for pool, one in some.pools.single.items()
         },
         pool_sizes={**sizes, "mixed": mixed},
         chance={

@@ -54,7 +54,7 @@ def mean_log_p_negatives(
         logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
         batch_size: `B`; the pairs are shuffled and cut into batches of B, and a last incomplete one is left out. None takes
             all pairs as one batch. The mean falls as B grows: log p of a uniform softmax is -ln B.
-        seed: of the shuffle.
+        seed: seed of the shuffle.
 
     Returns:
         `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
@@ -91,7 +91,7 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
 
     Args:
         image_features, text_features: (B, D).
-        source, logit_scale: as there.
+        source, logit_scale: see `mean_log_p_negatives`.
 
     Returns:
         (2, 2, 2, B) sums of log p, and counts of negatives: [sum or count, direction, same (0) or other (1) source, query],
@@ -159,9 +159,9 @@ def source_probe_accuracy(
     Args:
         features: (N, D).
         source: (N,).
-        concepts: (N,) what each sample shows. All samples of a concept go to one fold, so that remembering a concept does
+        concepts: (N,) concept of each sample. All samples of a concept go to one fold, so that remembering a concept does
             not help the probe. None: each sample is a concept of its own.
-        seed: of the folds.
+        seed: seed of the folds.
         folds: at least 2; no source may have fewer samples (or concepts).
 
     Returns:
@@ -181,7 +181,7 @@ def source_probe_guesses(
     seed: int = 0,
     folds: int = 5,
 ) -> np.ndarray:
-    """(N,) whether the probe of `source_probe_accuracy` guesses each sample's source; arguments as there.
+    """(N,) True where the probe of `source_probe_accuracy`, whose arguments it takes, guesses a sample's source.
 
     Raises:
         UserError: scikit-learn is missing, shapes that do not fit, fewer than two sources, a source smaller than the number of
@@ -211,7 +211,7 @@ def source_probe_guesses(
 
 
 def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5) -> None:
-    """What `source_probe_guesses` asks of sources and concepts, before anything is encoded. UserError as there."""
+    """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
     sizes = Counter(source)
     if len(sizes) < 2:
         raise UserError("a source probe needs at least two sources to tell apart")

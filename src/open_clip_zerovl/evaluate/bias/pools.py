@@ -1,7 +1,7 @@
 """Retrieval within one source, across two, over all, and in sources that no training has seen: each pool's queries and hits.
 
-Legend: `n` pairs of one source, `Q` queries of one direction, `D` embedding width, `U` units. A unit is what is drawn at once
-when queries are resampled (`resampling`): all pairs of one concept, or a pair that has no concept.
+Legend: `n` pairs of one source, `Q` queries of one direction, `D` embedding width, `U` units. A unit is drawn as a whole
+when queries are resampled (`resampling`): all pairs of one concept, or a pair without a concept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SourceFeatures:
 
     Attributes:
         image_features, text_features: (n, D), L2-normalised.
-        concepts: (n,) what each pair shows, None for a pair that shares it with no other; pairs of two sources with the same
+        concepts: (n,) concept of each pair, None for a pair that shares it with no other; pairs of two sources with the same
             concept are matches.
         held_out: (n,) whether the pair was kept out of training.
 

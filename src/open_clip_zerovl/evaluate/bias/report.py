@@ -1,4 +1,4 @@
-"""The bias report: what several models learned of their sources, measured on the same samples (figures 3 and 4, A.5).
+"""The bias report: the source bias of several models on the same samples (figures 3 and 4, A.5).
 
 For each model: mean log p of negatives at several batch sizes (figure 4), how well a linear probe guesses the source from
 an image or a text embedding, and a t-SNE map of the embeddings coloured by source (figure 3). For the data: the number of
@@ -10,6 +10,7 @@ Legend: `N` samples of all sources together, `M` of them on the maps, `D` embedd
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.encode import rows_by_source
 from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, probe_groups, source_probe_accuracy
-from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.evaluate.bias.samples import SourceSample, rows_by_source
 from open_clip_zerovl.report.tables import text_table
 
 ALIKE = 1e-6  # a standard deviation of L2-normalised features below this one is rounding error
@@ -110,7 +110,7 @@ class BiasReport:
         }
 
     def header(self) -> list[str]:
-        """Of `rows`."""
+        """Column titles of `rows`."""
         size = self.largest_batch
         guessed = ["source guessed from images", "source guessed from texts"]
         return [
@@ -122,18 +122,19 @@ class BiasReport:
         ]
 
     def rows(self) -> list[list[str]]:
-        """A row a model: source probe in percent, mean log p of negatives at the largest batch, temperature."""
+        """A row a model: source probe in percent, mean log p of negatives at the largest batch, temperature; then chance."""
+        probe, uniform = f"{100 * self.probe_chance:.1f} %", f"{-math.log(self.largest_batch):.2f}"
         rows = []
         for name, one in self.models.items():
             mean = one.log_p[self.largest_batch]["mean"]
             log_p = ("none" if mean[key] is None else f"{mean[key]:.2f}" for key in ("same_source", "other_source"))
             probes = f"{100 * one.probe_images:.1f} %", f"{100 * one.probe_texts:.1f} %"
             rows.append([name, *probes, *log_p, f"{1 / one.logit_scale:.4f}"])
-        return rows
+        return [*rows, ["chance", probe, probe, uniform, uniform, ""]]
 
     def table(self) -> str:
         """The rows for a terminal."""
-        return f"{text_table(self.header(), self.rows())}\nchance of the probe: {100 * self.probe_chance:.1f} %"
+        return text_table(self.header(), self.rows())
 
     def shown_samples(self) -> dict[str, list[tuple[Any, str]]]:
         """Source, with the number of samples passed over -> some pictures and captions, spread evenly."""
@@ -185,9 +186,9 @@ def measure_bias(
         features: model name -> (image_features (N, D), text_features (N, D), the factor `logit_scale.exp()`).
         samples: the N samples, in the features' order.
         skipped: source -> samples passed over, for the report.
-        batch_sizes: of log p. None takes those of 16, 64, 256, 1024, 4096 that are at most N; where N is below 16, N.
+        batch_sizes: batch sizes of log p. None takes those of 16, 64, 256, 1024, 4096 that are at most N, or N below 16.
         map_samples: samples of each source on the maps, evenly spaced.
-        seed: of batches, folds and maps.
+        seed: seed of batches, folds and maps.
 
     Raises:
         UserError: no model, a batch larger than N, a single source, a source too small for the probe.
@@ -220,7 +221,7 @@ def measure_bias(
 
 
 def check_batch_sizes(batch_sizes: Sequence[int], samples: int) -> None:
-    """UserError for a batch that has no negatives, or that so many samples do not fill."""
+    """UserError for a batch without negatives, or one that is larger than the number of samples."""
     if wrong := [size for size in batch_sizes if not 2 <= size <= samples]:
         advice = "raise --samples" if wrong[0] > 1 else f"take 2 to {samples}"
         raise UserError(f"a batch of {wrong[0]} cannot be cut from {samples} samples; {advice}")

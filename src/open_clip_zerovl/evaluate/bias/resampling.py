@@ -1,7 +1,7 @@
 """Intervals of measures by resampling queries (the bootstrap), and of differences between runs of several seeds.
 
-A unit is drawn as a whole: all queries of one concept, in all pools, since they are no independent evidence. What is drawn are
-queries; the candidates that each query is ranked against stay as they are. All models are measured on the same draws, so that
+A unit is drawn as a whole: all queries of one concept, in all pools, since they are not independent. Only queries are drawn;
+the candidates that a query is ranked against do not change. All models are measured on the same draws, so that
 the interval of a difference leaves out what makes a test set hard for all of them. (`scipy.stats.bootstrap` draws for each
 statistic anew, and one at a time.)
 

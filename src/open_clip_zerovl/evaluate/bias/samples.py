@@ -1,21 +1,34 @@
-"""The samples that the bias report measures: some of each source, read from its first shards."""
+"""The samples that `zerovl bias` and `zerovl compare` measure: some pairs of each source, and their embeddings."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.reading import Sample
+from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
+from open_clip_zerovl.evaluate.embedded import embedded, folder_name
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
+from open_clip_zerovl.shards.members import Sample as StoredSample
 
-SHARDS_READ = 8  # a source's samples come from so many shards, evenly spaced; from more only where these hold too few
+log = logging.getLogger(__name__)
+
+SHARDS_READ = 8  # shards from which a source's samples are taken, evenly spaced; more only if these hold too few
 
 _FALSE = frozenset(("", "0", "0.0", "no", "false", "none", "null"))  # values that say no
 
@@ -25,8 +38,8 @@ class SourceSample:
     """One pair: its source, its encoded picture, its caption, and what fields of its json say.
 
     Attributes:
-        concept: what it shows; None where no field names it, or the field is empty.
-        held_out: whether it was kept out of training.
+        concept: its concept; None if no field names it, or the field is empty.
+        held_out: True if it was kept out of training.
     """
 
     source: str
@@ -40,13 +53,13 @@ class SourceSample:
         return decode_image(self.image)
 
 
-def read_source_samples(
+def read_samples(
     sources: Sequence[Source], limit: int, *, concept_field: str | None = None, held_out_field: str | None = None
 ) -> tuple[list[SourceSample], dict[str, int]]:
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
     The other shards follow where these 8 hold fewer than `limit` pairs. A sample without a caption, or without a picture that
-    can be decoded, is passed over and counted. Of several captions (lines of the text) the first is taken.
+    can be decoded, is passed over, counted, and named in a warning. The first of several captions (lines of the text) is taken.
 
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
@@ -58,14 +71,14 @@ def read_source_samples(
         The samples, source by source; source -> samples passed over.
 
     Raises:
-        UserError: a limit below 2, remote shards, a shard that is no tar, a source without a usable pair, a sample without the
-            field.
+        UserError: a limit below 2, remote shards, a shard that is not a tar, a source without a usable pair, a sample
+            without the field.
     """
     if limit < 2:
         raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
     samples: list[SourceSample] = []
     skipped: dict[str, int] = {}
-    for source in sources:
+    for source in tqdm(sources, desc="reading samples", unit="source", leave=False):
         numbers = range(len(source.shards))
         spaced = numbers[:: -(-len(numbers) // SHARDS_READ)]
         share = -(-limit // len(spaced))
@@ -87,15 +100,19 @@ def read_source_samples(
         if not own:
             raise UserError(f"source {source.name!r} has no pair of a readable picture and a caption in its shards")
         samples += own
+        if count := skipped[source.name]:
+            log.warning(
+                "Source %s: %d samples without a readable picture and a caption were passed over.", source.name, count
+            )
     return samples, skipped
 
 
 def _pair(
-    source: str, sample: Sample, concept_field: str | None, held_out_field: str | None, where: str
+    source: str, sample: StoredSample, concept_field: str | None, held_out_field: str | None, where: str
 ) -> SourceSample | None:
     image = image_of(sample.files)
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace")
-    # Lines are captions: all of them as one text would be five times as long as what any model is asked for, and cut off.
+    # Lines are captions: joined, they would be five times as long as a query, and cut off.
     caption = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if image is None or not caption:
         return None
@@ -113,7 +130,7 @@ def _pair(
     return pair
 
 
-def _field(sample: Sample, field: str, flag: str, where: str) -> Any:
+def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
     """A field of a sample's json. UserError where it has none."""
     try:
         return json.loads(sample.files["json"])[field]
@@ -122,3 +139,65 @@ def _field(sample: Sample, field: str, flag: str, where: str) -> Any:
             f"sample {sample.key} of {where} has no field {field!r} in its json (of a table: no such column); leave {flag} "
             "out, or name another"
         ) from error
+
+
+def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
+    """Source -> the indices of its samples."""
+    rows: dict[str, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows.setdefault(sample.source, []).append(row)
+    return rows
+
+
+def check_probe(samples: Sequence[SourceSample]) -> None:
+    """`check_source_probe` on the sources and concepts of samples."""
+    check_source_probe([sample.source for sample in samples], probe_groups([sample.concept for sample in samples]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embeddings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Pairs:
+    """Samples as a collection (`embeddings.reading.Collection`), each as if it were a file of its own."""
+
+    def __init__(self, samples: Sequence[SourceSample]) -> None:
+        self.samples = samples
+        self.sizes = [1] * len(samples)
+
+    def read(self, file: int) -> Iterator[Sample]:
+        one = self.samples[file]
+        yield Sample(file, [one.picture()], [(file, one.caption)])
+
+
+def encode(encoder: Encoder, samples: Sequence[SourceSample], name: str, folder: Path) -> tuple[Tensor, Tensor, float]:
+    """Embed the samples, or read their embeddings where an earlier call has left them.
+
+    Args:
+        name: for the progress bar.
+        folder: the embeddings of each model are kept in a folder of their own below it.
+
+    Returns:
+        image_features, text_features (N, D), L2-normalised, float32, on the CPU; the factor `logit_scale.exp()`.
+
+    Raises:
+        UserError: a model that cannot be loaded or whose embeddings are not finite, a folder that cannot be written.
+    """
+    model = FrozenModel.load(encoder)
+    digests = [model.fingerprints["image"], model.fingerprints["text"]]
+    marks = [hashlib.sha256(sample.image + sample.caption.encode()).hexdigest() for sample in samples]
+    store, _ = embedded(
+        folder / folder_name(digests),
+        "bias or compare",
+        model,
+        _Pairs(samples),
+        marks,
+        digests,
+        name="samples",
+        captions=len(samples),
+        batch_size=encoder.batch_size,
+        workers=encoder.workers,
+        desc=name,
+    )
+    return store.rows["0.images"][:], store.rows["0.texts"][:], model.logit_scale

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.interpolation.names import RULES
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.evaluate.settings import RULES
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table
@@ -53,7 +53,7 @@ class Curve:
 
     Attributes:
         new, kept: names of the sets of the new ability, and of those to be kept (may be empty).
-        chosen: of the points.
+        chosen: the chosen point.
         reason: why, as a sentence.
     """
 
@@ -153,7 +153,7 @@ def choose(
         points: in the order of their alphas.
         rule: `kept`: the best new score among the points whose kept score is at least `kept_share` of that before (alpha 0
             is always among them). `mean`: the best mean of the new and the kept score. `new`: the best new score. None:
-            `kept` where there are kept sets, else `new`. Of equal points the one nearest to the model before is taken.
+            `kept` where there are kept sets, else `new`. A tie goes to the point nearest to the model before.
 
     Raises:
         UserError: an unknown rule, or one that needs kept sets without them.
@@ -181,7 +181,7 @@ def choose(
 def require_possible(rule: str | None, has_kept: bool) -> None:
     """UserError for an unknown rule, or one that needs kept sets without them."""
     if rule is not None and rule not in RULES:
-        raise UserError(f"there is no rule {rule!r}; give one of {', '.join(RULES)}")
+        raise UserError(f"--rule {rule!r} is unknown; give one of {', '.join(RULES)}")
     if rule in ("kept", "mean") and not has_kept:
         raise UserError(f"--rule {rule} weighs the kept sets, and there are none; give --kept, or --rule new")
 

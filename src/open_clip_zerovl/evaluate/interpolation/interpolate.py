@@ -23,9 +23,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
-from open_clip_zerovl.evaluate.interpolation.names import PLAIN_ALPHA
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -34,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CurveSettings(CurveFlags):
-    """What is scored and how a point is chosen.
+    """Sets to score, and the rule that chooses a point.
 
     Attributes:
         new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
@@ -52,7 +51,7 @@ class CurveSettings(CurveFlags):
         if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
             raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
         if not 0 <= self.kept_share <= 1:
-            raise UserError(f"--keep {self.kept_share:g} is no share of the score before; give 0 to 1")
+            raise UserError(f"--keep {self.kept_share:g} is not a share of the score before; give 0 to 1")
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
@@ -149,7 +148,7 @@ def run_interpolation(
     precision: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the model between two others: at `alpha`, or at the point that the curve of `settings` chooses.
+    """Write the model between two models: at `alpha`, or at the point that the curve of `settings` chooses.
 
     Returns:
         The folder.
@@ -168,7 +167,7 @@ def run_interpolation(
         alpha = curve.chosen.alpha
         print(f"{curve.table()}\n{curve.sentence}")
         if not curve.kept:
-            print("No kept set was scored, so that nothing says what was forgotten; give --kept NAME=SET.")
+            print("No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET.")
     return write_between(
         ends, PLAIN_ALPHA if alpha is None else alpha, out, curve=curve, precision=precision, force=force
     )

@@ -5,9 +5,6 @@ Legend: `N` images of a set, `b` images of one micro-batch, `F` width of the fea
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +16,17 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.workers import ItemSet, read_batches
-from open_clip_zerovl.embeddings import reading
-from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
 from open_clip_zerovl.embeddings.fingerprint import module_digest
-from open_clip_zerovl.embeddings.reading import Sample
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.evaluate.accuracy import class_indices
+from open_clip_zerovl.evaluate.embedded import picture_features
 
 Transform = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
 class TowerSettings:
-    """How the frozen tower is run over images.
+    """Batches, device and precision of the frozen tower.
 
     Attributes:
         micro_batch: images in the tower at once.
@@ -50,7 +45,7 @@ class TransformedSet(ItemSet):
     """Transformed images with their class index.
 
     Args:
-        transform: image -> (3, H, W); what it draws for image i depends on (seed, epoch, i) alone.
+        transform: image -> (3, H, W); its random numbers for image i depend on (seed, epoch, i) alone.
         targets: (N,) class index of each image.
         seed: (seed, epoch) of the draws; None for a transform that draws nothing.
     """
@@ -78,12 +73,6 @@ def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
 
 
-def class_indices(images: ProbeSet, classes: Sequence[str]) -> list[int]:
-    """(N,) index in `classes` of each image's class."""
-    index_of = {label: i for i, label in enumerate(classes)}
-    return [index_of[label] for label in images.labels]
-
-
 def tower_features(
     tower: nn.Module, data: TransformedSet, batches: Sequence[Sequence[int]], settings: TowerSettings
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -106,20 +95,6 @@ def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
     return FrozenModel("probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False)
 
 
-class _Pictures:
-    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand as if they were of one file."""
-
-    def __init__(self, images: ProbeSet) -> None:
-        self.images = images
-        self.part = reading.UNIT_SAMPLES
-        self.sizes = [min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)]
-
-    def read(self, file: int) -> Iterator[Sample]:
-        begin = file * self.part
-        for index in range(begin, begin + self.sizes[file]):
-            yield Sample(index, [self.images.image(index)])
-
-
 def cached_features(
     tower: nn.Module,
     images: ProbeSet,
@@ -133,7 +108,7 @@ def cached_features(
     """Features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept in `folder` (`embeddings.store`).
 
     The name of the cache's folder has a hash of the tower's weights, the set, the transform and the precision. A call after an
-    interruption computes what is missing.
+    interruption computes the missing features.
 
     Args:
         tower: see `tower_features`.
@@ -146,17 +121,11 @@ def cached_features(
     settings = settings or TowerSettings()
     model = _frozen(tower, settings)
     model.eye, model.mean, model.std = eye_of(transform)
-    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
-    made_of = hashlib.sha256(json.dumps([images.fingerprint(), times]).encode()).hexdigest()
-    digests = [made_of, tower_digest_of(tower, transform, settings)]
-    pictures = _Pictures(images)
-    source = {"name": name, "marks": [[digests[0]]] * len(pictures.sizes), "sizes": pictures.sizes, "picked": None}
-    shape = (len(images), model.image_width())
-    manifest = Manifest({"use": "a linear probe", "fingerprints": digests}, [source], {"0.images": ("float32", shape)})
-    key = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
-    store = Store.create(Path(folder) / f"{name}-{key}", manifest, cache=True)
-    embed(store, [model], pictures, batch_size=settings.micro_batch, workers=settings.workers, desc=f"{name} features")
-    return store.rows["0.images"][:], torch.tensor(class_indices(images, classes))
+    model.fingerprints = {"image": tower_digest_of(tower, transform, settings)}
+    features = picture_features(
+        model, images, folder, batch_size=settings.micro_batch, workers=settings.workers, name=name
+    )
+    return features, class_indices(images.labels, classes)
 
 
 def tower_digest_of(tower: nn.Module, transform: Transform, settings: TowerSettings) -> str:

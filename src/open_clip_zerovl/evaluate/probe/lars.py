@@ -1,6 +1,6 @@
 """The paper's linear probe (section 5.3, A.7): a linear classifier on the frozen image tower, trained by LARS.
 
-The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0. Its released code has the others: a linear
+The paper's settings: LARS, lr 6.4 at a batch of 16,384, 90 epochs, weight decay 0. Its released code gives the rest: a linear
 layer on the features as they are, in torch's initialisation; crops of 8-100 % of the area and AutoAugment; momentum 0.9, trust
 coefficient 0.001, both also for the bias; warm-up over 1/9 of the steps, then a cosine to 0. The tower runs in micro-batches;
 the classifier takes its step on the whole batch.
@@ -31,17 +31,25 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
 from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
     TransformedSet,
-    class_indices,
     tower_digest_of,
     tower_features,
 )
 from open_clip_zerovl.evaluate.settings import LarsSettings as LarsSettings
 
 log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) -> Tensor:
+    """Scores (N, C) on the CPU of a head (left in eval mode) for features (N, F)."""
+    head.eval()
+    device = next(head.parameters()).device
+    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(chunk_size)])
 
 
 def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False) -> nn.Sequential:
@@ -121,7 +129,7 @@ def train_lars(
         UserError: an image that cannot be read, a state file of other settings, a loss that is not finite.
     """
     tower_settings = tower_settings or TowerSettings()
-    targets = class_indices(images, classes)
+    targets = class_indices(images.labels, classes).tolist()
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs

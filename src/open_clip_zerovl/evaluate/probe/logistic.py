@@ -33,7 +33,7 @@ class LogisticFit:
         classifier: scikit-learn's.
         chosen_c: scikit-learn's C, the inverse strength of the L2 penalty.
         split_accuracy: C -> accuracy on the held-out fifth of the training set, by which C was chosen.
-        converged: whether L-BFGS did.
+        converged: True if L-BFGS converged.
     """
 
     mean: np.ndarray
@@ -52,14 +52,14 @@ class LogisticFit:
 def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID) -> LogisticFit:
     """L-BFGS logistic regression (scikit-learn). C is chosen on a held-out fifth, then the fit is repeated on all images.
 
-    After the grid, its best C divided and multiplied by sqrt(10) are tried. Of several Cs with the best accuracy the middle one
-    is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. Where all Cs are equally
+    After the grid, its best C divided and multiplied by sqrt(10) are tried. Among several Cs with the best accuracy the middle
+    one is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. Where all Cs are equally
     good, a warning says so. Features are standardised, so that one grid serves any tower.
 
     Args:
         features: (N, F) on the CPU.
         targets: (N,) class indices 0..C-1, each of which occurs.
-        seed: of the held-out fifth.
+        seed: seed of the held-out fifth.
         grid: values of C.
 
     Raises:

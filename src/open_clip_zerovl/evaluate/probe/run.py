@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -22,12 +23,14 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
-from open_clip_zerovl.evaluate.probe.charts import confusion_picture
+from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, in_percent, most_confused
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
-from open_clip_zerovl.evaluate.probe.lars import LarsSettings, recorded_settings, train_lars
+from open_clip_zerovl.evaluate.probe.lars import LarsSettings, head_scores, recorded_settings, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
-from open_clip_zerovl.evaluate.probe.scores import classification_metrics, head_scores, most_confused
-from open_clip_zerovl.report.plot import require_matplotlib
+from open_clip_zerovl.report.plot import INK, new_figure, plain, png_bytes, require_matplotlib
+
+NAMED_CLASSES = 40  # more names do not fit beside a confusion matrix
+COUNTED_CLASSES = 15  # more numbers do not fit into its cells
 
 
 def run_linear_probe(
@@ -45,15 +48,15 @@ def run_linear_probe(
 
     Args:
         encoder: the checkpoint; its `batch_size` is the number of images in the tower at once.
-        train, test: what `sets.open_probe_set` takes.
+        train, test: labelled sets, see `data.labelled.open_probe_set`.
         out: folder of the results, the cached features and the state that a later call goes on from.
         way: `paper` or `quick`, see the module's text.
-        settings: of the paper's way; the quick way takes its seed.
+        settings: settings of the paper's way; the quick way takes its seed.
         label: where shards keep the class.
         amp: run the tower (not the classifier) in bf16.
 
     Returns:
-        What the JSON holds.
+        The content of the JSON.
 
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -82,7 +85,7 @@ def run_linear_probe(
     else:
 
         def evaluate(head: nn.Module) -> float:
-            return classification_metrics(head_scores(head, test_features), test_targets)[0]["top1"]
+            return accuracies(head_scores(head, test_features), test_targets)["top1"]
 
         head, history = train_lars(
             tower,
@@ -110,7 +113,7 @@ def run_linear_probe(
 
 
 def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
-    """Scores (N, C) of the test set by logistic regression, and what the JSON says of the fit."""
+    """Scores (N, C) of the test set by logistic regression, and the entries on the fit for the JSON."""
     fit = fit_logistic(features, targets, seed=seed)
     return fit.scores(test_features), {
         "C": fit.chosen_c,
@@ -134,14 +137,52 @@ def _write(
     scores: Tensor,
     targets: Tensor,
 ) -> dict[str, Any]:
-    """Write the picture and the JSON of the scores (N, C), and print the row; returns what the JSON holds."""
-    metrics, counts = classification_metrics(scores, targets)
-    result = {**facts, **metrics, "most_confused": most_confused(counts, names), **details}
+    """Write the picture and the JSON of the scores (N, C), and print the row; returns the content of the JSON."""
+    found, counts = accuracies(scores, targets), confusion_counts(scores, targets)
+    per_class = {names[index]: own for index, own in found.pop("per_class").items()}
+    result = {**facts, **found, "most_confused": most_confused(counts, names), "per_class": per_class, **details}
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
-    title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
+    title = f"{100 * found['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
-    row = "  ".join(f"{name} {100 * value:.1f} %" for name, value in metrics.items())
+    words_of = {"top5": "top-5", "mean_per_class": "mean per class", "chance": "chance"}
+    row = ", ".join(f"{words} {100 * found[key]:.1f} %" for key, words in words_of.items() if key in found)
+    row = f"top-1 {in_percent(found)} %, {row}"
     print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
     return result
+
+
+def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -> bytes:
+    """A confusion matrix (C, C), row the class and column the guess, shown as shares of each class.
+
+    Up to 40 classes are named on the axes; up to 15 classes have a percentage in each cell.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
+    classes = len(names)
+    side = min(9.0, 4.2 + 0.32 * min(classes, NAMED_CLASSES))
+    figure = new_figure(side + 1, side)
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if classes <= 500 else "antialiased"
+    )
+    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the class")
+    axes.set_xlabel("guess")
+    axes.set_ylabel("class")
+    if classes <= NAMED_CLASSES:
+        short = [plain(name if len(name) <= 24 else name[:22] + "...") for name in names]
+        axes.set_xticks(range(classes), short, rotation=90 if classes > 6 else 30, fontsize=8, ha="center")
+        axes.set_yticks(range(classes), short, fontsize=8)
+    if classes <= COUNTED_CLASSES:
+        for row in range(classes):
+            for column in range(classes):
+                if counts[row, column]:
+                    colour = "white" if shares[row, column] > 0.5 else INK
+                    axes.text(column, row, f"{100 * shares[row, column]:.0f}", ha="center", va="center",
+                              fontsize=8, color=colour)  # fmt: skip
+    axes.set_title(plain(title), fontsize=10, wrap=True)
+    return png_bytes(figure)

@@ -103,12 +103,12 @@ def evaluate_retrieval(
 
     Args:
         preprocess: image -> (3, H, W), as a rule the checkpoint's own evaluation transform.
-        captions_per_image: keep the first so many captions of each image; None keeps all, as CLIP_benchmark does.
+        captions_per_image: number of captions kept of each image, the first ones; None keeps all, as CLIP_benchmark does.
         batch_size: images encoded at once.
         num_workers: loader processes.
 
     Raises:
-        UserError: an unreadable image, named by file and key, and what those two functions refuse.
+        UserError: an unreadable image, named by file and key, or an error of these two functions.
     """
     batches = retrieval_batches(
         dataset, preprocess, captions_per_image=captions_per_image, batch_size=batch_size, num_workers=num_workers

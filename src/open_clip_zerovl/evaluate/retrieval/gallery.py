@@ -28,11 +28,11 @@ class GallerySet:
     """One evaluated set.
 
     Attributes:
-        name, dataset, captions_per_image: what was evaluated.
+        name, dataset, captions_per_image: the evaluated set.
         image_features, text_features: (I, D) and (T, D).
         text_to_image: (T,) image of each caption.
-        ranks: of `retrieval_ranks`.
-        metrics: of `recalls`, with the counts `images` and `captions`.
+        ranks: result of `retrieval_ranks`.
+        metrics: result of `recalls`, with the counts `images` and `captions`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class GallerySet:
         return [caption for sample in self.dataset.samples for caption in sample.captions[: self.captions_per_image]]
 
     def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
-        """Some captions with their best pictures; of None six captions, spread evenly over the set."""
+        """Some captions with their best pictures; None takes six captions, spread evenly over the set."""
         return retrieval_examples(
             lambda image: thumbnail(self.dataset.read_image(image)),
             self.captions,
@@ -101,7 +101,7 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
     found = mask.nonzero().flatten().tolist()
     card = _caption if way == "text_to_image" else _picture
     cards = []
-    # Some that are no hits of the metric found another picture with the caption, or the same words: these are no misses.
+    # A query that the metric counts as missed may have found another picture with the caption, or the same words.
     for query in spread(found, 2 * queries):
         one = card(shown, query)
         if kind == "hit" or not any(right for _, right in one["top"]):

@@ -162,7 +162,7 @@ def ranks_by_label(
     _check_features(queries, keys)
     query_labels, key_labels = query_labels.to(queries.device), key_labels.to(queries.device)
     if not len(queries) or not bool(torch.isin(query_labels, key_labels).all()):
-        raise UserError("each query needs a match among the candidates; leave out the others")
+        raise UserError("each query needs a match among the candidates; leave out queries without one")
     exact_keys = keys.double().T
     parts = []
     for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
@@ -280,7 +280,7 @@ def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
 def recall_bounds(captions: Sequence[str], text_to_image: Tensor | Sequence[int]) -> dict[str, float]:
     """RSUM of chance and of the best possible model, as entries to add to the metrics of a set.
 
-    A picture whose caption other pictures have too cannot be told from those by the caption: the best model ranks all of them
+    Pictures with the same caption cannot be distinguished by it: the best model ranks all of them
     alike. Where few captions serve many pictures, RSUM stays far below 600.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
@@ -43,8 +43,6 @@ from open_clip_zerovl.evaluate.retrieval.metrics import (
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import text_table
-
-log = logging.getLogger(__name__)
 
 # image_features (I, D), text_features (T, D), text_to_image (T,)
 Features = tuple[Tensor, Tensor, Tensor]
@@ -80,7 +78,6 @@ def run_retrieval(
         results: dict[str, dict[str, float]] = {}
         shown: list[GallerySet] = []
         for name, dataset in sets.items():
-            log.info("Evaluating %s: %d images of %s.", name, len(dataset), dataset.path)
             scored = score_set(
                 (loaded, preprocess, tokenizer, device), name, dataset, settings, encoder=encoder, ranks=ranks
             )
@@ -117,20 +114,24 @@ def score_set(
         `metrics` has the counts `images` and `captions` too. None on all ranks but the first.
 
     Raises:
-        UserError: what `encode_retrieval` and `retrieval_ranks` refuse.
+        UserError: an error of `encode_retrieval` or `retrieval_ranks`.
     """
     model, preprocess, tokenizer, device = loaded
 
+    ranks = ranks or Ranks()
+
     def batches(part: RetrievalSet) -> Any:
-        return retrieval_batches(
+        found = retrieval_batches(
             part,
             preprocess,
             captions_per_image=settings.captions_per_image,
             batch_size=encoder.batch_size,
             num_workers=encoder.workers,
         )
+        total = -(-len(part) // encoder.batch_size)
+        return tqdm(found, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0)
 
-    features = encode_on_ranks(model, dataset, batches, tokenizer, ranks or Ranks(), device=device)
+    features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
     if features is None:
         return None
     ranking = retrieval_ranks(*features)
@@ -199,7 +200,7 @@ def encode_on_ranks(
     *,
     device: str | torch.device,
 ) -> Features | None:
-    """`encode_retrieval` of a whole set, a part on each rank; the features on the first rank, None on the others.
+    """`encode_retrieval` of a whole set, a part on each rank; returns the features on the first rank, else None.
 
     Args:
         batches: part of the set -> its batches.

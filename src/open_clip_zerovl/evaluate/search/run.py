@@ -2,15 +2,21 @@
 
 A model's query is its embedding of the words, or of the picture; with both, the sum of the two, each of length 1. Pictures are
 ranked by the cosine with it. Cosines of two models are not on one scale: compare ranks.
+
+Embeddings are computed once and kept, in a folder whose name is a hash of the collection's path, the image tower and its
+transform. A picture counts as embedded while its file has the size and modification time with which it was embedded.
+
+Legend: `P` pictures, `D` embedding width.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import accumulate, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +33,9 @@ from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.index import default_cache, embed_collection
+from open_clip_zerovl.embeddings.reading import Lost, Sample
+from open_clip_zerovl.embeddings.store import Rows
+from open_clip_zerovl.evaluate.embedded import embedded, folder_name
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
@@ -41,7 +49,7 @@ class Hit:
     """A picture that was found.
 
     Attributes:
-        picture: its name in lists.
+        picture: its name in lists: its path, or shard and key with the file or URL that the sample's json names.
         score: its cosine with the query.
         caption: the first caption beside it in its shard; "" where there is none.
         content: its encoded bytes; None where it has gone since it was embedded.
@@ -60,7 +68,7 @@ class Found:
     Attributes:
         hits: best first.
         pictures, bad: pictures that were searched, and that cannot be decoded or are not there.
-        computed: pictures that were embedded by this call; the others were known from before.
+        computed: pictures that this call has embedded; the rest was stored before.
     """
 
     hits: tuple[Hit, ...]
@@ -77,11 +85,11 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         data: see `open_collection`.
 
     Returns:
-        What each model found.
+        The result of each model.
 
     Raises:
-        UserError: a file that cannot be written, a query picture that cannot be decoded, and what `open_collection`,
-            `Encoder.load` and `embed_collection` raise.
+        UserError: a file that cannot be written, a query picture that cannot be decoded, or an error of
+            `open_collection`, `Encoder.load` or `embed_collection`.
     """
     for file in (settings.page, settings.output):
         if file is not None:
@@ -191,11 +199,11 @@ def _query_picture(path: Path) -> Image.Image:
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     """A hit with its name, caption and picture, read from picture `number` of a file."""
     if collection.shards is None:
-        return Hit(collection.shown(file, ""), score, "", picture_file(collection.files[file].path))
+        return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     content = image_of(sample.files)
-    return Hit(collection.shown(file, sample.key), score, text.partition("\n")[0].strip(), content and bytes(content))
+    return Hit(collection.shown(file, sample), score, text.partition("\n")[0].strip(), content and bytes(content))
 
 
 def _thumbnail(hit: Hit) -> str | None:
@@ -208,8 +216,109 @@ def _thumbnail(hit: Hit) -> str | None:
 
 def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
     def plain(result: Found) -> dict[str, Any]:
-        hits = [{"picture": hit.picture, "score": hit.score, "caption": hit.caption} for hit in result.hits]
+        shown = ("picture", "score", "caption")
+        hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}
 
     image = None if settings.image is None else str(settings.image)
     return {"data": data, "words": settings.words, "image": image, "models": {n: plain(r) for n, r in found.items()}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embeddings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The pictures of a collection that can be searched.
+
+    Attributes:
+        rows: (P, D), L2-normalised; a row of zeros for a picture that cannot be decoded, or is not there.
+        sizes: pictures of each file of the collection.
+        computed: pictures that this call has embedded or found bad; the rest was stored before.
+    """
+
+    rows: Rows
+    sizes: list[int]
+    computed: int
+
+    def place(self, row: int) -> tuple[int, int]:
+        """(file's number in the collection, number of the picture in the file) of a row."""
+        ends = list(accumulate(self.sizes))
+        file = next(number for number, end in enumerate(ends) if row < end)
+        return file, row - ends[file] + self.sizes[file]
+
+
+def default_cache() -> Path:
+    """Where embeddings are kept unless a place is given: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zerovl" / "search"
+
+
+class _Pictures:
+    """The pictures of a collection (`embeddings.reading.Collection`)."""
+
+    def __init__(self, collection: Collection) -> None:
+        self.collection = collection
+        self.sizes = [1] * len(collection.files)
+        if collection.shards is not None:
+            self.sizes = [source.sizes[shard] for source, shard in collection.shards]
+        self._begins = [0, *accumulate(self.sizes)]
+
+    def read(self, file: int) -> Iterator[Sample | Lost]:
+        seen = 0
+        for row, (_, content) in enumerate(self.collection.pictures(file), self._begins[file]):
+            seen += 1
+            if seen > self.sizes[file]:
+                break
+            try:
+                if content is None:
+                    yield Lost(self.collection.name, "no picture")
+                else:
+                    yield Sample(row, [decode_image(content)])
+            except BadImage as error:
+                yield Lost(self.collection.name, error.fault.reason)
+        if seen != self.sizes[file]:
+            raise UserError(
+                f"{self.collection.files[file].path} does not hold the {self.sizes[file]} samples that were counted: correct "
+                "its entry in sizes.json, or remove the entry to have the shard counted"
+            )
+
+
+def embed_collection(
+    collection: Collection,
+    model: FrozenModel,
+    *,
+    cache: Path,
+    batch_size: int = 64,
+    workers: int = 0,
+    name: str = "model",
+) -> Embedded:
+    """Embeds the pictures that the cache does not hold yet, and returns all.
+
+    Args:
+        cache: the folder of all collections and models.
+        workers: loader processes.
+        name: name of the model, for the progress bar.
+
+    Raises:
+        UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose
+            embeddings are not finite.
+    """
+    pictures = _Pictures(collection)
+    marks = [[file.path, file.size, file.changed_ns] for file in collection.files]
+    fingerprint, where = model.fingerprints["image"], os.path.abspath(os.path.expanduser(collection.name))
+    check_writable(cache, folder=True)
+    store, computed = embedded(
+        cache / folder_name(fingerprint, where),
+        "search",
+        model,
+        pictures,
+        marks,
+        [fingerprint],
+        name=where,
+        batch_size=batch_size,
+        workers=workers,
+        desc=name,
+    )
+    return Embedded(store.rows["0.images"], pictures.sizes, computed)

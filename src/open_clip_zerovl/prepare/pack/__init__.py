@@ -1,4 +1,4 @@
-"""`zerovl data pack`: from what people have to shards. A reader for each form of input yields the same rows.
+"""`zerovl data pack`: people's own pictures to shards. A reader for each form of input yields the same rows.
 
 inputs -> columned, samples                 readers: rows of (picture, captions, source, file and line)
 collect                                     rows and pictures into a store: each picture once, decoded, with its pixels' hash

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, is_utf8, texts_of
-from open_clip_zerovl.prepare.pack.sources import SourceNames
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames, is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
-from open_clip_zerovl.prepare.public.gather import Batch, Gathering, Picture, Work
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
+from open_clip_zerovl.prepare.public.gather import Gathering, Work
+from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 
 PICTURES_A_SPOOL = 2_000
@@ -57,7 +56,7 @@ class Collecting:
             title="reading pictures",
             total_rows=None if None in totals else sum(total or 0 for total in totals),
         )
-        self._batch: Batch | None = None
+        self._batch: Spool | None = None
 
     def run(self) -> None:
         """Read all rows, get all pictures."""
@@ -77,7 +76,7 @@ class Collecting:
         reason = problem or unnamed or ("" if row.place else "no picture named")
         number, new = None, False
         if not reason:
-            number, new = self.store.number_of(row.content if row.content is not None else row.place, input)
+            number, new = self.store.number_of(row.content if row.content is not None else row.place, input, row.name)
         if new and number is not None:
             self._submit(number, input, row)
         else:
@@ -89,13 +88,9 @@ class Collecting:
         if self._batch is None or self._batch.number != index:
             if self._batch is not None:
                 self.gathering.end(self._batch)
-            spool = Spool(spool_path(self.folder, index))
-            if self.work.retry_failed:
-                spool.forget_transient()
-            self._batch = Batch(index, spool)
+            self._batch = Spool(spool_path(self.folder, index), index)
             self.gathering.begin(self._batch)
-        if place not in self._batch.spool.outcomes:
-            self.gathering.submit(self._batch, place, (input, row))
+        self.gathering.submit(self._batch, place, (input, row))
 
     def _fetch(self, wanted: tuple[int, PairRow]) -> Picture:
         input, row = wanted
@@ -107,16 +102,8 @@ class Collecting:
         else:
             content = self.downloader(row.place)
         stored = encode_picture(content, self.encoding, hashed=True)
-        again = local and stored.content is content
-        about = {
-            "key": stored.pixels,
-            "width": stored.width,
-            "height": stored.height,
-            "bytes": len(stored.content),
-            "sum": sum_of(stored.content),
-            "turned": int(stored.turned),
-            "shrunk": int(stored.shrunk),
-        }
+        about = {**stored.about, "bytes": len(stored.content), "sum": sum_of(stored.content)}
+        again = local and stored.content is content  # it can be read again from its file
         return Picture(stored.extension, b"" if again else stored.content, about)
 
     def _local(self, input: int, place: str) -> bytes:
@@ -127,9 +114,9 @@ class Collecting:
                 raise Failure("path not UTF-8") from failure
             raise
 
-    def _finish(self, batch: Batch) -> None:
-        self.store.add_outcomes(batch.number * PICTURES_A_SPOOL, batch.spool.outcomes)
-        batch.spool.close()
+    def _finish(self, batch: Spool) -> None:
+        self.store.add_outcomes(batch.number * PICTURES_A_SPOOL, batch.outcomes)
+        batch.close()
 
 
 class Contents:

@@ -15,8 +15,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.prepare.pack.columns import Chosen, choose, guess_picture, listed
-from open_clip_zerovl.prepare.pack.paths import Places
+from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
@@ -27,7 +26,7 @@ _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20
 _ROWS_AT_ONCE = 64  # of a parquet or Arrow file: their pictures are in memory
 
-#: A row by the names of its columns, or why it cannot be read.
+#: A row by the names of its columns, or the reason why it cannot be read.
 Record = Mapping[str, Any] | str
 
 
@@ -53,16 +52,16 @@ class ColumnReader(Reader):
             if isinstance(fields, str):
                 yield PairRow("", (), file.name, line, refused=fields)
                 continue
-            picture = fields.get(chosen.picture)
+            picture, name = fields.get(chosen.picture), ""
             if isinstance(picture, dict):
-                content = picture.get("bytes")
+                content, name = picture.get("bytes"), str(picture.get("path") or "")
                 picture = content if isinstance(content, bytes) and content else picture.get("path")
             captions = [fields.get(name) for name in chosen.captions]
             row = PairRow("", captions, file.name, line, fields.get(chosen.source) if chosen.source else None)
             if isinstance(picture, bytes) and picture:
-                yield row._replace(place=f"{file}#{line}", content=picture)
+                yield row._replace(place=f"{file}#{line}", content=picture, name=name)
             elif isinstance(picture, str):
-                yield row._replace(place=places.place(picture))
+                yield row._replace(place=places.place(picture), name=picture.strip())
             else:
                 yield row._replace(refused="no picture named")
 

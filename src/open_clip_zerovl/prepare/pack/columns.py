@@ -1,13 +1,15 @@
-"""Which columns hold picture, captions and source: as they are named, else guessed from their names."""
+"""The columns of pictures, captions and sources, named or guessed from their names, and the paths in a picture column."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError, nearest
-from open_clip_zerovl.prepare.pack.rows import Columns
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow
 
 #: Names of picture columns, the likelier first: the picture itself, then a path, then an address.
 PICTURE_NAMES = (
@@ -25,7 +27,7 @@ _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 
 @dataclass(frozen=True)
 class Chosen:
-    """The names of the columns that are read, and what is said of them."""
+    """The names of the columns that are read, and a description of them."""
 
     picture: str
     captions: tuple[str, ...]
@@ -39,33 +41,22 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     Args:
         where: the file, for messages.
         names: of all its columns.
-        wanted: what the command line says.
+        wanted: the columns that the command line names.
         pictures: columns that hold pictures, where the file says so; the first is taken before any name is looked at.
 
     Raises:
         UserError: a column that is not there, or none whose name says what it holds.
     """
-    picture = (
-        find(where, names, wanted.picture, "--picture-column")
-        if wanted.picture is not None
-        else pictures[0]
-        if pictures
-        else guess_picture(names)
-    )
-    if picture is None:
-        raise UserError(
-            f"no column of {where} is called as one with pictures is (image, filepath, url ...); its columns are "
-            f"{listed(names)}: name the one with --picture-column{_nearest(names, PICTURE_NAMES)}"
-        )
+    if wanted.picture is not None:
+        picture: str | None = find(where, names, wanted.picture, "--picture-column")
+    else:
+        picture = pictures[0] if pictures else guess_picture(names)
     if wanted.captions is not None:
         captions = tuple(find(where, names, name, "--caption-column") for name in wanted.captions)
     else:
         captions = guess_captions(names, picture)
-    if not captions:
-        raise UserError(
-            f"no column of {where} is called as one with captions is (caption, title, text ...); its columns are "
-            f"{listed(names)}: name the one with --caption-column{_nearest(names, CAPTION_NAMES)}"
-        )
+    if picture is None or not captions:
+        raise UserError(_not_found(where, names, picture, captions))
     source = find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
     guessed = [
         flag
@@ -91,13 +82,23 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     raise UserError(f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}")
 
 
-def _nearest(names: Sequence[str], usual: Sequence[str]) -> str:
-    """The column whose name is nearly a usual one; "" where none is."""
-    flag = "--picture-column" if usual is PICTURE_NAMES else "--caption-column"
-    for name in names:
-        if nearest(_plain(name), usual, cutoff=0.75):
-            return f"; did you mean {flag} {name!r}?"
-    return ""
+def _not_found(where: str, names: Sequence[str], picture: str | None, captions: Sequence[str]) -> str:
+    """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
+    missing = []
+    if picture is None:
+        missing.append(("a picture (image, filepath, url ...)", "--picture-column", PICTURE_NAMES))
+    if not captions:
+        missing.append(("a caption (caption, title, text ...)", "--caption-column", CAPTION_NAMES))
+    near = {
+        flag: next((name for name in names if nearest(_plain(name), usual, cutoff=0.75)), None)
+        for _, flag, usual in missing
+    }
+    meant = " ".join(f"{flag} {name!r}" for flag, name in near.items() if name)
+    return (
+        f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(near)}"
+        + (f"; did you mean {meant}?" if meant else "")
+    )
 
 
 def guess_picture(names: Sequence[str]) -> str | None:
@@ -116,9 +117,85 @@ def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[st
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence, of many the first."""
+    """Names in a sentence; the first ones of many."""
     return ", ".join(map(repr, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s\-.]+", "_", name.strip().lower())
+
+
+# ------------------------------------------------------------------------------------------------------------ paths
+
+#: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
+LOOKED_AT = 200
+_SEARCHED_ENTRIES = 20_000
+
+
+class Places:
+    """Resolves the names of one file's pictures, and notices when none of the first ones is there.
+
+    Args:
+        file: that names the pictures.
+        pictures_in: the folder that they are relative to; None for the file's own.
+    """
+
+    def __init__(self, file: Path, pictures_in: Path | None) -> None:
+        self.file = file
+        self.folder = str((pictures_in or file.parent).absolute())
+
+    def place(self, name: str) -> str:
+        """An address as it is, a path made absolute."""
+        name = name.strip()
+        if name.lower().startswith(ADDRESS) or not name:
+            return name
+        name = name.removeprefix("file://")
+        path = os.path.normpath(os.path.join(self.folder, os.path.expanduser(name)))
+        if "\\" in name and not os.path.exists(path):  # written on Windows
+            path = os.path.normpath(os.path.join(self.folder, name.replace("\\", "/")))
+        return path
+
+    def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
+        """The rows. UserError where not one of the first pictures exists."""
+        rows, held = iter(rows), []
+        missing: list[PairRow] = []
+        for row in rows:
+            held.append(row)
+            if row.refused or not row.place:
+                continue
+            if row.content is not None or row.place.lower().startswith(ADDRESS) or os.path.exists(row.place):
+                missing = []
+                break
+            missing.append(row)
+            if len(missing) == LOOKED_AT:
+                break
+        if missing:
+            raise self._wrong(missing)
+        yield from held
+        yield from rows
+
+    def _wrong(self, missing: list[PairRow]) -> UserError:
+        first = missing[0]
+        found = self._found_elsewhere(os.path.relpath(first.place, self.folder))
+        advice = (
+            f"a file of that name lies in {found}: give --pictures-in {found}"
+            if found
+            else f"paths are taken as relative to {self.folder}: give the folder that they are relative to with --pictures-in"
+        )
+        where = f"line {first.line}" if first.line else first.file
+        return UserError(
+            f"none of the {len(missing)} pictures that {self.file} names first exists; that of {where} was looked for at "
+            f"{first.place}; {advice}"
+        )
+
+    def _found_elsewhere(self, picture: str) -> str | None:
+        """A folder, the file's own or below it, from which this path, or else its last part, leads to a file."""
+        name, seen = os.path.basename(picture), 0
+        for folder, _, names in os.walk(self.file.parent):
+            if name in names:
+                found = os.path.join(folder, name)
+                return found[: -len(picture)].rstrip(os.sep) if found.endswith(os.sep + picture) else folder
+            seen += len(names)
+            if seen > _SEARCHED_ENTRIES:
+                return None
+        return None

@@ -1,10 +1,11 @@
-"""Which form an input has: told by looking at it, or as `--format` says."""
+"""The form of an input, by its ending and contents, or as `--format` names it."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from open_clip_zerovl.prepare.pack.columned import (
     saved_files,
 )
 from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
-from open_clip_zerovl.prepare.pack.samples import FolderReader, TarReader, walk
+from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels, walk
 
-FORMATS = ("folder", "table", "json", "parquet", "arrow", "webdataset")
+FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
 _ENDINGS = {
     "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".zip"),
@@ -43,16 +44,17 @@ def named_input(text: str) -> tuple[str | None, Path]:
     return None, Path(text).expanduser()
 
 
-def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
+def open_input(path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None) -> Reader:
     """The reader of an input.
 
     Args:
         path: a file or a folder.
         wanted: columns.
         form: of FORMATS; None to look.
+        templates: of the captions of classes.
 
     Raises:
-        UserError: no such input, one of no known form, or of several; and what the reader raises.
+        UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1)) and not path.exists():
         raise UserError(f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too)")
@@ -60,10 +62,10 @@ def open_input(path: Path, wanted: Columns, form: str | None = None) -> Reader:
         raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()
     found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
-    if found == "folder":
+    if found in ("folder", "classes"):
         if not path.is_dir():
-            raise UserError(f"{path} is a file, and --format folder wants a folder of pictures and texts")
-        return FolderReader(path, wanted)
+            raise UserError(f"{path} is a file, and --format {found} wants a folder of pictures")
+        return FolderReader(path, wanted) if found == "folder" else ClassReader(path, wanted, templates)
     if found == "arrow":
         return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
     files = [path] if path.is_file() else _files(path, _IN_FOLDERS[found])
@@ -136,7 +138,8 @@ def _form_of_folder(path: Path) -> str:
     if counts["arrow"]:
         return "arrow"
     if pictures:
-        return "folder"  # whose reader says that there are no captions
+        levels = class_levels(os.path.relpath(picture, path) for picture in pictures)
+        return "classes" if levels else "folder"  # whose reader refuses it for want of captions
     seen = ", ".join(f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)) or "nothing"
     raise UserError(
         f"{path} holds neither pictures, a table, parquet files nor tars, but {seen}: give the folder or file of your pairs"

@@ -18,7 +18,12 @@ _Figures = list[tuple[str | None, str]]
 
 
 def write_report_page(
-    path: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes], commands: Sequence[str]
+    path: Path,
+    report: dict[str, Any],
+    store: Store,
+    contents: Callable[[Stored], bytes],
+    next_line: str,
+    commands: Sequence[str],
 ) -> None:
     """Write the page.
 
@@ -26,7 +31,7 @@ def write_report_page(
         report: of `report.summarize`.
         store: with its samples split.
         contents: a sample's bytes.
-        commands: to type next.
+        next_line, commands: to type next.
     """
 
     def figures(samples: Iterable[tuple[Stored | None, str]]) -> _Figures:
@@ -51,6 +56,7 @@ def write_report_page(
         "pack.html",
         title="What was packed",
         report=report,
+        next_line=next_line,
         commands=commands,
         samples=samples,
         often=figures(often),

@@ -1,10 +1,11 @@
-"""What came of a call: numbers for `report.json`, 15 lines for a terminal, and what was refused as a table."""
+"""The report of a call: numbers for `report.json`, lines for a terminal, tables of refused and of packed rows."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import gzip
+import importlib.util
 import io
 import shlex
 from collections.abc import Iterable, Sequence
@@ -17,25 +18,28 @@ from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
-from open_clip_zerovl.prepare.pack.write import Written
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
+RELEASED = "ViT-B-32/laion2b_s34b_b79k"
+FEWEST = 10_000  # pictures for a training from nothing
 TOKENIZED = 2_000  # captions of which tokens are counted
 _AS_UTF8 = "; save the table as UTF-8 (iconv -f CP1252 -t UTF-8 OLD.csv > NEW.csv)"
 _ADVICE = {"caption not UTF-8": _AS_UTF8, "path not UTF-8": _AS_UTF8}
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included
+_MERGES = 48_894  # of CLIP's vocabulary of 49,408
+_WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
-def summarize(store: Store, readers: Sequence[Reader], written: Sequence[Written], out: Path) -> dict[str, Any]:
+def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path) -> dict[str, Any]:
     """All numbers of the report.
 
     Args:
         store: with its samples split.
         readers: the inputs.
-        written: what was written.
-        out: the folder, to which paths are relative.
+        written: results of `write_split`.
+        out: the folder that their folders are relative to.
     """
     return {
         "inputs": [
@@ -50,26 +54,15 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[Written
         ],
         "rows": store.row_count,
         "pictures": store.count(),
-        "captions": sum(one.captions for one in written),
-        "written": [
-            {
-                "source": one.source,
-                "split": one.split,
-                "folder": str(one.folder.relative_to(out)),
-                "pictures": one.pictures,
-                "captions": one.captions,
-                "shards": one.shards,
-                "bytes": one.size_bytes,
-            }
-            for one in written
-        ],
+        "captions": sum(one["captions"] for one in written),
+        "written": [{**one, "folder": str(Path(one["folder"]).relative_to(out))} for one in written],
+        "classes": store.classes(),
         "refused": refused(store),
         "dropped": dict(
             store.db.execute(
                 "SELECT dropped, COUNT(*) FROM samples WHERE dropped IS NOT NULL GROUP BY dropped"
             ).fetchall()
         ),
-        "words": _spread(_lengths(store)),
         "tokens": _tokens(store),
         "captions_per_picture": _most_captions(store),
         "repeated_captions": _repeated_captions(store),
@@ -118,9 +111,8 @@ def write_refused(store: Store, path: Path) -> None:
 def write_origins(store: Store, path: Path) -> None:
     """Every row that is in a sample, as gzipped CSV: the sample's key, source and split, file and line, the picture's place."""
     rows = store.db.execute(
-        "SELECT samples.key, samples.source, split, file, line, place FROM rows JOIN pictures ON pictures.number = "
-        "rows.picture JOIN samples ON samples.key = pictures.key AND samples.source = rows.source "
-        "WHERE rows.reason IS NULL AND dropped IS NULL ORDER BY rows.id"
+        "SELECT key, source, split, file, line, good.place FROM good JOIN samples USING (key, source) WHERE dropped IS NULL "
+        "ORDER BY row"
     )
     with atomic_file(path) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
         _write_csv(packed, ("key", "source", "split", "file", "line", "picture"), rows)
@@ -155,6 +147,11 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
         )
     if len(report["written"]) > 6:
         found.append(f"  and {len(report['written']) - 6} more folders")
+    if classes := report["classes"]:
+        smallest, largest = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
+        found.append(
+            f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
+        )
     found += _refused_lines(report)
     found += [
         f"left out   {count:,} pictures {reason}, in refused.csv too" for reason, count in report["dropped"].items()
@@ -181,11 +178,9 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _length_line(report: dict[str, Any]) -> str:
-    words, tokens, most = report["words"], report["tokens"], report["captions_per_picture"]
-    line = f"captions   median {words['median']} words (95 % up to {words['p95']}, longest {words['max']})"
-    if tokens:
-        cut = f"{_share(tokens['cut'], tokens['captions'])} longer than the {CONTEXT} that are read"
-        line += f"; {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}; {cut})"
+    tokens, most = report["tokens"], report["captions_per_picture"]
+    cut = f"{_share(tokens['cut'], tokens['captions'])} longer than the {CONTEXT} that are read"
+    line = f"captions   median {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}, longest {tokens['max']}; {cut})"
     return line + (f"; up to {most} a picture" if most > 1 else "")
 
 
@@ -219,46 +214,52 @@ def _share(part: int, whole: int) -> str:
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
-    """What to type next: a released model fine-tuned, or a training from nothing, each with its strings of this data."""
+    """Commands to type next, with the strings of this data: a released model fine-tuned, and a training from nothing.
+
+    A training from nothing is proposed for `FEWEST` pictures or more; for fewer, an evaluation of the released model on the
+    pictures that are held out.
+    """
     folders = {split: [one for one in report["written"] if one["split"] == split] for split in ("train", "test")}
     train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
+    sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
+    tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
+    found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
+    if too_few(report):
+        return [*found, *([f"zerovl retrieval {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
     flags = ["--train-data", shlex.quote(train)]
     if len(folders["train"]) > 1:
         flags.append("--debiased-sampling")
-    if folders["test"]:
-        sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
+    if sets:
         flags += ["--retrieval-data", shlex.quote(sets)]
     if report["captions_per_picture"] > 1:
         flags += ["--captions", "one-per-epoch"]
-    if report["repeated_captions"]["best_rsum"] < LOW_BEST:
+    if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:
         flags += ["--positives", "caption"]
     smallest = min((one["pictures"] for one in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
-    tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
-    return [
-        f"zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data {shlex.quote(str(out))} --out {tuned}",
-        f"zerovl train --model ViT-B-32 {' '.join(flags)}",
-    ]
+    return [*found, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
+
+
+def next_line(report: dict[str, Any]) -> str:
+    """The line above the commands."""
+    if too_few(report):
+        return (
+            f"next (so few pictures, below {FEWEST:,}, allow a fine-tuning or an evaluation, no training from nothing):"
+        )
+    return "next, a released model fine-tuned, or one from nothing:"
+
+
+def too_few(report: dict[str, Any]) -> bool:
+    """Whether there are too few training pictures to train a model from nothing."""
+    return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
 
 
 def batch_size(pictures: int) -> int:
     """A micro-batch for a first run: a power of two up to 128, of which the smallest source has several."""
-    size = 128
-    while size > 1 and size * 4 > pictures:
-        size //= 2
-    return size
+    return max((size for size in (2, 4, 8, 16, 32, 64, 128) if size * 4 <= pictures), default=1)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
-
-
-def _lengths(store: Store) -> np.ndarray:
-    """Words of every caption of a row that is kept."""
-    cursor = store.db.execute(
-        "SELECT text FROM captions JOIN rows ON rows.id = captions.row JOIN pictures ON pictures.number = rows.picture "
-        "WHERE pictures.key IS NOT NULL AND rows.reason IS NULL"
-    )
-    return np.fromiter((text.count(" ") + 1 for (text,) in cursor), np.int64)
 
 
 def _spread(values: np.ndarray) -> dict[str, Any]:
@@ -268,39 +269,47 @@ def _spread(values: np.ndarray) -> dict[str, Any]:
 
 @functools.cache
 def _tokenizer() -> Any:
-    from open_clip.tokenizer import SimpleTokenizer
+    """CLIP's byte pair encoding, from the file that open_clip brings, without importing open_clip and torch with it."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    return SimpleTokenizer()
+    package = importlib.util.find_spec("open_clip")
+    assert package is not None and package.submodule_search_locations
+    with gzip.open(
+        Path(package.submodule_search_locations[0], "bpe_simple_vocab_16e6.txt.gz"), "rt", encoding="utf-8"
+    ) as file:
+        merges = [tuple(line.split()) for line in list(file)[1 : _MERGES + 1]]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    words = dict.fromkeys([*letters, *(f"{letter}</w>" for letter in letters), *("".join(merge) for merge in merges)])
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
+    quotes = [
+        normalizers.Replace(Regex(marks), plain) for marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
+    ]
+    tokenizer.normalizer = normalizers.Sequence([*quotes, normalizers.Lowercase()])
+    split = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return tokenizer
 
 
-def _tokens(store: Store) -> dict[str, Any] | None:
-    """Tokens of CLIP's tokenizer in captions of the first samples in the order, begin and end included."""
-    cursor = store.db.execute(
-        "SELECT text FROM samples JOIN pictures ON pictures.key = samples.key JOIN rows ON rows.picture = pictures.number AND "
-        "rows.source = samples.source JOIN captions ON captions.row = rows.id WHERE dropped IS NULL AND rows.reason IS NULL "
-        "ORDER BY position, rows.id, captions.rowid LIMIT ?",
-        (TOKENIZED,),
-    )
-    counts = np.array([len(_tokenizer().encode(text)) + 2 for (text,) in cursor])
-    if not len(counts):
-        return None
+def _tokens(store: Store) -> dict[str, Any]:
+    """Tokens of CLIP in captions of the first samples in the order, begin and end included."""
+    cursor = store.db.execute("SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,))
+    texts = [text for (text,) in cursor]
+    counts = np.array([len(one.ids) + 2 for one in _tokenizer().encode_batch(texts)])
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
 
 
 def _most_captions(store: Store) -> int:
     return store.value(
-        "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM samples JOIN pictures ON pictures.key = "
-        "samples.key JOIN rows ON rows.picture = pictures.number AND rows.source = samples.source JOIN captions ON "
-        "captions.row = rows.id WHERE dropped IS NULL AND rows.reason IS NULL GROUP BY samples.source, samples.key)"
+        "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
     )
 
 
 def _repeated_captions(store: Store) -> dict[str, Any]:
     """How many pictures have a caption that another picture has too, and the captions with most pictures."""
     store.db.execute(
-        "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT pictures.key) AS pictures FROM captions JOIN "
-        "rows ON rows.id = captions.row JOIN pictures ON pictures.number = rows.picture WHERE pictures.key IS NOT NULL AND "
-        "rows.reason IS NULL GROUP BY text HAVING COUNT(DISTINCT pictures.key) > 1"
+        "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
+        "HAVING COUNT(DISTINCT key) > 1"
     )
     most = store.db.execute("SELECT text, pictures FROM repeated ORDER BY pictures DESC, text LIMIT 10")
     return {
@@ -316,11 +325,7 @@ def _best_rsum(store: Store) -> float:
 
     A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
     """
-    pairs = (
-        "FROM captions JOIN rows ON rows.id = captions.row JOIN pictures ON pictures.number = rows.picture WHERE "
-        "pictures.key IS NOT NULL AND rows.reason IS NULL"
-    )
-    whole = store.value(f"SELECT COUNT(*) FROM (SELECT DISTINCT text, pictures.key {pairs})")
+    whole = store.value("SELECT COUNT(*) FROM (SELECT DISTINCT text, key FROM texts)")
     hits = [
         whole - store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated")
         + store.value(f"SELECT COALESCE(SUM(MIN(pictures, {k})), 0) FROM repeated")
@@ -332,9 +337,8 @@ def _best_rsum(store: Store) -> float:
 def _repeated_pictures(store: Store) -> dict[str, Any]:
     """How many rows have the picture of an earlier row of their source, and the pictures with most rows."""
     store.db.execute(
-        "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT pictures.key AS key, rows.source AS source, COUNT(*) AS n, "
-        "COUNT(DISTINCT pictures.number) AS files FROM rows JOIN pictures ON pictures.number = rows.picture WHERE "
-        "pictures.key IS NOT NULL AND rows.reason IS NULL GROUP BY rows.source, pictures.key HAVING COUNT(*) > 1"
+        "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
+        "GROUP BY source, key HAVING COUNT(*) > 1"
     )
     most = store.db.execute("SELECT key, source, n, files FROM often ORDER BY n DESC, key LIMIT 8").fetchall()
     return {

@@ -1,16 +1,19 @@
-"""What every reader yields: rows of a picture and its captions, and where they stand in the input."""
+"""Rows of a picture and its captions, as every reader yields them, and the sources that they belong to."""
 
 from __future__ import annotations
 
 import ast
 import json
 import math
+import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
@@ -37,6 +40,8 @@ class PairRow(NamedTuple):
         source: the value of the source column; None where there is none.
         content: the picture's bytes where they come with the row, and the reader cannot find them again; else None.
         refused: why the row cannot be read at all; "" where it can.
+        name: of the picture's file, as the input has it; "" where it has none.
+        label: the picture's class; None where there are no classes.
     """
 
     place: str
@@ -46,11 +51,13 @@ class PairRow(NamedTuple):
     source: Any = None
     content: bytes | None = None
     refused: str = ""
+    name: str = ""
+    label: str | None = None
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the command line says of columns; None for what is guessed.
+    """Columns as the command line names them; None for those that are guessed.
 
     Attributes:
         picture: the column of the picture.
@@ -66,7 +73,7 @@ class Columns:
     )
     source: str | None = flag(
         None,
-        "one source for each value (folder: each folder of a folder of pictures)",
+        "one source for each value (folder: each first folder on the pictures' paths)",
         option="--source-column",
         metavar="COL",
     )
@@ -80,11 +87,12 @@ class Reader(ABC):
     Attributes:
         path: of the input.
         form: its name in messages.
-        columns: which columns are read, in words; "" where there are none.
+        columns: the columns that are read, in words; "" where there are none.
         files: the files whose names, sizes and times say whether the input is still the same.
         names_pictures: whether rows name files of pictures that are not among `files`.
         total: number of rows; None where counting would take long.
-        notes: what is odd about rows that are read nevertheless, in words; known once they are read.
+        notes: oddities of rows that are read nevertheless, in words; known once they are read.
+        classes: templates for zero-shot classification where pictures have classes; () where they have none.
     """
 
     path: Path
@@ -94,10 +102,11 @@ class Reader(ABC):
     names_pictures: bool = False
     total: int | None = None
     notes: Sequence[str] = ()
+    classes: Sequence[str] = ()
 
     @abstractmethod
     def rows(self) -> Iterator[PairRow]:
-        """The rows, the same at each call. UserError for an input that is not what it should be."""
+        """The rows, the same at each call. UserError for an input of another form."""
 
     def obtain(self, place: str) -> bytes:
         """The bytes of a picture that is no address; any thread may call it, and at any time. Failure where there is none."""
@@ -166,3 +175,56 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# ---------------------------------------------------------------------------------------------------------- sources
+
+MOST_SOURCES = 1_000
+#: Files and folders that lie beside the sources' folders in an output, or are taken for splits.
+_RESERVED = {"train", "test", "pack.json", "report.json", "report.html", "refused.csv", "origins.csv.gz"}
+_RESERVED |= {"near.json", "near.html", "dataset_type.txt"}
+_LONGEST_BYTES = 200  # of a folder's name; file systems take 255
+
+
+class SourceNames:
+    """Names of the sources of one input: its own, or the values of the source column.
+
+    Args:
+        name: of the input.
+        column: the source column; None where all rows are of one source.
+        known: name -> value of the sources so far, shared by all inputs.
+    """
+
+    def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:
+        self.name, self.column, self.known = name, column, known
+
+    def of(self, value: Any) -> tuple[str | None, str]:
+        """(name of the source, why there is none) of a row with this value in the source column.
+
+        Raises:
+            UserError: two values give one name, or there are more sources than a mixture has.
+        """
+        if self.column is None:
+            return self.name, ""
+        text = "" if value is None else " ".join(str(value).split())
+        if not text:
+            return None, "no source"
+        name = source_name(text)
+        if name not in self.known and len(self.known) >= MOST_SOURCES:
+            raise UserError(
+                f"the source column {self.column!r} has more than {MOST_SOURCES} values (the last is {text[:60]!r}): a source "
+                "is where pairs come from, a few at most; name another column"
+            )
+        if self.known.setdefault(name, text) != text:
+            raise UserError(
+                f"the sources {self.known[name]!r} and {text!r} (column {self.column!r}) would both be called {name!r}: rename "
+                "one"
+            )
+        return name, ""
+
+
+def source_name(text: str) -> str:
+    """A text as the name of a source and a folder: letters of any script, digits and ._-"""
+    name = re.sub(r"[^\w.-]+", "-", unicodedata.normalize("NFC", text)).strip("-._")
+    name = name.encode("utf-8", "ignore")[:_LONGEST_BYTES].decode("utf-8", "ignore") or "source"
+    return f"{name}-source" if name.lower() in _RESERVED else name

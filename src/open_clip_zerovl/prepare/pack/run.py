@@ -1,7 +1,7 @@
-"""`zerovl data pack`: inputs to shards, or on with a call that was interrupted.
+"""`zerovl data pack`: makes shards of inputs, or goes on with a call that was interrupted.
 
-What is finished is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
-with its record, and `pack.json`, which says that all is done. The same inputs and settings give the same bytes.
+Finished work is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
+with its record, and `pack.json`, which marks the end of the work. The same inputs and settings give the same bytes.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, remove_scratch, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader
-from open_clip_zerovl.prepare.pack.sources import SourceNames, source_name
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
 from open_clip_zerovl.prepare.pack.store import Store
-from open_clip_zerovl.prepare.pack.write import Written, folder_of, write_split
+from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.gather import Work, check_work
@@ -39,16 +41,17 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class PackSettings:
-    """What the shards depend on, besides the inputs.
+    """Settings that decide the contents of the shards, besides the inputs.
 
     Attributes:
         form: of all inputs (`inputs.FORMATS`); None to look at each.
-        columns: which columns, and where relative paths lead from.
+        columns: names of columns, and the folder of relative paths.
+        templates: of the captions of classes; None for `samples.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
         min_side_px: smaller pictures are refused.
         test_share: share of each source's pictures that is held out.
@@ -59,11 +62,18 @@ class PackSettings:
 
     form: str | None = flag(None, "form of the inputs (default: look at each)", option="--format", choices=FORMATS)
     columns: Columns = field(default_factory=Columns)
+    templates: tuple[str, ...] | None = flag(
+        None,
+        'captions of pictures in folders of classes, {} for the class (default: "a photo of a {}.")',
+        option="--template",
+        nargs="+",
+        metavar="TEXT",
+    )
     max_side_px: int | None = flag(
         None, "shrink larger pictures to this longer side", option="--max-side", kind=positive, metavar="PX"
     )
     min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
-    test_share: float = flag(0.0, "share of the pictures to hold out, such as 0.05 (default: none)", metavar="SHARE")
+    test_share: float = flag(0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE")
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
     seed: int = flag(0, "of the order and of what is held out", kind=seed)
     exclusions: Sequence[Exclusion] = ()
@@ -80,6 +90,7 @@ class PackSettings:
         return {
             "format": self.form,
             **asdict(self.columns),
+            "templates": self.templates,
             "pictures_in": self.columns.pictures_in and str(self.columns.pictures_in),
             "test_share": self.test_share,
             "shard_size": self.shard_size,
@@ -113,7 +124,9 @@ def pack(
     _check(inputs, settings, work)
     check_writable(out, folder=True)
     named = [named_input(text) for text in inputs]
-    readers = [open_input(path, settings.columns, settings.form) for _, path in named]
+    readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
+    if settings.templates and not any(reader.classes for reader in readers):
+        raise UserError("--template needs an input of class folders (CLASS/PICTURE), and none is one")
     _refuse_inside(out, readers)
     state = {
         "pack": _FORMAT,
@@ -125,7 +138,7 @@ def pack(
     if _begin(out, state) and not retry:
         found = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
-            print(f"{out} is complete: nothing was done. What it holds:")
+            print(f"{out} is complete: nothing was done. Its contents:")
             _show(found, out)
         return found
     if retry:
@@ -135,14 +148,15 @@ def pack(
         SourceNames(source_name(name or out.absolute().name), settings.columns.source, known) for name, _ in named
     ]
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
-        remove_scratch(out / PACK_FILE)
+        for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
+            scratch_file.unlink(missing_ok=True)
         store = Store(scratch / "rows.sqlite", seed=settings.seed)
         try:
             collecting = Collecting(
                 readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
             )
             collecting.run()
-            found = _finish(out, state, settings, store, readers, Contents(readers, scratch))
+            found = _finish(out, state, settings, store, readers, Contents(readers, scratch), work.progress)
         except OSError as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
@@ -166,34 +180,57 @@ def _finish(
     store: Store,
     readers: Sequence[Reader],
     contents: Contents,
+    progress: bool,
 ) -> dict[str, Any]:
     """Split, exclude, write the shards and the report."""
-    store.make_samples()
+    with announced("sorting the pairs", progress):
+        store.make_samples()
     names = store.sources()
     if not names:
         if not any(entry["transient"] for entry in reports.refused(store).values()):
-            # Nothing is worth keeping, and the next call, with other columns perhaps, may take the same folder.
+            # The next call, with other columns perhaps, may take the same folder.
             shutil.rmtree(out / SCRATCH, ignore_errors=True)
             (out / PACK_FILE).unlink(missing_ok=True)
         raise UserError(_nothing(store, readers))
     hold_out(store, settings.test_share)
     exclude(store, settings.exclusions, contents)
     several = len(names) > 1 or any(entry["name"] for entry in state["inputs"]) or bool(settings.columns.source)
-    written: list[Written] = []
-    about = {"made_from": {"inputs": state["inputs"]}, "settings": state["settings"]}
-    for name in names:
-        folder = folder_of(out, name, several)
-        for split in ("train", "test"):
-            if store.count(name, split):
-                shard_size = settings.shard_size
-                written.append(write_split(store, contents, folder, name, split, **about, shard_size=shard_size))
-    found = reports.summarize(store, readers, written, out)
-    found["settings"] = state["settings"]
-    reports.write_refused(store, out / "refused.csv")
-    reports.write_origins(store, out / "origins.csv.gz")
-    write_report_page(out / "report.html", found, store, contents, reports.commands(found, out))
+    about = {
+        "made_from": {"inputs": state["inputs"]},
+        "settings": state["settings"],
+        "shard_size": settings.shard_size,
+        "classes": {name: number for number, name in enumerate(store.classes())},
+        "templates": next((reader.classes for reader in readers if reader.classes), ()),
+        "progress": progress,
+    }
+    written = [
+        write_split(store, contents, out / name if several else out, name, split, **about)
+        for name in names
+        for split in ("train", "test")
+        if store.count(name, split)
+    ]
+    with announced("counting captions and sizes, and writing the report", progress):
+        found = reports.summarize(store, readers, written, out)
+        found["settings"] = state["settings"]
+        reports.write_refused(store, out / "refused.csv")
+        reports.write_origins(store, out / "origins.csv.gz")
+        further = reports.next_line(found), reports.commands(found, out)
+        write_report_page(out / "report.html", found, store, contents, *further)
     write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
+
+
+@contextmanager
+def announced(words: str, progress: bool) -> Iterator[None]:
+    """Print a line where the block takes longer than two seconds."""
+    timer = Timer(SILENT_SECONDS, lambda: print(f"{words} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    if progress:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check(inputs: Sequence[str], settings: PackSettings, work: Work) -> None:
@@ -204,10 +241,9 @@ def _check(inputs: Sequence[str], settings: PackSettings, work: Work) -> None:
         raise UserError(f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1")
     if settings.form is not None and settings.form not in FORMATS:
         raise UserError(f"--format {settings.form!r} is unknown: it is one of {', '.join(FORMATS)}")
-    for name in ("min_side_px", "max_side_px"):
-        value = getattr(settings, name)
+    for option, value in (("--min-side", settings.min_side_px), ("--max-side", settings.max_side_px)):
         if value is not None and value < 1:
-            raise UserError(f"{name} is {value}: it must be 1 or more")
+            raise UserError(f"{option} is {value}: it must be 1 or more")
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
@@ -247,7 +283,7 @@ def _stamp(file: str | Path) -> str:
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
-    """Claim the folder for these inputs and settings; whether all is done already. UserError for a folder of others."""
+    """Claim the folder for these inputs and settings; True where all is done. UserError for a folder with other contents."""
     file = out / PACK_FILE
     if not file.is_file():
         # A process that was killed while it wrote this file leaves a part of it.
@@ -274,19 +310,19 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
 
 
 def _nothing_read(scratch: Path) -> bool:
-    """Whether an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
+    """True where an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
     return not any(path.is_file() and not path.name.startswith(".") for path in scratch.rglob("*"))
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
-    """What the pictures that are read depend on, without what only the shards do."""
+    """The part of a state that decides how pictures are read, without the part that only the shards depend on."""
     settings = state.get("settings", {})
     late = ("test_share", "shard_size", "seed", "left_out")
     return {**state, "settings": {name: value for name, value in settings.items() if name not in late}}
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """What is not as it was, in words."""
+    """The first difference between a folder's state and the wanted one, in words."""
     if known.get("inputs") != wanted["inputs"]:
         before = ", ".join(str(one.get("input")) for one in known.get("inputs", []))
         now = ", ".join(one["input"] for one in wanted["inputs"])
@@ -331,6 +367,6 @@ def _show(found: dict[str, Any], out: Path) -> None:
             f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
         )
     print(f"samples    {out / 'report.html'}")
-    print("next, a released model fine-tuned, or one from nothing:")
+    print(reports.next_line(found))
     for command in reports.commands(found, out):
         print(command)

@@ -1,7 +1,8 @@
-"""Inputs of pictures with a `txt` or `json` of the same name: a folder of files, or webdataset shards.
+"""Inputs of pictures that are files or members of tars, without a table.
 
-1.jpg, 1.txt       lines of the text are captions
-1.jpg, 1.json      an object that holds the caption
+1.jpg, 1.txt                   lines of the text are captions
+1.jpg, 1.json                  an object that holds the caption
+hat/1.jpg, web/hat/1.jpg       a class, or a source and a class: captions are made from templates
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,13 @@ from open_clip_zerovl.shards.members import (
 #: The source column that a folder of pictures has by itself: the first folder on a picture's path.
 FOLDER_COLUMN = "folder"
 _JSON_EXTENSION = "json"
+#: Caption of a class. One alone: pictures of a class then share it, which `--positives caption` needs.
+TEMPLATE = "a photo of a {}."
+#: CLIP's short list for zero-shot classification, an ensemble over the texts of a class.
+ZERO_SHOT_TEMPLATES = (
+    *("itap of a {}.", "a bad photo of the {}.", "a origami {}.", "a photo of the large {}."),
+    *("a {} in a video game.", "art of the {}.", "a photo of the small {}."),
+)
 _LARGEST_TEXT_BYTES = 1 << 20  # beside a picture
 _LOOKED_AT = 20  # samples, for the keys of their JSON
 
@@ -109,7 +117,8 @@ class FolderReader(SampleReader):
             first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
             raise UserError(
                 f"{path} has {len(self.pictures)} pictures and no captions: none has a text of its name beside it; write the "
-                f"caption of {first} into {os.path.splitext(first)[0]}.txt, or give a table of pictures and captions"
+                f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
+                "pictures into folders of classes, CLASS/PICTURE or SOURCE/CLASS/PICTURE"
             )
         tables = sorted(text for text in self.texts if text.endswith(".json"))
         if wanted.source not in (None, FOLDER_COLUMN) and not tables:
@@ -126,7 +135,7 @@ class FolderReader(SampleReader):
     def rows(self) -> Iterator[PairRow]:
         for file in self.pictures:
             name, (stem, _) = str(file.relative_to(self.path)), os.path.splitext(file)
-            row = PairRow(str(file), (), name)
+            row = PairRow(str(file), (), name, name=name)
             try:
                 text, table = (_read(one) if one in self.texts else None for one in (f"{stem}.txt", f"{stem}.json"))
             except Failure as failure:
@@ -136,6 +145,69 @@ class FolderReader(SampleReader):
             if self.wanted.source == FOLDER_COLUMN and row.source is None:
                 row = row._replace(source=name.split(os.sep)[0] if os.sep in name else None)
             yield row
+
+
+class ClassReader(Reader):
+    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. A class is called as its folder, without `_`.
+
+    Each picture has the captions of all templates. The upper folders are the values of the source column.
+    """
+
+    form = "folders of classes"
+
+    def __init__(self, path: Path, wanted: Columns, templates: Sequence[str] | None) -> None:
+        self.path, self.classes = path, tuple(templates or ZERO_SHOT_TEMPLATES)
+        self.captions = tuple(templates or (TEMPLATE,))
+        if wrong := [template for template in self.captions if template.count("{}") != 1]:
+            raise UserError(
+                f"--template {wrong[0]!r} has no place for the class, or several: write {{}} once, as in {TEMPLATE!r}"
+            )
+        self.files = list(picture_files(path))
+        levels = class_levels(str(file.relative_to(path)) for file in self.files)
+        if levels is None:
+            raise UserError(
+                f"{path} has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE: sort them so"
+            )
+        self.upper = levels > 1
+        if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):
+            raise UserError(
+                f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
+                f"and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
+            )
+        self.total = len(self.files)
+        names = sorted({file.parent.name for file in self.files})
+        words = "two levels, of which the lower one is the class" if self.upper else "one level"
+        self.columns = f"{len(names)} classes ({listed(names)}; {words}), captions {listed(self.captions)}"
+        if self.upper and wanted.source is None:
+            self.notes = [f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"]
+
+    def rows(self) -> Iterator[PairRow]:
+        for file in self.files:
+            name, label = file.relative_to(self.path), file.parent.name.replace("_", " ")
+            captions = [template.replace("{}", label) for template in self.captions]
+            yield PairRow(str(file), captions, str(name), 0, name.parts[-3:][0], name=str(name), label=label)
+
+
+def class_levels(pictures: Iterable[str]) -> int | None:
+    """Levels of folders around pictures of classes: 1 for `CLASS/1.jpg`, 2 for `SOURCE/CLASS/1.jpg`; None for other
+    layouts, and for fewer than two classes.
+
+    Folders that are the only one at the top, as archives have them, do not count.
+    """
+    folders = {os.path.dirname(picture) for picture in pictures}
+    depths = {folder.count(os.sep) + bool(folder) for folder in folders}
+    if len(depths) != 1 or len({os.path.basename(folder) for folder in folders}) < 2:
+        return None
+    tops = os.path.commonpath(folders)
+    common = min(tops.count(os.sep) + bool(tops), max(depths) - 1)
+    levels = max(depths) - common
+    return levels if levels <= 2 else None
+
+
+def picture_files(path: Path) -> Iterator[Path]:
+    """The pictures of a folder and of those below it, in order."""
+    for folder, names in walk(path):
+        yield from (Path(folder, name) for name in names if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES)
 
 
 class TarReader(SampleReader):
@@ -207,7 +279,7 @@ class TarReader(SampleReader):
             yield row._replace(content=picture)
 
     def _sample(self, file: Path, key: str, place: str, text: bytes | None, table: bytes | None) -> PairRow:
-        row = PairRow(place, (), f"{file.name} {key}")
+        row = PairRow(place, (), f"{file.name} {key}", name=f"{file.name}/{key}")
         return self._row(row, text, table) if place else row._replace(refused="no picture")
 
     def _first_samples(self) -> Iterator[Mapping[str, bytes | None]]:

@@ -2,10 +2,11 @@
 
 The file is made anew by each call, from the inputs and the spools, and removed at the end. So it needs no durability.
 
-    rows       one a row of the inputs: which picture, which source, or why it is refused
+    rows       one a row of the inputs: the number of its picture, its source, or the reason why it is refused
     captions   those of a row
-    pictures   one a place (path, address ...): what became of it, and the hash of its pixels, which is the sample's key
-    samples    one a source and key: what will be written, in the order of a hash of seed and key
+    pictures   one a place (path, address ...): its outcome, and the hash of its pixels, which is the sample's key
+    samples    one a source and key, as it will be written, in the order of a hash of seed and key
+    good       view: rows with a picture;  texts: with each of their captions;  written: of samples that are not dropped
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import Outcome
 
 _TABLES = """
-CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT);
+CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT);
 CREATE TABLE captions (row INT, text TEXT);
-CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, key TEXT, extension TEXT,
+CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, name TEXT, key TEXT, extension TEXT,
     offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, reason TEXT, transient INT);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
+CREATE VIEW good AS SELECT rows.id AS row, file, line, source, label, key, number, place FROM rows JOIN pictures ON
+    pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
+CREATE VIEW texts AS SELECT good.row, source, key, captions.rowid AS place, text FROM good JOIN captions USING (row);
+CREATE VIEW written AS SELECT texts.*, position FROM samples JOIN texts USING (source, key) WHERE dropped IS NULL;
 """
 _INDICES = """
 CREATE INDEX rows_by_picture ON rows (picture);
@@ -42,6 +47,7 @@ class Stored(NamedTuple):
         offset, size: bytes of the picture in its spool; size 0 where it is still in the input.
         place, input: where it lies there, and the number of the input.
         sum: hash of the bytes.
+        name: of its file, as the input has it.
     """
 
     key: str
@@ -52,6 +58,7 @@ class Stored(NamedTuple):
     place: str
     input: int
     sum: str
+    name: str
 
 
 class Store:
@@ -69,7 +76,7 @@ class Store:
         """Close the file."""
         self.db.close()
 
-    def number_of(self, place: str | bytes, input: int) -> tuple[int, bool]:
+    def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """(number of the picture at a place, or with these bytes; whether it is new)."""
         kind = b"bytes" if isinstance(place, bytes) else b"place"
         content = place if isinstance(place, bytes) else place.encode("utf-8", "surrogateescape")
@@ -77,10 +84,10 @@ class Store:
         found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
         if found:
             return found[0], False
-        shown = "" if isinstance(place, bytes) else place.encode("utf-8", "backslashreplace").decode()
+        shown = "" if isinstance(place, bytes) else _shown(place)
         self.db.execute(
-            "INSERT INTO pictures (number, hash, input, place) VALUES (?, ?, ?, ?)",
-            (self.pictures, digest, input, shown),
+            "INSERT INTO pictures (number, hash, input, place, name) VALUES (?, ?, ?, ?, ?)",
+            (self.pictures, digest, input, shown, _shown(name)),
         )
         self.pictures += 1
         return self.pictures - 1, True
@@ -90,10 +97,9 @@ class Store:
     ) -> None:
         """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
         self.row_count += 1
-        file = row.file.encode("utf-8", "backslashreplace").decode()
         self.db.execute(
-            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (self.row_count, input, file, row.line, source, picture, reason or None),
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (self.row_count, input, _shown(row.file), row.line, source, picture, reason or None, row.label),
         )
         self.db.executemany("INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions])
 
@@ -117,13 +123,11 @@ class Store:
         """Fill `samples`, once all rows and outcomes are in: a key once a source, in the training split."""
         self.db.executescript(_INDICES)  # which ends the transaction, too
         self.db.execute(
-            "INSERT INTO samples SELECT rows.source, pictures.key, position(pictures.key), MIN(pictures.number), 'train', NULL "
-            "FROM rows JOIN pictures ON pictures.number = rows.picture WHERE pictures.key IS NOT NULL AND rows.reason IS NULL "
-            "GROUP BY rows.source, pictures.key"
+            "INSERT INTO samples SELECT source, key, position(key), MIN(number), 'train', NULL FROM good GROUP BY source, key"
         )
         self.db.executescript(
             "CREATE INDEX samples_in_order ON samples (source, split, position, key);"
-            "CREATE INDEX samples_by_key ON samples (key);"
+            "CREATE INDEX samples_by_key ON samples (key, source);"
         )
 
     def sources(self) -> list[str]:
@@ -147,26 +151,36 @@ class Store:
 
     def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
         cursor = self.db.execute(
-            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum FROM samples JOIN pictures ON "
-            f"pictures.number = samples.picture WHERE dropped IS NULL AND {which}",
+            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum, name FROM samples JOIN pictures "
+            f"ON pictures.number = samples.picture WHERE dropped IS NULL AND {which}",
             parameters,
         )
         return (Stored(*row) for row in cursor)
 
     def captions_of(self, source: str, key: str) -> list[str]:
         """All captions of a picture in a source, each once, in the order of the rows."""
-        found = self.db.execute(
-            "SELECT text FROM pictures JOIN rows ON rows.picture = pictures.number JOIN captions ON captions.row = rows.id "
-            "WHERE pictures.key = ? AND rows.source = ? AND rows.reason IS NULL ORDER BY rows.id, captions.rowid",
-            (key, source),
-        )
-        return list(dict.fromkeys(text for (text,) in found))
+        query = "SELECT text FROM texts WHERE key = ? AND source = ? ORDER BY row, place"
+        return list(dict.fromkeys(text for (text,) in self.db.execute(query, (key, source))))
+
+    def classes(self) -> dict[str, int]:
+        """Class -> its pictures, in order of the names."""
+        query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label ORDER BY label"
+        return dict(self.db.execute(query).fetchall())
+
+    def class_of(self, source: str, key: str) -> str | None:
+        """The class of a picture in a source, by its first row."""
+        return self.value("SELECT label FROM good WHERE key = ? AND source = ? ORDER BY row LIMIT 1", key, source)
 
     def value(self, query: str, *parameters: Any) -> Any:
         """The one value that a query gives."""
         return self.db.execute(query, parameters).fetchone()[0]
 
 
+def _shown(text: str) -> str:
+    """A name whose bytes that are not UTF-8 are written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def position(seed: int, key: str) -> int:
-    """Where a sample stands in the shuffled order, and who is held out first: a hash, so that it depends on nothing else."""
+    """A sample's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little", signed=True)

@@ -3,16 +3,22 @@
 OUT/train/00000.tar, sizes.json ...                  one source
 OUT/dataset_type.txt, test/0.tar, test/nshards.txt
 OUT/NAME/train, OUT/NAME/test ...                    several
+
+A sample is `key.jpg` (png, webp), `key.txt` with its captions, one a line, and `key.json` with the name of its file. A picture
+of a class has `key.cls`, too, the number of a line of `classnames.txt`: each split is a labelled set as CLIP_benchmark lays
+them out, with its templates in `zeroshot_classification_templates.txt`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.prepare.pack.store import Store, Stored
@@ -20,23 +26,7 @@ from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE
 
-
-@dataclass(frozen=True)
-class Written:
-    """What was written of one source and split: samples, captions, shards, bytes, and its folder."""
-
-    source: str
-    split: str
-    folder: Path
-    pictures: int
-    captions: int
-    shards: int
-    size_bytes: int
-
-
-def folder_of(out: Path, source: str, several: bool) -> Path:
-    """Where a source is written."""
-    return out / source if several else out
+SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
 
 def write_split(
@@ -49,8 +39,14 @@ def write_split(
     made_from: Mapping[str, Any],
     settings: Mapping[str, Any],
     shard_size: int,
-) -> Written:
+    classes: Mapping[str, int],
+    templates: Sequence[str],
+    progress: bool = False,
+) -> dict[str, Any]:
     """Write the shards of a source and split that are not yet written; they differ by at most one sample in size.
+
+    Returns:
+        Source, split, pictures, captions, shards, bytes.
 
     Args:
         store: with `samples` split.
@@ -58,6 +54,9 @@ def write_split(
         folder: of the source; the split is a folder in it.
         made_from, settings: for the manifest.
         shard_size: samples a shard at most.
+        classes: class -> its number; {} where pictures have none.
+        templates: for zero-shot classification.
+        progress: show a bar.
     """
     here = folder / split
     made_from = {**made_from, "samples": _digest(store, source, split)}
@@ -69,38 +68,59 @@ def write_split(
     bounds = [number * count // shards for number in range(shards + 1)]
     manifest.begin(here, dataset=source, split=split, made_from=made_from, settings=settings)
     samples = store.samples(source, split)
+
+    def sample_of(one: Stored, captions: list[str]) -> Sample:
+        bar.update()
+        text, about = "\n".join(captions), json.dumps({"file": one.name}) if one.name else None
+        files = {
+            one.extension: contents(one),
+            TEXT_EXTENSION: text.encode(),
+            **({"json": about.encode()} if about else {}),
+        }
+        if classes:
+            files["cls"] = str(classes[str(store.class_of(source, one.key))]).encode()
+        return Sample(one.key, files)
+
+    bar = tqdm(desc=f"writing {source} {split}", total=count, unit="pair", disable=not progress, delay=SILENT_SECONDS)
     for number in range(shards):
         name = f"{number}.tar" if split == "test" else f"{number:05d}.tar"
         chunk = [next(samples) for _ in range(bounds[number], bounds[number + 1])]
         known_record = manifest.read_record(here, name)
         if known_record is not None and known_record.pairs == len(chunk):
+            bar.update(len(chunk))
             continue
         captions = [store.captions_of(source, sample.key) for sample in chunk]
         record = manifest.ShardRecord(name, bounds[number], len(chunk), len(chunk), sum(map(len, captions)))
-        pairs = zip(chunk, captions, strict=True)
-        manifest.write_recorded_shard(here, record, (_sample(sample, texts, contents) for sample, texts in pairs))
+        manifest.write_recorded_shard(here, record, map(sample_of, chunk, captions))
+    bar.close()
     content = manifest.rebuild(here, shard_count=shards)
+    if classes:
+        write_atomically(folder / "classnames.txt", "".join(f"{name}\n" for name in classes))
+        lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
+        write_atomically(folder / "zeroshot_classification_templates.txt", lines)
     if split == "test":
         # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
         write_atomically(here / "nshards.txt", f"{shards}\n")
         write_atomically(folder / "dataset_type.txt", "retrieval\n")
-    return Written(source, split, here, content["pairs"], content["captions"], shards, content["size_bytes"])
-
-
-def _sample(sample: Stored, captions: list[str], contents: Callable[[Stored], bytes]) -> Sample:
-    return Sample(sample.key, {sample.extension: contents(sample), TEXT_EXTENSION: "\n".join(captions).encode("utf-8")})
+    counts = {
+        "pictures": content["pairs"],
+        "captions": content["captions"],
+        "shards": shards,
+        "bytes": content["size_bytes"],
+    }
+    return {"source": source, "split": split, "folder": str(here), **counts}
 
 
 def _digest(store: Store, source: str, split: str) -> str:
-    """A hash of all samples in their order: keys and captions."""
+    """A hash of all samples in their order: keys, captions, names of files."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in store.samples(source, split):
-        digest.update("\n".join((sample.key, *store.captions_of(source, sample.key), "")).encode())
+        digest.update("\n".join((sample.key, *store.captions_of(source, sample.key), sample.name, "")).encode())
     return digest.hexdigest()
 
 
 def _forget(folder: Path, known: Mapping[str, Any]) -> None:
-    """Remove what this program wrote of a split, the manifest last."""
+    """Remove the files of a split that this program wrote, the manifest last."""
     recorded = {f"{file.stem}.tar" for file in (folder / manifest.RECORDS).glob("*.json")}
     for name in ("nshards.txt", SIZES_FILE, *sorted(recorded | set(known["shards"]))):
         (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Pictures fetched and encoded by threads, kept in spools as they come: what makes every dataset, before shards are written.
+"""Pictures are fetched and encoded by threads and kept in spools as they come, before shards are written.
 
-Batches are made of rows. A row's picture, or the reason why there is none, is appended to the spool of its batch; a batch is
-handed on when all its rows have come or failed. Only the calling thread writes.
+A row's picture, or the reason why there is none, is appended to the spool of its batch. A batch is finished when all its rows
+have come or failed. Only the calling thread writes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import itertools
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, part, positive
-from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.prepare.public.pictures import Failure, Picture
 from open_clip_zerovl.prepare.public.spool import Spool
 
 
@@ -44,39 +44,12 @@ class Work:
     progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
 
 
-class Picture(NamedTuple):
-    """A picture as it is stored: extension, bytes, and what else the spool keeps of it."""
-
-    extension: str
-    content: bytes
-    about: Mapping[str, Any] = {}
-
-
-@dataclass(eq=False)
-class Batch:
-    """Rows that are kept in one spool.
-
-    Attributes:
-        number: of the batch.
-        spool: of its pictures.
-        rows: where its rows are needed again once their pictures have come.
-        open_rows: rows whose pictures are under way.
-        submitted: whether no more rows come.
-    """
-
-    number: int
-    spool: Spool
-    rows: Sequence[Any] = ()
-    open_rows: int = 0
-    submitted: bool = False
-
-
 class Gathering:
     """The threads of one call.
 
     Args:
         fetch: a row -> its picture, or Failure; called from many threads, and again after a transient failure.
-        finish: called in the calling thread with each batch of which all rows have come or failed.
+        finish: called in the calling thread with each batch when all its rows have come or failed.
         work: threads and attempts.
         title, total_rows: of the progress bar.
     """
@@ -84,7 +57,7 @@ class Gathering:
     def __init__(
         self,
         fetch: Callable[[Any], Picture],
-        finish: Callable[[Batch], None],
+        finish: Callable[[Spool], None],
         work: Work,
         *,
         title: str,
@@ -92,32 +65,36 @@ class Gathering:
     ) -> None:
         self.fetch, self.finish, self.work = fetch, finish, work
         self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
-        self.results: queue.SimpleQueue[tuple[Batch, int, Picture | BaseException]] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = queue.SimpleQueue()
         # Enough rows to keep the threads busy, and few enough that pictures do not pile up while a shard is written.
         self.window = 4 * work.threads
         self.in_flight = 0
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, Spool] = {}
         self.failures: Counter[str] = Counter()
         self.pairs = 0
         self.bar = tqdm(desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0)
         self.shown = 0.0
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Spool) -> None:
         """Begin or go on with a batch; rows that its spool holds are counted."""
+        if self.work.retry_failed:
+            batch.forget_transient()
         self.batches[batch.number] = batch
-        outcomes = batch.spool.outcomes.values()
+        outcomes = batch.outcomes.values()
         lost = Counter(outcome.reason for outcome in outcomes if outcome.reason)
         self.show(pairs=len(outcomes) - lost.total(), failures=lost, rows=len(outcomes))
 
-    def submit(self, batch: Batch, number: int, row: Any) -> None:
-        """Fetch the picture of row `number` of a batch; waits while enough rows are under way."""
+    def submit(self, batch: Spool, number: int, row: Any) -> None:
+        """Fetch the picture of row `number` of a batch, unless it has come; waits while enough rows are under way."""
+        if number in batch.outcomes:
+            return
         while self.in_flight >= self.window:
             self._take()
         self.in_flight += 1
         batch.open_rows += 1
         self.pool.submit(self._fetch, batch, number, row)
 
-    def end(self, batch: Batch) -> None:
+    def end(self, batch: Spool) -> None:
         """No more rows come to this batch."""
         batch.submitted = True
         if batch.open_rows == 0:
@@ -132,7 +109,7 @@ class Gathering:
         """End the threads, and close the spools that are still open."""
         self.pool.shutdown(wait=True, cancel_futures=True)
         for batch in self.batches.values():
-            batch.spool.close()
+            batch.close()
         if not self.bar.disable:
             self._count(refresh=True)
         self.bar.close()
@@ -150,7 +127,7 @@ class Gathering:
         lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
         self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh)
 
-    def _fetch(self, batch: Batch, number: int, row: Any) -> None:
+    def _fetch(self, batch: Spool, number: int, row: Any) -> None:
         """In a thread: put one result for a row into the queue, its picture or an error."""
         try:
             self.results.put((batch, number, self._picture(row)))
@@ -173,17 +150,17 @@ class Gathering:
         self.in_flight -= 1
         batch.open_rows -= 1
         if isinstance(result, Failure):
-            batch.spool.fail(number, result.reason, transient=result.transient)
+            batch.fail(number, result.reason, transient=result.transient)
             self.show(failures={result.reason: 1}, rows=1)
         elif isinstance(result, BaseException):
             raise result
         else:
-            batch.spool.add(number, *result)
+            batch.add(number, *result)
             self.show(pairs=1, rows=1)
         if batch.submitted and batch.open_rows == 0:
             self._finish(batch)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: Spool) -> None:
         self.finish(batch)
         del self.batches[batch.number]
 

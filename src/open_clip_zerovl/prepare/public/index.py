@@ -6,14 +6,13 @@ every sample; pictures are decoded only on request.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -29,9 +28,11 @@ from open_clip_zerovl.shards.faults import (
 )
 from open_clip_zerovl.shards.headers import BrokenTar, Member, ReadAt, walk_tar
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, group, image_of
+from open_clip_zerovl.shards.transfers import file_system_of
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_STALL_SECONDS = 30.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,27 +53,18 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
     Raises:
         UserError: no such folder, no shards in it, a broken shard, or no package that opens such URLs.
     """
-    open_shard: Callable[[str], Any]
-    if _REMOTE.match(folder):
-        file_system, root = _file_system(folder)
-        names = sorted(path.rpartition("/")[2] for path in file_system.glob(f"{root}/*.tar"))
-
-        def open_shard(name: str) -> Any:
-            # Headers lie far apart; with small blocks the pictures between them are not transferred.
-            return file_system.open(f"{root}/{name}", "rb", block_size=1 << 14, cache_type="bytes")
-
-    else:
-        names = sorted(path.name for path in _local(folder).glob("*.tar"))
-
-        def open_shard(name: str) -> Any:
-            return open(Path(folder, name), "rb", buffering=0)
-
+    remote = _REMOTE.match(folder) is not None
+    store, root, _ = file_system_of(folder if remote else str(_local(folder).absolute()), _STALL_SECONDS)
+    names = sorted(path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar"))
     if not names:
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
     def count(name: str) -> int:
         try:
-            with open_shard(name) as file:
+            # Headers lie far apart; with small blocks the pictures between them are not transferred.
+            with store.open(
+                f"{root}/{name}", "rb", **({"block_size": 1 << 14, "cache_type": "bytes"} if remote else {})
+            ) as file:
                 total = file.seek(0, os.SEEK_END)
 
                 def read_at(offset: int, size: int) -> bytes:
@@ -87,9 +79,8 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
         counts = list(tqdm(pool.map(count, names), total=len(names), unit="shard", disable=not progress))
     sizes = dict(zip(names, counts, strict=True))
     text = json.dumps(sizes, indent=1) + "\n"
-    if _REMOTE.match(folder):
-        with file_system.open(f"{root}/{SIZES_FILE}", "wb") as file:
-            file.write(text.encode())
+    if remote:
+        store.pipe_file(f"{root}/{SIZES_FILE}", text.encode())
     else:
         write_atomically(Path(folder, SIZES_FILE), text)
     if progress:
@@ -100,20 +91,8 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
 def _local(folder: str | Path) -> Path:
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise UserError(f"{folder} is no folder: give the folder that holds the shards.")
+        raise UserError(f"{folder} is not a folder: give the folder that holds the shards.")
     return path
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError as error:
-        raise UserError(f"{url} needs the package fsspec: `pip install fsspec s3fs`.") from error
-    try:
-        file_system, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a protocol whose package is missing, or that is unknown
-        raise UserError(f"{url} cannot be opened ({error}).") from error
-    return file_system, root.rstrip("/")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pictures import Failure
-from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE
+from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
@@ -75,6 +76,31 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
 def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Name, size in bytes and SHA-256 of each file, for the manifest."""
     return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
+
+
+@contextmanager
+def annotated(
+    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, pictures: str, progress: bool
+) -> Iterator[tuple[tuple[Path, str], PictureStore]]:
+    """The annotation file of a dataset, as (path, name in an archive), and a store of its pictures.
+
+    Args:
+        dataset, source, progress: as for `locate`; downloads go into `out/downloads`.
+        names: endings of the annotation file, the first one for messages.
+        pictures: the inputs to name where there are no pictures.
+
+    Raises:
+        UserError: no annotations or no pictures, or an error of `locate`.
+    """
+    paths = locate(dataset, source, out / "downloads", progress=progress)
+    shown = ", ".join(map(str, paths))
+    found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
+    if found is None:
+        raise UserError(f"No {names[0]} among {shown}: give it with --source.")
+    with closing(PictureStore(path for path in paths if path != found[0])) as store:
+        if not len(store):
+            raise UserError(f"No pictures among {shown}: give {pictures} with --source.")
+        yield found, store
 
 
 class PictureStore:

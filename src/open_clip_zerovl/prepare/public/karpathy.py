@@ -23,11 +23,9 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.annotations import CaptionedImage, read_karpathy
-from open_clip_zerovl.prepare.public.apart import shuffled_apart
-from open_clip_zerovl.prepare.public.inputs import PictureStore, described, locate
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
+from open_clip_zerovl.prepare.public.inputs import PictureStore, annotated, described
+from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs, shuffled_apart
 from open_clip_zerovl.prepare.public.pictures import Encoding
-from open_clip_zerovl.shards.archives import find_member
 
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
 
@@ -61,17 +59,12 @@ def prepare_karpathy(
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
-    paths = locate(dataset, source, out / "downloads", progress=work.progress)
-    found = find_member(paths, json_name) or find_member([p for p in paths if p.suffix == ".json"], ".json")
-    if found is None:
-        raise UserError(f"No {json_name} among {', '.join(map(str, paths))}: give it with --source.")
-    images = read_karpathy(*found)
-    store = PictureStore(path for path in paths if path != found[0])
-    try:
-        if not len(store):
-            raise UserError(
-                f"No pictures among {', '.join(map(str, paths))}: give their folders or zips with --source."
-            )
+    pictures = "their folders or zips"
+    with annotated(dataset, source, out, (json_name, ".json"), pictures=pictures, progress=work.progress) as (
+        found,
+        store,
+    ):
+        images = read_karpathy(*found)
         made_from = {"files": described([found[0]]), "seed": seed}
         manifests = {}
         # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
@@ -91,8 +84,6 @@ def prepare_karpathy(
                 work=work,
                 total_rows=sum(len(image.captions) for image in training),
             )
-    finally:
-        store.close()
     return manifests
 
 

@@ -1,4 +1,4 @@
-"""What makes every dataset: rows of (key, caption, place of the picture) to webdataset shards, in any number of calls.
+"""Rows of (key, caption, place of the picture) to webdataset shards, in any number of calls.
 
 Shard k holds the pairs of rows k*S .. (k+1)*S - 1, in their order, in whatever order the pictures arrived: the same rows and
 pictures give the same bytes. A call may be killed at any moment, since its work is kept at three levels:
@@ -14,18 +14,18 @@ written twice, because a shard is always written as a whole, from its rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public import manifest
-from open_clip_zerovl.prepare.public.gather import Batch, Gathering, Picture, Work, check_work
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
+from open_clip_zerovl.prepare.public.gather import Gathering, Work, check_work
+from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
-
-__all__ = ["SHARD_SIZE", "Obtain", "Row", "Work", "prepare_pairs", "summary"]
 
 SHARD_SIZE = 10_000
 
@@ -61,7 +61,7 @@ def prepare_pairs(
         out: the split's folder.
         rows: the whole list, in the same order in every call; the rows of one shard are in memory at a time.
         obtain: place of a picture -> its bytes, or Failure; called from many threads.
-        dataset, split, made_from: what the manifest says of the inputs; later calls must give the same.
+        dataset, split, made_from: the inputs, for the manifest; later calls must give the same.
         encoding: how pictures are stored.
         shard_size: rows a shard.
         shard_name: pattern of the file names.
@@ -140,21 +140,18 @@ class _Shards:
                 # A process that was killed right after it wrote the record leaves the spool behind.
                 spool.unlink(missing_ok=True)
                 continue
-            shard = Batch(number, Spool(spool), chunk)
+            shard = Spool(spool, number, chunk)
             if record is not None:
                 self._reopen(record, shard)
-            if self.work.retry_failed:
-                shard.spool.forget_transient()
             self.gathering.begin(shard)
-            for row in range(len(chunk)):
-                if row not in shard.spool.outcomes:
-                    self.gathering.submit(shard, row, chunk[row])
+            for row, wanted in enumerate(chunk):
+                self.gathering.submit(shard, row, wanted)
             self.gathering.end(shard)
         self.gathering.drain()
         return number + 1
 
     def _is_done(self, record: manifest.ShardRecord, rows: list[Row]) -> bool:
-        """Whether a shard with a record stays as it is. UserError where it was made from another number of rows."""
+        """True where a shard with a record stays as it is. UserError where it was made from another number of rows."""
         if self.work.retry_failed and record.transient_reasons:
             return False
         if record.rows != len(rows):
@@ -166,27 +163,26 @@ class _Shards:
         self.gathering.show(pairs=record.pairs, failures=lost, rows=record.rows)
         return True
 
-    def _reopen(self, record: manifest.ShardRecord, shard: Batch) -> None:
+    def _reopen(self, record: manifest.ShardRecord, shard: Spool) -> None:
         """Put the pictures of a finished shard, and its failures that are not transient, back into the spool."""
         row_of = {row.key: number for number, row in enumerate(shard.rows)}
         for sample in read_samples(self.out / record.shard) if record.pairs else ():
             extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
-            if row_of[sample.key] not in shard.spool.outcomes:
-                shard.spool.add(row_of[sample.key], extension, sample.files[extension])
+            if row_of[sample.key] not in shard.outcomes:
+                shard.add(row_of[sample.key], extension, sample.files[extension])
         for reason in set(record.failures) - set(record.transient_reasons):
             for row in record.failures[reason]:
-                if row - record.first_row not in shard.spool.outcomes:
-                    shard.spool.fail(row - record.first_row, reason, transient=False)
+                if row - record.first_row not in shard.outcomes:
+                    shard.fail(row - record.first_row, reason, transient=False)
 
     def _picture(self, row: Row) -> Picture:
         if not row.caption.strip():
             raise Failure("no caption")
-        stored = encode_picture(self.obtain(row.where), self.encoding)
-        return Picture(stored.extension, stored.content)
+        return encode_picture(self.obtain(row.where), self.encoding)
 
-    def _finish(self, shard: Batch) -> None:
+    def _finish(self, shard: Spool) -> None:
         """Write the tar of a shard, then its record, then remove the spool. All its rows have come or failed."""
-        outcomes, first_row = dict(sorted(shard.spool.outcomes.items())), shard.number * self.shard_size
+        outcomes, first_row = dict(sorted(shard.outcomes.items())), shard.number * self.shard_size
         came = [number for number, outcome in outcomes.items() if not outcome.reason]
         failures: dict[str, list[int]] = {}
         for number, outcome in outcomes.items():
@@ -202,9 +198,36 @@ class _Shards:
             transient_reasons=sorted({outcome.reason for outcome in outcomes.values() if outcome.transient}),
         )
         manifest.write_recorded_shard(self.out, record, (_sample(shard, number) for number in came))
-        shard.spool.close(remove=True)
+        shard.close(remove=True)
 
 
-def _sample(shard: Batch, number: int) -> Sample:
-    row, extension = shard.rows[number], shard.spool.outcomes[number].extension
-    return Sample(row.key, {extension: shard.spool.read(number), TEXT_EXTENSION: row.caption.encode()})
+def _sample(shard: Spool, number: int) -> Sample:
+    row, extension = shard.rows[number], shard.outcomes[number].extension
+    return Sample(row.key, {extension: shard.read(number), TEXT_EXTENSION: row.caption.encode()})
+
+
+def shuffled_apart(counts: Sequence[int], *, seed: int) -> list[tuple[int, int]]:
+    """An order of all (picture, text) pairs in which the texts of one picture are far apart.
+
+    Pass p holds the p-th text of every picture that has one. Pictures are divided into two halves once. Each pass is the first
+    half in a new shuffled order, then the second half in a new shuffled order, so that at least half of the pictures lie
+    between two texts of one picture. A picture has other neighbours in each pass: readers that interleave shards do not bring
+    the same pictures together again.
+
+        4 pictures of 2 texts, halves {0, 3} and {1, 2}:    3a 0a | 1a 2a | 0b 3b | 2b 1b
+
+    Args:
+        counts: number of texts of each picture.
+        seed: of the shuffles.
+
+    Returns:
+        (picture, text) index pairs, `sum(counts)` of them. A pure function of the arguments.
+    """
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(counts))
+    halves = order[: len(counts) // 2], order[len(counts) // 2 :]
+    pairs: list[tuple[int, int]] = []
+    for text in range(max(counts, default=0)):
+        for half in halves:
+            pairs += [(int(picture), text) for picture in rng.permutation(half) if counts[picture] > text]
+    return pairs

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image, ImageOps
 
@@ -55,37 +57,27 @@ class Encoding:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class StoredPicture:
-    """A picture as it is stored, and what it shows.
-
-    Attributes:
-        extension, content: the file.
-        width, height: in pixels, as it came, upright.
-        pixels: a hash of its upright RGB pixels as it came, the same for all files with these pixels; "" where not asked for.
-        turned, shrunk: what was done to it.
-    """
+class Picture(NamedTuple):
+    """A picture as it is stored: extension, bytes, and further facts for its spool."""
 
     extension: str
     content: bytes
-    width: int
-    height: int
-    pixels: str = ""
-    turned: bool = False
-    shrunk: bool = False
+    about: Mapping[str, Any] = MappingProxyType({})
 
 
-def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> StoredPicture:
+def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> Picture:
     """A picture as it is stored; it is decoded to its end, so that a truncated one is refused.
 
     Args:
-        hashed: fill in `pixels`, for which the picture is decoded in its whole size, even where it is stored smaller.
+        hashed: fill in `about`: width and height in pixels of the upright picture as it came, 1 or 0 for "turned" and "shrunk",
+            and "key", a hash of its RGB pixels, the same for all files with these pixels. The picture is then decoded in its
+            whole size, even where it is stored smaller.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large.
     """
 
-    def use(image: Image.Image) -> StoredPicture:
+    def use(image: Image.Image) -> Picture:
         _check_size(image, encoding)
         size = image.size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
@@ -94,7 +86,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             kept = None
         if kept and not hashed and encoding.longer_side_px is None:
             image.load()
-            return StoredPicture(kept, content, *size)
+            return Picture(kept, content)
         side = encoding.shorter_side_px
         if side is not None and side / min(size) < 0.5 and not hashed:
             # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
@@ -105,15 +97,12 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         smaller = _shrunk(picture, encoding)
         shrunk = smaller.size != picture.size
         same = kept is not None and not shrunk
-        return StoredPicture(
-            extension=kept if kept and same else "jpg",
-            content=content if same else _jpeg(smaller, encoding),
-            width=picture.size[0],
-            height=picture.size[1],
-            pixels=_hash_of(picture) if hashed else "",
-            turned=turned and not same,
-            shrunk=shrunk,
-        )
+        about: dict[str, Any] = {}
+        if hashed:
+            width, height = picture.size
+            about = {"key": _hash_of(picture), "width": width, "height": height}
+            about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
+        return Picture(kept if kept and same else "jpg", content if same else _jpeg(smaller, encoding), about)
 
     try:
         with warnings.catch_warnings():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,13 +16,13 @@ from typing import Any, BinaryIO
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one row.
+    """The picture of one row, or the reason why there is none.
 
     Attributes:
         extension, offset_bytes, size_bytes: of the picture, and where its bytes lie in the spool.
         reason: why there is no picture; empty if there is one.
         transient: whether a retry may help.
-        about: what else is known of the picture.
+        about: further facts about the picture.
     """
 
     extension: str = ""
@@ -34,17 +34,24 @@ class Outcome:
 
 
 class Spool:
-    """The outcomes of one shard's rows. Not thread-safe: one thread appends."""
+    """The outcomes of a batch of rows. Not thread-safe: one thread appends.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        number, rows: of the batch; the rows where they are needed again once their pictures have come.
+        open_rows: rows whose pictures are under way.
+        submitted: whether no more rows come.
+    """
+
+    def __init__(self, path: Path, number: int = 0, rows: Sequence[Any] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self.number, self.rows = path, number, rows
+        self.open_rows, self.submitted = 0, False
         self.outcomes: dict[int, Outcome] = {}
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
     def add(self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None) -> None:
-        """Keep the picture of a row, and what else is known of it (values of JSON)."""
+        """Keep the picture of a row, and further facts about it (values of JSON)."""
         head = {"row": row, "extension": extension, "size": len(content)}
         self._append({**head, "about": dict(about)} if about else head, content)
 

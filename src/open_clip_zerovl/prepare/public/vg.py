@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.public.apart import shuffled_apart
-from open_clip_zerovl.prepare.public.inputs import PictureStore, described, locate
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
-from open_clip_zerovl.shards.archives import find_member, json_array, open_member
+from open_clip_zerovl.prepare.public.inputs import annotated, described
+from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs, shuffled_apart
+from open_clip_zerovl.shards.archives import json_array, open_member
 
 PHRASES_PER_IMAGE = 5
 
@@ -40,21 +39,14 @@ def prepare_vg(
         work: threads, retries, sharing.
 
     Raises:
-        UserError: no annotations, no pictures, annotations of another form, or what `prepare_pairs` raises.
+        UserError: no annotations, no pictures, annotations of another form, or an error of `prepare_pairs`.
     """
     out, work = Path(out), work or Work()
     if phrases_per_image < 1:
         raise UserError(f"phrases_per_image is {phrases_per_image}: it must be 1 or more.")
-    paths = locate("vg", source, out / "downloads", progress=work.progress)
-    found = find_member(paths, "region_descriptions.json", ".json", ".json.gz")
-    if found is None:
-        raise UserError(f"No region_descriptions.json among {', '.join(map(str, paths))}: give it with --source.")
-    store = PictureStore(path for path in paths if path != found[0])
-    try:
-        if not len(store):
-            raise UserError(
-                f"No pictures among {', '.join(map(str, paths))}: give VG_100K and VG_100K_2 (or images.zip and images2.zip)."
-            )
+    names = ("region_descriptions.json", ".json", ".json.gz")
+    pictures = "VG_100K and VG_100K_2 (or images.zip and images2.zip)"
+    with annotated("vg", source, out, names, pictures=pictures, progress=work.progress) as (found, store):
         phrases = dict(largest_phrases(*found, limit=phrases_per_image))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
@@ -69,8 +61,6 @@ def prepare_vg(
             work=replace(work, attempts=1),  # a retry does not bring a missing file
             total_rows=len(order),
         )
-    finally:
-        store.close()
 
 
 def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) -> Iterator[tuple[int, list[str]]]:

@@ -1,7 +1,8 @@
-"""`zerovl compare`: models are encoded on the same pairs, compared, and the result is printed and written."""
+"""`zerovl bias` and `zerovl compare`: models on the same samples; the result is printed, and written as JSON and as a page."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,22 +10,74 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
+from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.bias.charts import comparison_picture
+from open_clip_zerovl.evaluate.bias.charts import bias_values, comparison_picture
 from open_clip_zerovl.evaluate.bias.comparison import Comparison, RunMeasures, compare_runs, measure_run
-from open_clip_zerovl.evaluate.bias.encode import check_probe, check_sides, encode, read_samples, rows_by_source
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
-from open_clip_zerovl.evaluate.bias.samples import SourceSample
+from open_clip_zerovl.evaluate.bias.report import BiasReport, check_batch_sizes, measure_bias
+from open_clip_zerovl.evaluate.bias.samples import SourceSample, check_probe, encode, read_samples, rows_by_source
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
-from open_clip_zerovl.evaluate.settings import CompareSettings
+from open_clip_zerovl.evaluate.settings import BiasSettings, CompareSettings
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
+
+
+def bias_page(path: str | os.PathLike[str], report: BiasReport) -> Path:
+    """Write a bias report as one HTML file; returns its path.
+
+    Raises:
+        UserError: matplotlib is missing, or the file cannot be written.
+    """
+    return write_page(path, "bias.html", title="Did the models learn their sources?", **bias_values(report))
+
+
+def run_bias(
+    encoders: Mapping[str, Encoder],
+    data: str,
+    settings: BiasSettings | None = None,
+    *,
+    out: str | os.PathLike[str],
+) -> BiasReport:
+    """Measure checkpoints on named sources; prints a table, writes `bias.json` and `bias.html` into `out`.
+
+    Args:
+        encoders: the checkpoints, by the names that the report gives them.
+        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs tell
+            more than pairs trained on.
+
+    Raises:
+        UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
+    """
+    require_matplotlib()
+    settings, out = settings or BiasSettings(), Path(out)
+    check_writable(out, folder=True)
+    for encoder in encoders.values():
+        encoder.check()
+    sources = parse_sources(data, evaluation=True)
+    if len(sources) < 2:
+        raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")
+    samples, skipped = read_samples(sources, settings.samples_per_source, concept_field=settings.concept_field)
+    check_batch_sizes(settings.batch_sizes or (), len(samples))
+    check_probe(samples)
+    report = measure_bias(
+        {name: encode(encoder, samples, name, out / "features") for name, encoder in encoders.items()},
+        samples,
+        skipped=skipped,
+        batch_sizes=settings.batch_sizes,
+        map_samples=settings.map_samples,
+        seed=settings.seed,
+    )
+    write_atomically(out / "bias.json", json.dumps(report.to_json(), indent=1) + "\n")
+    page = bias_page(out / "bias.html", report)
+    print(f"{report.table()}\nWritten: {page}, {out / 'bias.json'}")
+    return report
 
 
 def run_compare(
@@ -40,7 +93,7 @@ def run_compare(
     Args:
         sides: name -> its runs, in the order of their seeds.
         data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout: two sources or more.
-        unseen: sources that were in no training, likewise.
+        unseen: sources that were in no training, in the same form.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -49,18 +102,18 @@ def run_compare(
     settings, out = settings or CompareSettings(), Path(out)
     check_sides({name: len(runs) for name, runs in sides.items()})
     check_writable(out, folder=True)
-    for encoder in [encoder for runs in sides.values() for encoder in runs]:
+    for encoder in itertools.chain(*sides.values()):
         encoder.check()
     seen, rest, skipped = _samples(data, unseen, settings)
     measured: dict[str, list[RunMeasures]] = {name: [] for name in sides}
     shown: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, runs in sides.items():
-        for number, encoder in enumerate(runs, 1):
-            images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(runs)}")
-            own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
-            others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
-            measured[name].append(measure_run(own, scale, others, seed=settings.seed))
-            shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
+    every = [(name, number, encoder) for name, runs in sides.items() for number, encoder in enumerate(runs, 1)]
+    for name, number, encoder in tqdm(every, desc="models", unit="model", leave=False):
+        images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features")
+        own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
+        others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
+        measured[name].append(measure_run(own, scale, others, seed=settings.seed))
+        shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     found = compare_runs(measured, draws=settings.draws, seed=settings.seed)
     notes = [*found.warnings(concepts=settings.concept_field is not None), *_few_captions(seen)]
     report = {
@@ -88,6 +141,17 @@ def run_compare(
     return found
 
 
+def check_sides(runs: dict[str, int]) -> None:
+    """UserError for fewer than two sides, or sides of different numbers of runs. `runs`: side -> its runs."""
+    if len(runs) < 2:
+        raise UserError("a comparison needs two sides or more; name them A=MODEL B=MODEL")
+    if len(set(runs.values())) != 1:
+        counts = ", ".join(f"{name} has {count}" for name, count in runs.items())
+        raise UserError(
+            f"runs are paired by their seeds, and {counts}; give each side the same number, in the same order of seeds"
+        )
+
+
 def _samples(
     data: str, unseen: str | None, settings: CompareSettings
 ) -> tuple[list[SourceSample], list[SourceSample], dict[str, int]]:
@@ -103,8 +167,8 @@ def _samples(
             f"{sorted(both)[0]!r} is a source of --data and of --unseen; an unseen source was in no training"
         )
     limit, concepts = settings.samples_per_source, settings.concept_field
-    seen, skipped = read_samples(sources, limit, concepts, settings.held_out_field)
-    rest, more_skipped = read_samples(others, limit, concepts)
+    seen, skipped = read_samples(sources, limit, concept_field=concepts, held_out_field=settings.held_out_field)
+    rest, more_skipped = read_samples(others, limit, concept_field=concepts)
     held_out = [sample for sample in seen if sample.held_out]
     if lacking := sorted({sample.source for sample in seen} - {sample.source for sample in held_out}):
         raise UserError(f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out")

@@ -1,0 +1,87 @@
+"""Accuracy of classifiers, zero-shot and linear: with intervals, by class, and the pairs of classes most often confused.
+
+Legend: `N` pictures, `C` classes.
+
+Ties count by expectation, as in retrieval: a model that gives all classes one score is right with probability 1/C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """(N,) index in `classes` of each label."""
+    index_of = {label: i for i, label in enumerate(classes)}
+    return torch.tensor([index_of[label] for label in labels])
+
+
+def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Accuracies from scores (N, C) and class indices (N,), as shares.
+
+    Returns:
+        `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
+        classes that occur; `chance`, 1/C; `per_class`: class index -> `images`, `top1`, `top1_interval`.
+    """
+    own = scores.gather(1, targets[:, None])  # (N, 1)
+    above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
+
+    def top(
+        k: int,
+    ) -> Tensor:  # (N,) the probability that the class is among the first k of a random order of tied ones
+        return ((k - above) / tied).clamp(0, 1).double()
+
+    right = top(1)
+    rows = {int(index): right[targets == index] for index in targets.unique()}
+    return {
+        "images": len(targets),
+        **_share(right),
+        **({"top5": float(top(5).mean())} if scores.shape[1] > 5 else {}),
+        "mean_per_class": float(torch.stack([one.mean() for one in rows.values()]).mean()),
+        "chance": 1 / scores.shape[1],
+        "per_class": {index: {"images": len(one), **_share(one)} for index, one in rows.items()},
+    }
+
+
+def _share(right: Tensor) -> dict[str, Any]:
+    share = float(right.mean())
+    return {"top1": share, "top1_interval": wilson(share, len(right))}
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `count` pictures."""
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def in_percent(one: Mapping[str, Any]) -> str:
+    """Top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
+    low, high = one["top1_interval"]
+    return f"{100 * one['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
+
+
+def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
+    """Confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
+    classes = scores.shape[1]
+    return (
+        torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2).reshape(classes, classes).numpy()
+    )
+
+
+def most_confused(counts: np.ndarray, names: Sequence[str], limit: int = 20) -> list[dict[str, Any]]:
+    """The most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
+    rows, columns = np.unravel_index(order, counts.shape)
+    return [
+        {"class": names[r], "guess": names[c], "count": int(wrong[r, c]), "of": int(counts[r].sum())}
+        for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
+        if wrong[r, c] > 0
+    ]

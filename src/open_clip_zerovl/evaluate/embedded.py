@@ -1,0 +1,114 @@
+"""Embeddings that an evaluation computes once and keeps on disk (`embeddings.store`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.embeddings import reading
+from open_clip_zerovl.embeddings.embed import embed
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.reading import Collection, Sample
+from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Store
+
+
+def embedded(
+    folder: Path,
+    use: str,
+    model: FrozenModel,
+    collection: Collection,
+    marks: Sequence[Any],
+    fingerprints: Sequence[str],
+    *,
+    name: str,
+    captions: int = 0,
+    batch_size: int = 64,
+    workers: int = 0,
+    desc: str | None = None,
+) -> tuple[Store, int]:
+    """The embeddings of a collection by one model: read from a folder, and completed where rows are missing or out of date.
+
+    Args:
+        folder: folder of these embeddings alone.
+        use: name of the program that reads them.
+        marks: one for each file of the collection, which changes with the file.
+        fingerprints: digests of model, transform and precision.
+        name: name of the collection.
+        captions: number of its captions; 0 embeds pictures alone.
+        workers: loader processes.
+        desc: for the progress bar.
+
+    Returns:
+        The store, with `0.images` (n, D) and `0.texts` (captions, D) in float32, and how many samples this call embedded.
+
+    Raises:
+        UserError: a folder that cannot be written, a sample that cannot be read, embeddings that are not finite.
+    """
+    width = model.image_width()
+    arrays: dict[str, ArraySpec] = {"0.images": ("float32", (sum(collection.sizes), width))}
+    if captions:
+        arrays["0.texts"] = ("float32", (captions, width))
+    source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
+    store = Store.create(
+        folder, Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays), cache=True
+    )
+    if left := int((~store.done).sum()):
+        embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name)
+    return store, left
+
+
+def folder_name(*parts: Any) -> str:
+    """A name for a folder that depends on all of the parts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+class _Pictures:
+    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand as if they were of one file."""
+
+    def __init__(self, images: ProbeSet) -> None:
+        self.images = images
+        self.part = reading.UNIT_SAMPLES
+        self.sizes = [min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)]
+
+    def read(self, file: int) -> Iterator[Sample]:
+        begin = file * self.part
+        for index in range(begin, begin + self.sizes[file]):
+            yield Sample(index, [self.images.image(index)])
+
+
+def picture_features(
+    model: FrozenModel, images: ProbeSet, folder: Path, *, batch_size: int, workers: int = 0, name: str = "features"
+) -> Tensor:
+    """Embeddings (N, D) of a labelled set, on the CPU; computed once and kept below `folder`.
+
+    The name of their folder has a hash of the model's digest, of the set and of its files' sizes and times.
+
+    Args:
+        name: name of the set, for the folder and the progress bar.
+
+    Raises:
+        UserError: an image that cannot be read, embeddings that are not finite.
+    """
+    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
+    digests = [folder_name(images.fingerprint(), times), model.fingerprints["image"]]
+    pictures = _Pictures(images)
+    store, _ = embedded(
+        Path(folder) / f"{name}-{folder_name(digests)}",
+        "a labelled set",
+        model,
+        pictures,
+        [[digests[0]]] * len(pictures.sizes),
+        digests,
+        name=name,
+        batch_size=batch_size,
+        workers=workers,
+        desc=f"{name} features",
+    )
+    return store.rows["0.images"][:]

@@ -1,0 +1,1 @@
+"""Zero-shot classification: labelled sets, classifiers of class names in templates, accuracy."""

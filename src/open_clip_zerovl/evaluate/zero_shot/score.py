@@ -1,0 +1,143 @@
+"""`zerovl zero-shot`: the accuracy of a model that classifies pictures by the captions of the classes.
+
+Legend: `N` pictures, `C` classes, `D` embedding width.
+
+A class is the normalised mean of the normalised embeddings of its captions; a picture belongs to the class with the largest
+inner product (CLIP's ensembles; CLIP_benchmark computes the same).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, confusion_counts, in_percent, most_confused
+from open_clip_zerovl.evaluate.embedded import picture_features
+from open_clip_zerovl.evaluate.settings import ZeroShotSettings
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.report.tables import text_table
+
+ROWS_AT_ONCE = 4096  # of the scores in float64
+SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
+
+
+def class_features(captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor]) -> Tensor:
+    """(C, D) one vector a class: the normalised mean over its captions.
+
+    Args:
+        captions: for each class.
+        encode: captions -> embeddings (b, D), L2-normalised.
+    """
+    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False)
+    return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
+
+
+def classify(images: Tensor, classes: Tensor) -> Tensor:
+    """Scores (N, C) of image features (N, D), computed in float64 and rounded, so that equal features tie."""
+    exact = classes.double().T
+    return torch.cat([(block.double() @ exact).float() for block in images.split(ROWS_AT_ONCE)])
+
+
+def score_labelled(
+    model: FrozenModel, dataset: LabelledSet, folder: Path, *, batch_size: int, workers: int, name: str
+) -> dict[str, Any]:
+    """`accuracies` of a model on one set, with classes by name; `sources`: the metrics of each source.
+
+    Args:
+        folder: folder for the pictures' embeddings.
+        name: name of the set, for the progress bar.
+
+    Raises:
+        UserError: a picture that cannot be read, embeddings that are not finite.
+    """
+    images = picture_features(model, dataset.images, folder, batch_size=batch_size, workers=workers, name=name)
+    scores = classify(images, class_features(dataset.captions(), model.texts))
+    targets = class_indices(dataset.images.labels, dataset.classes)
+
+    named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
+    shown = [
+        name if named_by[name] == 1 else f"{name} ({label})"
+        for name, label in zip(dataset.names, dataset.classes, strict=True)
+    ]
+
+    def metrics(rows: Tensor) -> dict[str, Any]:
+        found = accuracies(scores[rows], targets[rows])
+        return {**found, "per_class": {shown[index]: own for index, own in found["per_class"].items()}}
+
+    found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
+    found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
+    if dataset.sources is not None:
+        places = {name: [i for i, one in enumerate(dataset.sources) if one == name] for name in dataset.sources}
+        found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
+    return found
+
+
+def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> dict[str, dict[str, Any]]:
+    """Score a checkpoint on labelled sets; prints tables, and writes the JSON that the settings ask for.
+
+    Args:
+        data: `name=set::name=set`; see `open_labelled_set`.
+
+    Returns:
+        Set -> its metrics, as `score_labelled` gives them.
+
+    Raises:
+        UserError: bad data or settings, a checkpoint that cannot be loaded, a file that cannot be written.
+    """
+    settings = settings or ZeroShotSettings()
+    if settings.output is not None:
+        check_writable(settings.output)
+    # The cheap checks come before the model is loaded.
+    sets = {name: open_labelled_set(str(where), settings) for name, where in parse_retrieval_data(data).items()}
+    model = FrozenModel.load(encoder)
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+        for name, dataset in sets.items():
+            results[name] = score_labelled(
+                model,
+                dataset,
+                settings.cache or Path(passing),
+                batch_size=encoder.batch_size,
+                workers=encoder.workers,
+                name=name,
+            )
+    print(format_zero_shot(results))
+    if settings.output is not None:
+        templates = {name: list(one.templates) for name, one in sets.items()}
+        content = {"model": encoder.model, "split": settings.split, "templates": templates, "results": results}
+        write_atomically(settings.output, json.dumps(content, indent=1) + "\n")
+    return results
+
+
+def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables in percent: a row for each set and source, then one for each class; a sentence on each set at chance."""
+    rows, classes, remarks = [], [], []
+    for name, found in results.items():
+        sources = {f"  {source}": own for source, own in found.get("sources", {}).items()}
+        for label, one in {name: found, **sources}.items():
+            top5 = f"{100 * one['top5']:.1f}" if "top5" in one else ""
+            shares = (in_percent(one), top5, *(f"{100 * one[key]:.1f}" for key in ("mean_per_class", "chance")))
+            rows.append([label, f"{one['images']}", f"{found['classes']}", *shares])
+        # A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
+        if min(found["top1_interval"][0], found["mean_per_class"] - 1e-6) <= found["chance"]:
+            scores = f"top-1 {in_percent(found)} %, mean per class {100 * found['mean_per_class']:.1f} %"
+            remarks.append(f"{name} is not above chance: {scores}, where guessing has {100 * found['chance']:.1f} %.")
+        if found["classes"] <= SHOWN_CLASSES:
+            own = found["per_class"].items()
+            header = [f"class of {name}" if len(results) > 1 else "class", "images", "top-1 %"]
+            classes += ["", text_table(header, [[label, f"{one['images']}", in_percent(one)] for label, one in own])]
+    header = ["set", "images", "classes", "top-1 %", "top-5 %", "mean per class %", "chance %"]
+    return "\n".join([text_table(header, rows), *remarks, *classes])

@@ -1,0 +1,144 @@
+"""Labelled sets for zero-shot classification: pictures with their classes, and the words for each class.
+
+Besides what `data.labelled.open_probe_set` reads:
+
+    SET/SPLIT/              where there is a folder of the split's name, it is the set
+    SET/SOURCE/CLASS/*.jpg  pictures of several sources, scored together and one by one
+    SET/classnames.txt, SET/zeroshot_classification_templates.txt, SET/SPLIT/*.tar      CLIP_benchmark's webdataset layout
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from open_clip import SIMPLE_IMAGENET_TEMPLATES
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
+from open_clip_zerovl.evaluate.settings import ZeroShotSettings
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+
+TEMPLATES_FILE = "zeroshot_classification_templates.txt"
+#: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
+CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
+
+
+@dataclass(frozen=True)
+class LabelledSet:
+    """Pictures with one class each.
+
+    Attributes:
+        classes: labels in the order of their indices, C of them.
+        names: (C,) words for the classes.
+        templates: captions with `{}` (or CLIP_benchmark's `{c}`) in the place of the class.
+        sources: (N,) source of each picture; None for a set of one source.
+    """
+
+    images: ProbeSet
+    classes: Sequence[str]
+    names: Sequence[str]
+    templates: Sequence[str]
+    sources: Sequence[str] | None = None
+
+    def captions(self) -> list[list[str]]:
+        """For each class, its caption in each template."""
+        return [[name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names]
+
+
+def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> LabelledSet:
+    """Index a labelled set; see the module's text for what `where` may be.
+
+    Raises:
+        UserError: what `open_probe_set` refuses, a template without a place for the class, class names that do not fit.
+    """
+    settings = settings or ZeroShotSettings()
+    root = place = Path(where).expanduser()
+    if (root / settings.split).is_dir():
+        place = root / settings.split
+    split = "train" if settings.split == "train" else "test"
+    parts = _sources_of(place)
+    places = [str(part) for part in parts] or [str(place) if place != root else where]
+    opened = [open_probe_set(one, split, label=settings.label) for one in places]
+    images = opened[0] if not parts else _joined(place, opened)
+    sources = [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels] if parts else None
+    stored = list(images.names) if {*images.labels} <= images.names.keys() else None
+    classes = stored or class_list(images, images)
+    names = [images.names.get(label) or _words(label) for label in classes]
+    if settings.class_names is not None:
+        names = _class_names(settings.class_names, classes)
+    return LabelledSet(images, classes, names, _templates(settings, root), sources)
+
+
+def _sources_of(folder: Path) -> list[Path]:
+    """The folders of sources, each with folders of classes; [] where the pictures lie one level higher."""
+    if not folder.is_dir():
+        return []
+    parts = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
+    inside = [[entry for entry in part.iterdir() if not entry.name.startswith(".")] for part in parts]
+    pictures = {f".{extension}" for extension in IMAGE_EXTENSIONS}
+    two_levels = all(
+        any(entry.is_dir() for entry in entries) and not any(entry.suffix.lower() in pictures for entry in entries)
+        for entries in inside
+    )
+    return parts if two_levels and not any(folder.glob("*.tar")) else []
+
+
+def _joined(folder: Path, parts: Sequence[ProbeSet]) -> ProbeSet:
+    ends = list(accumulate(map(len, parts)))
+
+    def read(index: int):
+        part = bisect_right(ends, index)
+        return parts[part].read(index - (ends[part] - len(parts[part])))
+
+    labels = [label for one in parts for label in one.labels]
+    return replace(parts[0], path=str(folder), labels=labels, read=read, files=[f for one in parts for f in one.files])
+
+
+def _words(label: str) -> str:
+    """The words of a folder's or a dataset's label: `001.Black_footed_Albatross` -> `Black footed Albatross`."""
+    return re.sub(r"^\d+\.(?=\D)", "", label).replace("_", " ")
+
+
+def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            table = json.loads(text)
+            return [str(table[label]) for label in classes]
+        if len(lines := text.strip().splitlines()) != len(classes):
+            raise ValueError(f"it has {len(lines)} lines")
+        return [line.strip() for line in lines]
+    except UNREADABLE as error:
+        raise UserError(
+            f"--class-names {file} does not name the {len(classes)} classes ({type(error).__name__}: {error}); give JSON of "
+            f"label and name, or a name a line in the order of the labels: {', '.join(classes)[:200]}"
+        ) from error
+
+
+def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
+    """The templates of `--template`, captions or files of them; else the set's own; else CLIP's short list."""
+    given: list[str] = []
+    beside = root / TEMPLATES_FILE
+    for one in settings.template or ([str(beside)] if beside.is_file() else CLIP_TEMPLATES):
+        if "{" in one:
+            given.append(one)
+            continue
+        try:
+            given += [line.strip() for line in Path(one).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--template {one!r} is neither a caption with {{}} in the place of the class nor a file of such captions "
+                f"({error})"
+            ) from error
+    if wrong := [one for one in given if not re.search(r"\{c?\}", one)]:
+        raise UserError(f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'")
+    if not given:
+        raise UserError(f"there is no template in {', '.join(settings.template)}; give one: 'a photo of a {{}}'")
+    return tuple(given)

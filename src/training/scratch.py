@@ -1,0 +1,54 @@
+"""A temporary folder of a training, below TMPDIR; those of trainings that were killed are removed by the next one.
+
+Python's multiprocessing and torchrun keep sockets and files in the temporary folder, which they remove when they end by
+themselves. torch's cache of compiled code stays where it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from open_clip_zerovl.core.files import lock_file
+
+PREFIX = "zerovl-run-"
+LOCK = "lock"  # held by the process that made the folder, as long as it lives
+LONGEST = 60  # characters of TMPDIR: the path of a socket has at most 107, of which 45 follow
+
+
+def use_scratch_folder() -> None:
+    """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
+    place = Path(tempfile.gettempdir())
+    if place.name.startswith(PREFIX) or len(str(place)) > LONGEST:  # made by the process that started this one
+        return
+    remove_leftovers(place)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock_file(folder / LOCK, create=True, forked=False)
+    except OSError:  # a full disk, a file system without locks
+        return
+    with contextlib.suppress(OSError, KeyError):  # a user without a name; as torch itself names its cache
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{user}"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    atexit.register(_remove, folder, os.getpid())
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove folders of trainings whose process has ended without removing them."""
+    for lock in place.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # another user's
+            if (descriptor := lock_file(lock, wait=False, forked=False)) is not None:
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

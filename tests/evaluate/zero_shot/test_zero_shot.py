@@ -1,0 +1,184 @@
+"""`zerovl zero-shot`: accuracies by hand and equal to CLIP_benchmark's, the layouts of sets, templates, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from clip_benchmark.datasets.builder import build_wds_dataset
+from clip_benchmark.metrics import zeroshot_classification
+from scipy.stats import binomtest
+from torch.utils.data import DataLoader
+
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.accuracy import accuracies, wilson
+from open_clip_zerovl.evaluate.settings import ZeroShotSettings
+from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
+from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
+from support.tars import png, write_tar
+from support.tiny_clip import picture
+
+NAMES = ["red cat", "dog", "small house", "moon", "sun", "tree", "face"]
+TEMPLATES = ["a {c}", "the big {c} of the moon"]
+
+
+def write_clip_benchmark(root: Path, labels: list[int]) -> Path:
+    """CLIP_benchmark's webdataset layout, pictures drawn at random."""
+    rng = np.random.default_rng(3)
+    for shard, part in enumerate(np.array_split(np.arange(len(labels)), 2)):
+        files = [(f"{i:03d}", picture(rng), str(labels[i]).encode()) for i in part.tolist()]
+        members = [member for key, image, label in files for member in ((f"{key}.png", image), (f"{key}.cls", label))]
+        write_tar(root / "test" / f"{shard}.tar", members)
+    (root / "test" / "nshards.txt").write_text("2")
+    (root / "classnames.txt").write_text("\n".join(NAMES) + "\n")
+    (root / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
+    return root
+
+
+def write_classes(root: Path, classes: str, each: int = 2) -> Path:
+    rng = np.random.default_rng(len(classes))
+    for label in classes.split():
+        (root / label).mkdir(parents=True)
+        for i in range(each):
+            (root / label / f"{i}.png").write_bytes(picture(rng))
+    return root
+
+
+def test_accuracies_by_hand_with_ties_by_expectation():
+    scores = torch.zeros(4, 6)
+    scores[0, 1], scores[1, 0], scores[2, :3] = 1, 1, 1
+    found = accuracies(scores, torch.tensor([1, 1, 2, 5]))  # first; tied behind one; one of three first; one of six
+    assert found["top1"] == pytest.approx((1 + 0 + 1 / 3 + 1 / 6) / 4)
+    assert found["top5"] == pytest.approx((1 + 4 / 5 + 1 + 5 / 6) / 4)
+    assert found["mean_per_class"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 6) / 3) and found["chance"] == 1 / 6
+    assert {index: one["images"] for index, one in found["per_class"].items()} == {1: 2, 2: 1, 5: 1}
+    assert "top5" not in accuracies(scores[:, :5], torch.tensor([1, 1, 2, 4]))
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 12), (3, 40), (40, 40), (1, 1)])
+def test_intervals_are_wilsons(right, count):
+    wanted = binomtest(right, count).proportion_ci(method="wilson")
+    assert wilson(right / count, count, 1.959964) == pytest.approx((wanted.low, wanted.high), abs=1e-6)
+
+
+def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
+    """The same folder by both programs: their reader, classifier and metrics, in full precision."""
+    labels = np.random.default_rng(0).integers(0, 6, 40).tolist()  # the last class has no picture
+    root = write_clip_benchmark(tmp_path / "set", labels)
+    model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{export}")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{export}")
+    theirs = build_wds_dataset("wds/set", transform, data_dir=str(root))
+    loader = DataLoader(theirs.batched(16), batch_size=None)
+    weights = zeroshot_classification.zero_shot_classifier(
+        model.eval(), tokenizer, theirs.classes, theirs.templates, "cpu", amp=False
+    )
+    logits, target = zeroshot_classification.run_classification(model, weights, loader, "cpu", amp=False)
+    accuracy1, accuracy5 = zeroshot_classification.accuracy(logits, target, topk=(1, 5))
+    recall = zeroshot_classification.balanced_accuracy_score(target, logits.argmax(1))
+
+    output = tmp_path / "ours.json"
+    assert main(["zero-shot", str(export), "--data", f"s={root}", "--device", "cpu", "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    ours = written["results"]["s"]
+    assert written["templates"]["s"] == TEMPLATES and ours["classes"] == 7
+    for key, value in {"top1": accuracy1, "top5": accuracy5, "mean_per_class": recall}.items():
+        assert ours[key] == pytest.approx(value, abs=1e-9), key
+    assert 0 < accuracy1 < accuracy5 < 1
+    assert list(ours["per_class"]) == NAMES[:6] and sum(one["images"] for one in ours["per_class"].values()) == 40
+    assert "s is not above chance: top-1" in capsys.readouterr().out
+    # And score by score.
+    opened, frozen = open_labelled_set(str(root)), FrozenModel("m", model.encode_image, model.encode_text, tokenizer)
+    images = frozen.images(torch.stack([transform(opened.images.image(i)) for i in range(40)]))
+    scores = classify(images, class_features(opened.captions(), frozen.texts))
+    torch.testing.assert_close(100 * scores, logits, rtol=0, atol=1e-4)
+    # Negative control: other templates give other scores.
+    other = class_features([["x"]] * 7, frozen.texts)
+    assert (100 * classify(images, other) - logits).abs().max() > 1e-3
+
+
+def test_layouts(tmp_path):
+    flat = open_labelled_set(str(write_classes(tmp_path / "flat", "b_c 001.A_bird")))
+    assert flat.images.labels == ["001.A_bird"] * 2 + ["b_c"] * 2 and flat.names == ["A bird", "b c"]
+    assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7 and flat.sources is None
+    write_classes(tmp_path / "split" / "test", "a b")
+    write_classes(tmp_path / "split" / "train", "a b", each=5)
+    splits = {
+        split: open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split=split)) for split in ("test", "train")
+    }
+    assert {split: len(one.images) for split, one in splits.items()} == {"test": 4, "train": 10}
+    for source, classes in (("shop", "a b"), ("web", "b c")):
+        write_classes(tmp_path / "two" / source, classes)
+    two = open_labelled_set(f"{tmp_path}/two")
+    assert two.images.labels == [*"aabb", *"bbcc"] and two.sources == ["shop"] * 4 + ["web"] * 4
+    assert list(two.classes) == ["a", "b", "c"]
+    for number, place in ((2, "shop/b/0.png"), (7, "web/c/1.png")):
+        own = open_labelled_set(f"{tmp_path}/two/{place.partition('/')[0]}").images
+        assert two.images.image(number).tobytes() == own.image(int(number % 4)).tobytes(), place
+    files = [("0.png", png((1, 2, 3))), ("0.json", b'{"kind": "cat"}'), ("1.png", png((9, 2, 3)))]
+    write_tar(tmp_path / "shards" / "0.tar", [*files, ("1.json", b'{"kind": "dog"}')])
+    assert open_labelled_set(f"{tmp_path}/shards", ZeroShotSettings(label="json:kind")).names == ["cat", "dog"]
+
+
+def test_templates_and_names_may_be_files(tmp_path):
+    root = str(write_classes(tmp_path / "set", "x y"))
+    (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
+    (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
+    (tmp_path / "names.json").write_text('{"y": "yard", "x": "kilo {} gram", "z": "no"}')
+    for names in ("names.txt", "names.json"):
+        settings = ZeroShotSettings(template=(str(tmp_path / "t.txt"), "my {}"), class_names=tmp_path / names)
+        first, second = open_labelled_set(root, settings).captions()
+        assert first == ["a kilo {} gram", "the kilo {} gram sign", "my kilo {} gram"] and second[2] == "my yard"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"template": ("a photo",)}, "'a photo' is neither a caption with {} in the place of the class nor a file"),
+        ({"template": ("a {photo}",)}, "'a {photo}' has no place for the class"),
+        ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
+        ({"class_names": Path("empty.txt")}, "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y"),
+        ({"class_names": Path("empty.json")}, "does not name the 2 classes .KeyError: 'x'"),
+        ({"split": "x"}, "no folder of class folders"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(tmp_path, monkeypatch, given, sentence):
+    monkeypatch.chdir(tmp_path)
+    write_classes(tmp_path / "set", "x y")
+    Path("empty.txt").write_text("")
+    Path("empty.json").write_text("{}")
+    with pytest.raises(UserError, match=sentence.replace("{", r"\{")):
+        open_labelled_set("set", ZeroShotSettings(**given))
+
+
+def test_the_command_scores_sources_and_classes_and_keeps_what_pictures_cost(
+    tmp_path, clip_runs, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    for source in ("shop", "web"):
+        write_classes(tmp_path / "set" / source, "cat dog", each=3)
+    command = ["zero-shot", clip_runs[0], "--data", f"s={tmp_path / 'set'}", "--device", "cpu"]
+    command += ["--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "o.json")]
+    assert main(command) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:3] for line in lines if line and line[0] in ("s", "shop", "web")][:3] == [
+        ["s", "12", "2"], ["shop", "6", "2"], ["web", "6", "2"],
+    ]  # fmt: skip
+    assert [line[:2] for line in lines[-2:]] == [["cat", "6"], ["dog", "6"]]
+    found = json.loads((tmp_path / "o.json").read_text())["results"]["s"]
+    assert found["top1"] == pytest.approx(np.mean([one["top1"] for one in found["sources"].values()]))
+    seen: list[int] = []
+    stock = FrozenModel.images
+    monkeypatch.setattr(FrozenModel, "images", lambda self, pixels: [seen.append(len(pixels)), stock(self, pixels)][1])
+    assert main([*command, "--template", "a {}"]) == 0
+    assert seen == [1]  # for the width
+    assert json.loads((tmp_path / "o.json").read_text())["templates"] == {"s": ["a {}"]}
+    # Two classes of one name tie, and stay two.
+    (tmp_path / "names.txt").write_text("pet\npet\n")
+    assert main([*command, "--class-names", str(tmp_path / "names.txt")]) == 0
+    found = json.loads((tmp_path / "o.json").read_text())["results"]["s"]
+    assert found["top1"] == 0.5 and list(found["per_class"]) == ["pet (cat)", "pet (dog)"]

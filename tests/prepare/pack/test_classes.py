@@ -1,0 +1,138 @@
+"""Folders of classes: captions from templates, sources from the upper level, each split as a labelled set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.labelled import open_probe_set
+from open_clip_zerovl.prepare.pack.report import commands, lines
+from open_clip_zerovl.prepare.pack.rows import Columns
+from open_clip_zerovl.prepare.pack.samples import ZERO_SHOT_TEMPLATES
+from support.pairs import picture, samples_of
+
+CLASSES = ("hat", "sun_hat", "shoe")
+
+
+def class_folders(folder: Path, *sources: str, pictures: int = 6) -> Path:
+    """`CLASS/NUMBER.png`, or `SOURCE/CLASS/NUMBER.png`, and a note that is not a picture."""
+    for number in range(pictures * len(CLASSES) * max(1, len(sources))):
+        at = folder / sources[number % len(sources)] if sources else folder
+        file = at / CLASSES[number // max(1, len(sources)) % len(CLASSES)] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number))
+    (folder / "README.md").write_text("photographs")
+    return folder
+
+
+def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path):
+    found = packed(class_folders(tmp_path / "in"), test_share=0.3)
+    assert found["pictures"] == 18 and found["classes"] == {"hat": 6, "shoe": 6, "sun hat": 6}
+    printed = "\n".join(lines(found, tmp_path / "out"))
+    assert (
+        "in: folders of classes, 3 classes ('hat', 'shoe', 'sun_hat'; one level), captions 'a photo of a {}.'"
+        in printed
+    )
+    assert "classes    3, of 6 ('hat') to 6 ('hat') pictures" in printed
+    names = (tmp_path / "out/classnames.txt").read_text().splitlines()
+    assert names == ["hat", "shoe", "sun hat"]
+    templates = (tmp_path / "out/zeroshot_classification_templates.txt").read_text().splitlines()
+    assert templates == [template.replace("{}", "{c}") for template in ZERO_SHOT_TEMPLATES]
+    for split, role, count in (("train", "train", 13), ("test", "test", 5)):
+        samples = samples_of(tmp_path / "out" / split)
+        for sample in samples:
+            label = names[int(sample.files["cls"])]
+            file = json.loads(sample.files["json"])["file"]
+            assert sample.files["txt"].decode() == f"a photo of a {label}."
+            assert file.partition("/")[0].replace("_", " ") == label
+            assert (tmp_path / "in" / file).read_bytes() == sample.files["png"]
+        labelled = open_probe_set(str(tmp_path / "out" / split), role)
+        assert [labelled.names[label] for label in labelled.labels] == [names[int(s.files["cls"])] for s in samples]
+        assert len(labelled) == count
+
+
+def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
+    given = class_folders(tmp_path / "in", "shop", "web")
+    one = packed(given, out="one", templates=("a {}", "the {}, for sale"))
+    assert [(entry["source"], entry["pictures"]) for entry in one["written"]] == [("one", 36)]
+    assert "--source-column folder makes each folder of the upper level a source" in one["inputs"][0]["notes"][0]
+    texts = {sample.files["txt"].decode() for sample in samples_of(tmp_path / "one/train")}
+    assert texts == {f"a {name}\nthe {name}, for sale" for name in ("hat", "shoe", "sun hat")}
+    assert (tmp_path / "one/zeroshot_classification_templates.txt").read_text() == "a {c}\nthe {c}, for sale\n"
+    two = packed(given, out="two", columns=Columns(source="folder"), test_share=0.2)
+    written = [(entry["folder"], entry["pictures"]) for entry in two["written"]]
+    assert written == [("shop/train", 14), ("shop/test", 4), ("web/train", 14), ("web/test", 4)]
+    labelled = open_probe_set(str(tmp_path / "two/web/test"), "test")
+    assert len(labelled) == 4 and set(labelled.names.values()) == {"hat", "shoe", "sun hat"}
+
+
+def test_clip_benchmark_reads_the_classes(packed, tmp_path):
+    from clip_benchmark.datasets.builder import build_dataset
+
+    packed(class_folders(tmp_path / "in"), test_share=0.3)
+    (tmp_path / "out/dataset_type.txt").write_text("classification\n")  # it is a retrieval set, too, as it was packed
+    options = {"root": str(tmp_path / "out"), "split": "test", "transform": None, "task": "zeroshot_classification"}
+    dataset = build_dataset("wds/mine", **options)
+    assert dataset.classes == ["hat", "shoe", "sun hat"] and len(dataset.templates) == len(ZERO_SHOT_TEMPLATES)
+    samples = samples_of(tmp_path / "out/test")
+    assert [int(label) for _, label in dataset] == [int(sample.files["cls"]) for sample in samples]
+
+
+def test_a_folder_around_the_classes_does_not_count(packed, tmp_path):
+    """As an archive has it that was unpacked: in/photographs/SOURCE/CLASS/PICTURE."""
+    class_folders(tmp_path / "in/photographs", "shop", "web")
+    found = packed(tmp_path / "in", columns=Columns(source="folder"))
+    assert [entry["source"] for entry in found["written"]] == ["shop", "web"]
+    assert list(found["classes"]) == ["hat", "shoe", "sun hat"]
+
+
+def flat(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    return folder
+
+
+def uneven(folder: Path) -> Path:
+    (class_folders(folder) / "hat/0.png").rename(folder / "0.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "sentence"),
+    [
+        (
+            flat,
+            {},
+            r"has 4 pictures and no captions: .* write the caption of 0.png into 0.txt, give a table .*CLASS/PICTURE",
+        ),
+        (uneven, {}, r"has 18 pictures and no captions"),
+        (uneven, {"form": "classes"}, r"has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE"),
+        (class_folders, {"templates": ("a hat",)}, r"--template 'a hat' has no place for the class.*: write \{\} once"),
+        (
+            class_folders,
+            {"columns": Columns(source="folder")},
+            r"no column 'folder': sort the pictures into SOURCE/CLASS/",
+        ),
+    ],
+)
+def test_folders_that_are_not_of_classes_get_a_sentence(make, settings, sentence, packed, tmp_path):
+    with pytest.raises(UserError, match=sentence):
+        packed(make(tmp_path / "in"), **settings)
+
+
+def test_templates_need_classes(packed, tmp_path):
+    given = flat(tmp_path / "in")
+    for number in range(4):
+        (given / f"{number}.txt").write_text("a hat")
+    with pytest.raises(UserError, match="--template needs an input of class folders"):
+        packed(given, templates=("a {}",))
+
+
+def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
+    found = packed(class_folders(tmp_path / "in"))
+    assert "--positives caption" in commands(found, tmp_path / "out")[1]

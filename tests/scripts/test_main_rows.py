@@ -1,0 +1,113 @@
+"""The main rows of docs/results.md from the records alone, by scipy, without the statistics of scripts/ablation.
+
+python tests/scripts/test_main_rows.py      prints them
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import yaml
+from scipy.stats import ttest_1samp, ttest_rel
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS: dict[str, dict[int, dict]] = {}
+for _run in json.loads((ROOT / "docs" / "results" / "runs.json").read_text(encoding="utf-8")):
+    RUNS.setdefault(_run["condition"], {})[_run["seed"]] = _run
+CONDITIONS = yaml.safe_load((ROOT / "scripts/ablation/protocol.yaml").read_text(encoding="utf-8"))["conditions"]
+ROWS = list(csv.DictReader((ROOT / "docs/results/rows.csv").read_text(encoding="utf-8").splitlines()))
+#: A record's RSUM of all pairs of the unseen source, of pools, without the frame (A.5); the probe; log p.
+OF: dict[str, Callable[[dict], float]] = {
+    "score": lambda run: run["rsum"]["all unseen" if run["unseen"] else "plain"],
+    "held-out pairs": lambda run: run["rsum"]["unseen"],
+    "across": lambda run: run["rsum"]["across"],
+    "mixed": lambda run: run["rsum"]["mixed"],
+    "probe, texts %": lambda run: 100 * run["probe_texts"],
+    "probe, images %": lambda run: 100 * run["probe_images"],
+    "log p, other source": lambda run: run["log_p_other_source"],
+}
+#: Label on the page -> run, against, measure; None: not in the page's table.
+MAIN = [
+    ("debiased over random batches, unseen style, 16 epochs", "debiased", "random", "score"),
+    ("the same, 40 epochs", "long-debiased", "long-random", "score"),
+    ("across trained sources, 16 epochs", "debiased", "random", "across"),
+    ("the same, 40 epochs", "long-debiased", "long-random", "across"),
+    ("all trained sources in one pool, 16 epochs", "debiased", "random", "mixed"),
+    ("the same, 40 epochs", "long-debiased", "long-random", "mixed"),
+    (
+        "debiased over random, two kinds of pictures in one source (A.5)",
+        "contexts-debiased",
+        "contexts-random",
+        "score",
+    ),
+    ("debiased over random, batch 256, unseen style, 16 epochs", "batch-256", "random-256", "score"),
+    ("mixup, unseen style, 40 epochs", "mixup", "long-debiased", "score"),
+    ("gradient kept in the gather, unseen style, 16 epochs (Table 4)", "gather", "detached-gather", "score"),
+    (None, "debiased", "random", "held-out pairs"),
+    (None, "debiased", "random", "probe, texts %"),
+    (None, "debiased", "random", "probe, images %"),
+    (None, "debiased", "random", "log p, other source"),
+    (None, "weight-0.05", "debiased", "score"),
+    (None, "steps-256", "batch-64", "score"),
+    (None, "dga-256", "batch-256", "score"),
+]
+
+
+def of_both(run: str, against: str, measure: str) -> tuple[list[float], list[float]]:
+    """The measure of both conditions, seed by seed."""
+    seeds = sorted(RUNS[run].keys() & RUNS[against].keys())
+    ours, theirs = ([OF[measure](RUNS[name][seed]) for seed in seeds] for name in (run, against))
+    return ours, theirs
+
+
+def student(run: str, against: str, measure: str) -> tuple[float, float, float, int, str]:
+    """Mean difference, low, high, seeds, verdict."""
+    ours, theirs = of_both(run, against, measure)
+    low, high = ttest_rel(ours, theirs).confidence_interval(0.95)
+    margin = 0 if measure.startswith(("probe", "log")) else 10
+    word = "no difference" if -margin <= low and high <= margin else ""
+    word = word or ("higher" if low > 0 else "lower" if high < 0 else "undecided")
+    return mean(ours) - mean(theirs), low, high, len(ours), word
+
+
+def page_rows() -> list[list[str]]:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize(("label", "run", "against", "measure"), MAIN)
+def test_a_main_row_follows_from_the_records(label, run, against, measure):
+    found, low, high, seeds, word = student(run, against, measure)
+    named = tuple(CONDITIONS[name]["label"] for name in (run, against))
+    (row,) = [one for one in ROWS if (one["run"], one["against"], one["measure"]) == (*named, measure)]
+    stored = [float(row[column]) for column in ("difference", "low", "high", "p", "mean run", "mean against")]
+    ours, theirs = of_both(run, against, measure)
+    expected = [found, low, high, ttest_rel(ours, theirs).pvalue, mean(ours), mean(theirs)]
+    assert stored == pytest.approx(expected, abs=0.006) and int(row["seeds"]) == seeds
+    assert row["verdict"] == ("" if measure == "held-out pairs" else word)
+    if label is not None:
+        shown = [f"{found:+.0f} ({low:+.0f} to {high:+.0f})", str(seeds), word]
+        assert [one[1:4] for one in page_rows() if one[0] == label].count(shown) == 1
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_records():
+    """Each `+13 (+2 to +24)` between the two headings, and the interval for other sources."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    evidence = " ".join(readme[readme.index("Benefit, in miniatures") : readme.index("## Limits")].split())
+    known = {"{:+.0f} ({:+.0f} to {:+.0f})".format(*student(*one)[:3]) for _, *one in MAIN}
+    shown = re.findall(r"[+-]\d+ \([+-]\d+ to [+-]\d+\)", evidence)
+    assert len(shown) >= 8 and set(shown) <= known, sorted(set(shown) - known)
+    differences: dict[str, list[float]] = {}
+    for seed, run in RUNS["debiased"].items():
+        differences.setdefault(run["unseen"], []).append(OF["score"](run) - OF["score"](RUNS["random"][seed]))
+    low, high = ttest_1samp([mean(one) for one in differences.values()], 0.0).confidence_interval(0.95)
+    assert f"{low:+.0f} to {high:+.0f}" in evidence and "65 %" in evidence and "84 %" in evidence
+
+
+if __name__ == "__main__":
+    for _label, *_names in MAIN:
+        print(_names, "{:+.1f} ({:+.1f} to {:+.1f}), {} seeds: {}".format(*student(*_names)))
