@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from open_clip_zerovl.align.heads import Heads
-from open_clip_zerovl.align.train import Recipe, chunk_rows, make_loss, make_optimizer, take_step
+from open_clip_zerovl.align.settings import Recipe
+from open_clip_zerovl.align.train import chunk_rows, make_loss, make_optimizer, take_step
 from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import keep_heap, write
@@ -67,10 +68,7 @@ def plain_step(heads: Heads, optimizer: torch.optim.Optimizer, rows: Sequence[Te
 def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """A row for each way at a batch size."""
     torch.manual_seed(SEED)
-    recipe = Recipe(
-        head=head, embed_dim=widths[2], loss="clip", sampling="random", positives="pair", cross_source_weight=1.0,
-        batch_size=batch, epochs=1, lr=1e-4, wd=0.0, warmup_share=0.1, patience=0, seed=SEED,
-    )  # fmt: skip
+    recipe = Recipe(head=head, embed_dim=widths[2], batch_size=batch, epochs=1, lr=1e-4, wd=0.0, patience=0, seed=SEED)
     store = [torch.randn(4 * batch, width, device=device).half() for width in widths[:2]]
     heads = Heads(head, (widths[0], widths[1]), widths[2], seed=SEED).to(device)
     optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, device)
@@ -82,7 +80,7 @@ def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: t
 
     ways: dict[str, Callable[[], Any]] = {
         "products": lambda: matrix_products(heads, ready),
-        "ours": lambda: take_step(heads, optimizer, loss, *gathered(), {}),
+        "ours": lambda: take_step(heads, optimizer, loss, gathered(), {}),
         "plain": lambda: plain_step(heads, optimizer, gathered()),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -29,7 +29,7 @@ def test_a_step_makes_the_products_of_the_bound_and_no_other(head, flops):
                 bench.matrix_products(heads, rows)
             else:
                 optimizer = torch.optim.AdamW(heads.parameters(), fused=True)
-                take_step(heads, optimizer, ContrastiveLoss(), *rows, {})
+                take_step(heads, optimizer, ContrastiveLoss(), rows, {})
         counted[name] = seen.get_total_flops()
     assert counted["ours"] == counted["products"]
     if flops is not None:

@@ -104,7 +104,7 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     assert torch.allclose(text.frozen(CPU, amp=False).texts(TEXTS), expected, rtol=0, atol=1e-5)
     image = open_tower(f"timm:{home / 'timm'}", "image")
     heads = Heads("mlp", (image.width, text.width), 12)
-    out = export_aligned(tmp_path / "out", image, text, heads, "mlp", (1.0, 1.0), metrics={}, origin="a test")
+    out = export_aligned(tmp_path / "out", image, text, heads, "mlp", (1.0, 1.0), metrics={})
     assert f"does not build this text tower ({kind}) by itself" in "".join(loading_notes(out))
 
 
