@@ -130,7 +130,7 @@ def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the
 
 def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
     towers[1].module.transformer.embeddings.word_embeddings.weight.data.fill_(torch.nan)
-    with pytest.raises(UserError, match="makes no numbers"):
+    with pytest.raises(UserError, match="makes NaN or infinite embeddings"):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
 
 

@@ -145,8 +145,8 @@ def open_tower(name: str, side: str, *, text_pool: str | None = None, context_le
         if colon and kind == "hf":
             if side == "image":
                 raise UserError(
-                    f"{name}: open_clip has no image towers of transformers, and timm has DINOv2, DINOv3 and SigLIP 2, too: give "
-                    "--image timm:NAME"
+                    f"{name}: open_clip has no image towers of transformers, and timm has DINOv2, DINOv3 and SigLIP 2, too; "
+                    "give --image timm:NAME"
                 )
             return _hf(name, place, text_pool, context_length)
         return _of_open_clip(name, side)
