@@ -22,7 +22,7 @@ from open_clip_zerovl.prepare.pack import run
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, encode_picture
 from open_clip_zerovl.shards.members import image_of, read_samples
-from scripts.bench.near import encoded, windows
+from scripts.bench.near import encoded, fractal
 
 
 def alone(pictures: Sequence[bytes], longer_side_px: int | None) -> dict[str, float]:
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=8)
     chosen = parser.parse_args()
     if chosen.photographs is None:
-        pictures = [encoded(image) for image in windows(chosen.pictures)]
+        pictures = [encoded(fractal(seed, 640, 480)) for seed in range(chosen.pictures)]
     else:
         contents = (image_of(sample.files) for sample in read_samples(chosen.photographs))
         pictures = list(islice((content for content in contents if content is not None), chosen.pictures))
