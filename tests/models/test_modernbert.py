@@ -180,16 +180,11 @@ def test_the_compiled_part_of_its_tokenizer_is_found(small):
     assert fast_tokenizer(tokenizer) is not tokenizer  # its compiled part gives the same tokens
 
 
-def test_layers_are_locked_and_their_norms_found_by_what_they_are(small):
+def test_the_norms_of_locked_layers_are_found_by_what_they_are(small):
     model = random_model(small)
     assert not open_clip_locks_layers(model) or hasattr(model.text, "layer_groups")
-    lock_text_layers(model, unlocked_layers=1)
-    transformer = model.text.transformer
-    trained = {name for name, value in transformer.named_parameters() if value.requires_grad}
-    assert trained and all(name.startswith(("layers.3.", "final_norm.")) for name in trained)
-    other = random_model(small)
-    lock_text_layers(other, freeze_layer_norm=False)
-    trained = {name for name, value in other.text.transformer.named_parameters() if value.requires_grad}
+    lock_text_layers(model, freeze_layer_norm=False)
+    trained = {name for name, value in model.text.transformer.named_parameters() if value.requires_grad}
     assert "layers.2.mlp_norm.weight" in trained and all("norm" in name for name in trained)
 
 

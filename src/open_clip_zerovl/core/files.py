@@ -155,7 +155,7 @@ def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | No
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
 
     Args:
-        name: of the file in the folder that is locked.
+        name: the locked file's name in the folder.
         busy: the sentence for a lock that another process holds; None waits for it.
 
     Raises:
